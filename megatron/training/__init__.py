@@ -1,0 +1,1 @@
+"""Pre-training of Mixture-of-Experts language models on megatron.core."""

@@ -1,0 +1,187 @@
+"""A checkpoint directory on disk: published whole or not at all, and verified before it is used.
+
+A checkpoint is written under a hidden name and renamed when it is complete.  Its ``manifest.json`` is written last
+and lists every file with size and hash; without one a directory is not a checkpoint of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import xxhash
+
+MANIFEST = "manifest.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+_FORMAT = "moc-megatron dense checkpoint 1"
+_NAME = re.compile(r"^iter_(\d{7,})$")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, incomplete, damaged, or does not fit; the message names what, and the remedy."""
+
+
+def directory_of(root: str | Path, iteration: int) -> Path:
+    """Megatron's name for the checkpoint of an iteration, ``iter_0000100``."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def staging_of(root: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is written before it is published."""
+    return Path(root) / f".iter_{iteration:07d}.incomplete"
+
+
+def saved_iterations(root: str | Path) -> list[int]:
+    """Iterations that have a published checkpoint under ``root``, ascending."""
+    root = Path(root)
+    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    return sorted(int(match.group(1)) for match in map(_NAME.match, names) if match)
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The iteration that the tracker file names, or None where there is no tracker.
+
+    Raises:
+        CheckpointError: the tracker does not hold a number.
+    """
+    tracker = Path(root) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(f"{tracker} holds {text!r} instead of an iteration: write the iteration to load into it")
+    return int(text)
+
+
+def digest_of(path: Path) -> str:
+    """xxh3-128 of a file's content, in hex."""
+    hasher = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def describe(path: Path) -> dict:
+    """A file's entry in the manifest; the file is on disk when this returns."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "xxh3_128": digest_of(path)}
+
+
+def start(root: str | Path, iteration: int) -> Path:
+    """Makes an empty staging directory, clearing what earlier, killed saves left behind."""
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    restore_replaced(root)
+    for leftover in root.glob(".iter_*.incomplete"):
+        shutil.rmtree(leftover)
+    staging = staging_of(root, iteration)
+    staging.mkdir()
+    return staging
+
+
+def publish(root: str | Path, iteration: int, files: dict[str, dict]) -> Path:
+    """Makes a staged checkpoint the newest one, atomically.
+
+    Args:
+        root: the ``--save`` directory.
+        iteration: its iteration.
+        files: manifest entries of all files by path relative to the checkpoint.
+    """
+    root, staging, final = Path(root), staging_of(root, iteration), directory_of(root, iteration)
+    manifest = {"format": _FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
+    write_durably(staging / MANIFEST, json.dumps(manifest, indent=1))
+    for directory in {staging, *(staging / name for name in files)}:
+        sync_directory(directory if directory.is_dir() else directory.parent)
+    replaced = root / f".{final.name}.replaced"
+    if final.exists():  # saved before at this iteration: keep the old one until the new one stands
+        os.rename(final, replaced)
+    os.rename(staging, final)
+    sync_directory(root)
+    write_durably(root / TRACKER, str(iteration))
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def restore_replaced(root: str | Path) -> None:
+    """Ends a replacement that a kill cut in two: the old checkpoint comes back, or goes."""
+    for replaced in Path(root).glob(".iter_*.replaced"):
+        original = replaced.with_name(replaced.name[1 : -len(".replaced")])
+        if original.exists():
+            shutil.rmtree(replaced)
+        else:
+            os.rename(replaced, original)
+
+
+def remove(root: str | Path, iteration: int) -> None:
+    """Deletes a checkpoint so that a kill midway leaves no half of it under its name."""
+    doomed = staging_of(root, iteration)
+    os.rename(directory_of(root, iteration), doomed)
+    shutil.rmtree(doomed)
+
+
+def read_manifest(directory: Path) -> dict | None:
+    """The manifest of a checkpoint, or None where it has none (stock Megatron-LM wrote it).
+
+    Raises:
+        CheckpointError: the directory or manifest is damaged.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} does not exist: check --load and --ckpt-step")
+    path = directory / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        if manifest["format"] != _FORMAT:
+            raise CheckpointError(f"{path} is of format {manifest['format']!r}; this program reads {_FORMAT!r}")
+        return manifest
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): {_remedy()}") from None
+
+
+def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
+    """Names the first file that is missing, truncated or altered, or None where all are whole."""
+    for name, entry in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"{path} has {size} bytes instead of {entry['bytes']}: it is truncated or overwritten"
+        if digest_of(path) != entry["xxh3_128"]:
+            return f"{path} does not match its hash: its content is damaged"
+    return None
+
+
+def damaged(what: str) -> CheckpointError:
+    """The refusal of a damaged checkpoint."""
+    return CheckpointError(f"{what}; {_remedy()}")
+
+
+def _remedy() -> str:
+    return "load an older checkpoint with --ckpt-step"
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replaces a small file atomically; it is on disk when this returns."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

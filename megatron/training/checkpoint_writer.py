@@ -1,0 +1,100 @@
+"""What runs beside training while a checkpoint is written: one forked process a worker, and the final rename."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import signal
+from collections.abc import Callable
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from megatron.training import checkpoint_files as files
+from moc.store.regions import RegionTensor, write_regions
+
+OPTIMIZER = "optimizer"
+_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def write_files(
+    write_weights: Callable | None, staging: Path, rank: int, entries: list[RegionTensor] | None, *weights_args
+) -> None:
+    """Writes a worker's share of a checkpoint and describes it; runs in a forked process.
+
+    Args:
+        write_weights: megatron-core's writer of this worker's weights, or None if it has none.
+        staging: directory of the unpublished checkpoint.
+        rank: the worker.
+        entries: its optimizer state, or None with ``--no-save-optim``.
+        weights_args: what ``write_weights`` takes.
+    """
+    die_with_parent()
+    if write_weights is not None:
+        write_weights(*weights_args)
+    try:
+        if entries is not None:
+            (staging / OPTIMIZER).mkdir(exist_ok=True)
+            write_regions(staging / OPTIMIZER / f"rank_{rank:05d}.safetensors", entries)
+        written = [*staging.glob(f"__{rank}_*"), *staging.glob(f"{OPTIMIZER}/rank_{rank:05d}.*")]
+        report = {"files": {str(path.relative_to(staging)): files.describe(path) for path in written}}
+    except Exception as error:  # whatever it is, the first worker must hear of it
+        report = {"error": f"worker {rank}: {error}"}
+    files.write_durably(_report(staging, rank), json.dumps(report))
+
+
+def publish(root: Path, iteration: int, workers: int, retain_interval: int | None) -> None:
+    """Completes a checkpoint that all workers have written their share of; runs on the first worker.
+
+    Args:
+        root: the ``--save`` directory.
+        iteration: the checkpoint's iteration.
+        workers: number of workers that write.
+        retain_interval: older checkpoints whose iteration it does not divide are deleted; None keeps all.
+
+    Raises:
+        CheckpointError: a worker could not write.
+    """
+    staging = files.staging_of(root, iteration)
+    described = {}
+    for rank in range(workers):
+        path = _report(staging, rank)
+        report = json.loads(path.read_text()) if path.is_file() else {"error": f"the writer of worker {rank} died"}
+        if "error" in report:
+            raise files.CheckpointError(
+                f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "
+                f"earlier ones are untouched: make room or repair {root}, and start again"
+            )
+        described |= report["files"]
+        path.unlink()
+    for path in staging.iterdir():
+        if path.is_file():
+            described.setdefault(path.name, files.describe(path))
+    files.publish(root, iteration, described)
+    if retain_interval:
+        for older in files.saved_iterations(root):
+            if older < iteration and older % retain_interval:
+                files.remove(root, older)
+
+
+def _report(staging: Path, rank: int) -> Path:
+    return staging / f".rank_{rank:05d}.json"
+
+
+def use_mortal_result_queue() -> None:
+    """Gives megatron-core's writer a queue whose server process ends with the worker.
+
+    Its own would be spawned (seconds of imports), and outlive a worker that is killed.
+    """
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(initializer=die_with_parent)
+        filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_queue.manager = manager  # its server lives as long as it does
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when the worker that forked it dies."""
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,60 @@
+"""Which layers hold experts: the values of ``--moe-layer-freq``."""
+
+from __future__ import annotations
+
+import ast
+
+
+def parse_layer_freq(value: object) -> int | tuple[int, ...]:
+    """Reads N, or a list of 0 and 1 such as ``([0]*3+[1])*4``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, (list, tuple)):
+        return _zeros_and_ones(list(value))
+    text = str(value).strip()
+    if "[" not in text:
+        number = int(text)
+        if number < 1 or isinstance(value, bool):
+            raise ValueError("a number must be at least 1")
+        return number
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise ValueError("write N or a list expression such as ([0]*3+[1])*4") from None
+    return _zeros_and_ones(_evaluate(tree))
+
+
+def expand(freq: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """One entry per layer, 1 where it holds experts: of every N layers it is the first."""
+    if isinstance(freq, int):
+        return tuple(int(layer % freq == 0) for layer in range(num_layers))
+    return freq
+
+
+def from_interval(interval: int, num_layers: int) -> tuple[int, ...]:
+    """Megatron-DeepSpeed's ``--expert-interval``: of every N layers, the last holds experts."""
+    return tuple(int(layer % interval == interval - 1) for layer in range(num_layers))
+
+
+def _zeros_and_ones(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or any(item not in (0, 1) for item in value):
+        raise ValueError("a pattern lists 0 (dense) and 1 (experts)")
+    return tuple(int(item) for item in value)
+
+
+def _evaluate(node: ast.expr) -> list | int:
+    """Lists, whole numbers, + and *: the pattern comes from outside, so it is not given to ``eval``."""
+    if isinstance(node, ast.List):
+        return [_evaluate(item) for item in node.elts]
+    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 10_000:
+        return node.value
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        both_lists = isinstance(left, list) and isinstance(right, list)
+        if isinstance(node.op, ast.Add) and both_lists:
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+            return left * right
+    raise ValueError("only lists of 0 and 1, + and * are allowed")

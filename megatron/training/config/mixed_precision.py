@@ -1,0 +1,43 @@
+"""Number formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.flag import Group, flag, refuse
+
+
+@dataclass(frozen=True)
+class MixedPrecision(Group):
+    """Mixed precision: 32 bits unless --bf16 or --fp16."""
+
+    fp16: bool = flag(False, "Compute in fp16, with loss scaling.")
+    bf16: bool = flag(False, "Compute in bfloat16.")
+    loss_scale: float | None = flag(None, "Fixed loss scale; by default it adapts itself.", above=0)
+    initial_loss_scale: float = flag(float(2**32), "First value of the adaptive loss scale.", above=0)
+    min_loss_scale: float = flag(1.0, "Lowest value of the adaptive loss scale.", above=0)
+    loss_scale_window: float = flag(
+        1000.0, "Iterations without overflow after which the loss scale doubles.", above=0
+    )
+    hysteresis: int = flag(2, "Overflows after which the loss scale halves.", at_least=1)
+    fp32_residual_connection: bool = flag(False, "Keep the residual stream in 32 bits.")
+    attention_softmax_in_fp32: bool = flag(False, "Compute the softmax of attention in 32 bits.")
+    apply_query_key_layer_scaling: bool = flag(
+        False, "Scale attention scores by the layer number; implies --attention-softmax-in-fp32."
+    )
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "Accumulate and reduce gradients in 32 bits; always so with --bf16."
+    )
+
+    def validate(self) -> None:
+        """Refuses two formats at once."""
+        refuse(self.fp16 and self.bf16, "--fp16 and --bf16 exclude each other: drop one.")
+        refuse(
+            self.fp32_residual_connection and not (self.fp16 or self.bf16),
+            "--fp32-residual-connection has no effect without --fp16 or --bf16: add one, or drop it.",
+        )
+        refuse(
+            self.min_loss_scale > self.initial_loss_scale,
+            f"--min-loss-scale {self.min_loss_scale} is more than --initial-loss-scale "
+            f"{self.initial_loss_scale}: lower it.",
+        )

@@ -1,0 +1,196 @@
+"""Checks across groups: flags that are fine alone and cannot work together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.training.config.derive import installed
+from megatron.training.config.flag import refuse
+from megatron.training.config.moe import Moe
+
+if TYPE_CHECKING:
+    from megatron.training.config.composed import Config
+
+
+def check_together(config: Config) -> None:
+    """Raises ``ConfigError`` at the first combination of flags that cannot work.
+
+    What depends on the number of workers is checked by ``check_world``, and what depends on the machine by
+    ``check_backend``.
+    """
+    _check_tensor_parallelism(config)
+    _check_pipeline(config)
+    _check_sequence(config)
+    _check_schedule(config)
+    _check_packages(config)
+    _check_experts(config)
+
+
+def _check_tensor_parallelism(config: Config) -> None:
+    size = config.parallel.tensor_model_parallel_size
+    network = config.network
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
+        _check_multiple(name, getattr(network, name), "tensor_model_parallel_size", size)
+
+
+def _check_multiple(name: str, value: int | None, divisor_name: str, divisor: int) -> None:
+    refuse(
+        value is not None and value % divisor,
+        f"--{name.replace('_', '-')} {value} is not a multiple of --{divisor_name.replace('_', '-')} {divisor}: "
+        "change one of them.",
+    )
+
+
+def _check_pipeline(config: Config) -> None:
+    parallel, layers = config.parallel, config.network.num_layers
+    size = parallel.pipeline_model_parallel_size
+    _check_multiple("num_layers", layers, "pipeline_model_parallel_size", size)
+    per_stage = parallel.num_layers_per_virtual_pipeline_stage
+    refuse(
+        per_stage and layers // size % per_stage,
+        f"the {layers // size} layers of a pipeline stage are not a multiple of "
+        f"--num-layers-per-virtual-pipeline-stage {per_stage}: change it or --num-layers.",
+    )
+    stages = config.virtual_pipeline_model_parallel_size
+    refuse(
+        stages and layers // size % stages,
+        f"the {layers // size} layers of a pipeline stage are not a multiple of "
+        f"--num-virtual-stages-per-pipeline-rank {stages}: change it or --num-layers.",
+    )
+    refuse(
+        stages and size == 2 and not parallel.overlap_p2p_comm,
+        "an interleaved schedule with --pipeline-model-parallel-size 2 needs --overlap-p2p-communication: add it "
+        "(or drop --no-overlap-p2p-communication).",
+    )
+
+
+def _check_sequence(config: Config) -> None:
+    length, positions = config.data.seq_length, config.network.max_position_embeddings
+    refuse(
+        positions < length,
+        f"--max-position-embeddings {positions} is less than --seq-length {length}: raise it.",
+    )
+    refuse(
+        config.parallel.sequence_parallel and length % config.parallel.tensor_model_parallel_size,
+        f"--seq-length {length} is not a multiple of --tensor-model-parallel-size "
+        f"{config.parallel.tensor_model_parallel_size}, as --sequence-parallel needs: change one of them.",
+    )
+
+
+def _check_schedule(config: Config) -> None:
+    training, rate = config.training, config.learning_rate
+    unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        refuse(
+            getattr(rate, f"{name}_{other}"),
+            f"--{name.replace('_', '-')}-{other} does not fit --train-{unit}: "
+            f"give --{name.replace('_', '-')}-{unit}.",
+        )
+    total = getattr(training, f"train_{unit}")
+    decay = getattr(rate, f"lr_decay_{unit}") or total
+    warmup = getattr(rate, f"lr_warmup_{unit}")
+    limit = f"--lr-decay-{unit}" if getattr(rate, f"lr_decay_{unit}") else f"--train-{unit}"
+    refuse(
+        warmup >= decay,
+        f"--lr-warmup-{unit} {warmup} is not less than {limit} {decay}: shorten the warm-up.",
+    )
+    if rate.lr_decay_style != "WSD":
+        return
+    last = getattr(rate, f"lr_wsd_decay_{unit}")
+    refuse(last is None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}: add it.")
+    refuse(
+        last > decay, f"--lr-wsd-decay-{unit} {last} is more than {limit} {decay}: shorten the last phase."
+    )
+
+
+def _check_packages(config: Config) -> None:
+    transformer_engine = installed("transformer_engine")
+    refuse(
+        config.network.transformer_impl == "transformer_engine" and not transformer_engine,
+        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: install it or "
+        "choose local.",
+    )
+    refuse(
+        config.moe.moe_permute_fusion and not transformer_engine,
+        "--moe-permute-fusion needs Transformer Engine, which is not installed: drop it.",
+    )
+    refuse(
+        config.moe.moe_grouped_gemm and not (transformer_engine or installed("grouped_gemm")),
+        "--moe-grouped-gemm needs Transformer Engine or grouped_gemm, and neither is installed: drop it.",
+    )
+    refuse(
+        config.moe.moe_token_dispatcher_type == "flex" and not (installed("deep_ep")),
+        "--moe-token-dispatcher-type flex needs the package deep_ep, which is not installed: choose alltoall.",
+    )
+
+
+def _check_experts(config: Config) -> None:
+    moe, parallel = config.moe, config.parallel
+    if moe.num_experts is None:
+        refuse(
+            parallel.expert_model_parallel_size > 1,
+            "--expert-model-parallel-size has no effect without --num-experts: add it.",
+        )
+        return
+    _check_multiple(
+        "num_experts", moe.num_experts, "expert_model_parallel_size", parallel.expert_model_parallel_size
+    )
+    _check_multiple(
+        "moe_ffn_hidden_size",
+        moe.moe_ffn_hidden_size,
+        "expert_tensor_parallel_size",
+        parallel.expert_tensor_parallel_size,
+    )
+    _check_multiple(
+        "moe_shared_expert_intermediate_size",
+        moe.moe_shared_expert_intermediate_size,
+        "tensor_model_parallel_size",
+        parallel.tensor_model_parallel_size,
+    )
+    refuse(
+        parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
+        "--tensor-model-parallel-size greater than 1 with --num-experts needs --sequence-parallel: add it.",
+    )
+    refuse(
+        moe.moe_token_dispatcher_type == "flex"
+        and parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size == 1,
+        "--moe-token-dispatcher-type flex needs --expert-model-parallel-size greater than 1: choose alltoall.",
+    )
+    _check_layers(moe, config.network.num_layers)
+    _check_biases(config)
+
+
+def _check_layers(moe: Moe, num_layers: int) -> None:
+    layers = moe.expert_layers(num_layers)
+    refuse(
+        len(layers) != num_layers,
+        f"--moe-layer-freq lists {len(layers)} layers and --num-layers is {num_layers}: change one of them.",
+    )
+    refuse(
+        not any(layers),
+        "no layer holds experts: change --moe-layer-freq or --expert-interval, or drop --num-experts.",
+    )
+
+
+def _check_biases(config: Config) -> None:
+    if not config.network.add_bias_linear:
+        return
+    moe = config.moe
+    refuse(
+        config.parallel.expert_tensor_parallel_size > 1,
+        "experts with biases cannot be split: add --disable-bias-linear or --expert-tensor-parallel-size 1.",
+    )
+    refuse(
+        moe.moe_shared_expert_intermediate_size is not None,
+        "--moe-shared-expert-intermediate-size needs --disable-bias-linear: add it.",
+    )
+    if not moe.moe_grouped_gemm:
+        return
+    refuse(
+        config.network.transformer_impl == "local",
+        "--moe-grouped-gemm with --transformer-impl local needs --disable-bias-linear: add it.",
+    )
+    refuse(
+        config.fusion.bias_dropout_fusion,
+        "--moe-grouped-gemm needs --disable-bias-linear or --no-bias-dropout-fusion: add one.",
+    )

@@ -1,0 +1,114 @@
+"""Device, process groups and random streams of one worker."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron.training import cpu
+from megatron.training.config import Config, check_backend, check_world
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this worker stands in the job.  Ranks and sizes are those of torch.distributed and megatron-core."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+
+
+def initialize(config: Config) -> World:
+    """Joins the job described by torchrun's environment variables and builds every process group.
+
+    Raises:
+        ConfigError: the flags do not fit the number of workers or the backend.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    check_world(config, size)
+    backend = config.parallel.distributed_backend or cpu.default_backend()
+    check_backend(config, backend)
+    _choose_device()
+    _join(rank, size, backend, config.parallel.distributed_timeout_minutes)
+    _build_groups(config)
+    world = World(
+        rank=rank,
+        size=size,
+        device=cpu.device(),
+        backend=backend,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+    )
+    seed_streams(config.rng.seed, 0, world)
+    return world
+
+
+def shut_down() -> None:
+    """Leaves the job: after this no collective works."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def seed_streams(seed: int, iteration: int, world: World) -> None:
+    """Starts every random stream afresh for one iteration.
+
+    The streams follow from (seed, iteration, stage, data-parallel rank) alone; megatron-core's tracker adds
+    the tensor- and expert-parallel coordinates.  So any iteration can be computed again by itself, and a
+    checkpoint holds no random state.  Tensor-parallel peers share the default stream, as dropout outside of
+    tensor-parallel regions requires.
+    """
+    entropy = (seed, iteration, world.pipeline_rank, world.data_rank)
+    # 32 bits, since numpy takes no more; megatron-core adds its own offsets of a few thousand
+    base = int(numpy.random.SeedSequence(entropy).generate_state(1, numpy.uint32)[0]) // 2
+    random.seed(base)
+    numpy.random.seed(base)
+    torch.manual_seed(base)
+    tensor_parallel.model_parallel_cuda_manual_seed(base)
+
+
+def _choose_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # one thread a worker: results do not depend on the machine, and workers do not fight for cores
+        torch.set_num_threads(1)
+
+
+def _join(rank: int, size: int, backend: str, timeout_minutes: float) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    timeout = timedelta(minutes=timeout_minutes)
+    device = cpu.device() if backend == "nccl" else None
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=device)
+
+
+def _build_groups(config: Config) -> None:
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
+        create_gloo_process_groups=False,
+    )

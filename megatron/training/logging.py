@@ -1,0 +1,229 @@
+"""What a run tells: Megatron's console line, TensorBoard, and ``events.jsonl``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from datetime import datetime
+
+import torch
+from megatron.core.timers import Timers
+
+from megatron.training.config import Config
+from megatron.training.events import EventLog
+from megatron.training.flops import flops_per_sample, peak_tflops
+from megatron.training.initialize import World
+from megatron.training.step import StepRecord
+
+# megatron-core gathers these by position, so all workers must name the same ones
+_TIMERS = [
+    "forward-backward",
+    "forward-compute",
+    "backward-compute",
+    "forward-recv",
+    "forward-send",
+    "backward-recv",
+    "backward-send",
+    "forward-send-forward-recv",
+    "forward-send-backward-recv",
+    "backward-send-forward-recv",
+    "backward-send-backward-recv",
+    "all-grads-sync",
+    "non-tensor-parallel-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "vote",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+    "params-all-gather",
+]
+
+
+def print_rank_0(world: World, message: str) -> None:
+    """Prints on the first worker only, at once."""
+    if world.rank == 0:
+        print(message, flush=True)
+
+
+class Log:
+    """Takes step records and reports them; only the first worker writes.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        vocab_size: padded vocabulary, for the FLOP count.
+        train_iters: iterations of the whole run.
+        timers: megatron-core's timers; all workers must report them together.
+    """
+
+    def __init__(self, config: Config, world: World, vocab_size: int, train_iters: int, timers: Timers):
+        self._config, self._world, self._timers, self._train_iters = config, world, timers, train_iters
+        first = world.rank == 0
+        self.events = EventLog(config.logging.log_dir if first else None)
+        self._tensorboard = _tensorboard(config) if first else None
+        self._flops = flops_per_sample(config, vocab_size)
+        self._peak = peak_tflops()
+        self._window = _Window()
+        self._last = time.perf_counter()
+        self._skipped_in_run = 0
+
+    def iteration(self, record: StepRecord, consumed_samples: int) -> None:
+        """Reports one completed iteration, and prints every ``--log-interval``-th."""
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        self._window.add(record, elapsed)
+        self._skipped_in_run += record.skipped
+        self.events.write(
+            "iteration",
+            iteration=record.iteration,
+            consumed_samples=consumed_samples,
+            loss=record.loss,
+            learning_rate=record.learning_rate,
+            grad_norm=record.grad_norm,
+            loss_scale=record.loss_scale,
+            skipped=record.skipped,
+            tokens=record.tokens,
+            elapsed_s=round(elapsed, 6),
+            **record.auxiliary,
+        )
+        if record.iteration % self._config.logging.tensorboard_log_interval == 0:
+            self._scalars(record, consumed_samples, elapsed)
+        if record.iteration % self._config.logging.log_interval == 0:
+            print_rank_0(self._world, self._line(record, consumed_samples))
+            self._log_timers(record.iteration)
+            self._window = _Window()
+
+    @contextlib.contextmanager
+    def event(self, name: str, **fields):
+        """Writes an event with the time that the block took, if it ended well."""
+        started = time.perf_counter()
+        yield
+        self.events.write(name, **fields, elapsed_s=round(time.perf_counter() - started, 6))
+
+    def skip_time(self) -> None:
+        """Leaves what happened since the last iteration (evaluation, saving) out of the next one's time."""
+        self._last = time.perf_counter()
+
+    def evaluation(self, iteration: int, split: str, loss: float) -> None:
+        """Reports an evaluation."""
+        perplexity = math.exp(min(loss, 20.0))
+        self.events.write("evaluation", iteration=iteration, split=split, loss=loss, perplexity=perplexity)
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(f"lm loss {split}", loss, iteration)
+            if self._config.logging.log_validation_ppl_to_tensorboard:
+                self._tensorboard.add_scalar(f"lm loss {split} ppl", perplexity, iteration)
+        print_rank_0(
+            self._world,
+            f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |",
+        )
+
+    def message(self, text: str) -> None:
+        """Prints a line of prose on the first worker."""
+        print_rank_0(self._world, f" [{_clock()}] {text}")
+
+    def close(self) -> None:
+        """Flushes and closes everything."""
+        self.events.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _line(self, record: StepRecord, consumed_samples: int) -> str:
+        window, width = self._window, len(str(self._train_iters))
+        fields = [
+            f" [{_clock()}] iteration {record.iteration:{max(width, 8)}d}/{self._train_iters:{max(width, 8)}d}",
+            f"consumed samples: {consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {1000.0 * window.seconds_per_iteration:.1f}",
+        ]
+        if self._config.logging.log_throughput:
+            fields.append(self._throughput(record, window.seconds_per_iteration))
+        fields += [
+            f"learning rate: {record.learning_rate:.6E}",
+            f"global batch size: {record.samples:5d}",
+            f"lm loss: {window.mean_loss:.6E}",
+            *(f"{k}: {v:.6E}" for k, v in record.auxiliary.items() if not k.startswith("moe/")),
+            f"loss scale: {record.loss_scale:.1f}",
+            f"grad norm: {record.grad_norm:.3f}",
+        ]
+        if record.zeros is not None:
+            fields.append(f"num zeros: {record.zeros}")
+        fields.append(f"number of skipped iterations: {window.skipped:3d}")
+        fields.append(f"number of nan iterations: {window.not_finite:3d}")
+        return " | ".join(fields) + " |"
+
+    def _throughput(self, record: StepRecord, seconds: float) -> str:
+        tflops = self._tflops(record, seconds)
+        text = f"tokens per second: {record.tokens / seconds:.0f} | throughput per GPU (TFLOP/s/GPU): {tflops:.3f}"
+        return text + (f" | MFU: {100.0 * tflops / self._peak:.1f} %" if self._peak else "")
+
+    def _tflops(self, record: StepRecord, seconds: float) -> float:
+        return self._flops * record.samples / seconds / self._world.size / 1e12
+
+    def _scalars(self, record: StepRecord, consumed_samples: int, elapsed: float) -> None:
+        if self._tensorboard is None:
+            return
+        scalars = {
+            "lm loss": record.loss,
+            "learning-rate": record.learning_rate,
+            "grad-norm": record.grad_norm,
+            "loss-scale": record.loss_scale,
+            "batch-size": record.samples,
+            "iteration-time": elapsed,
+            "throughput": self._tflops(record, elapsed),
+            "tokens-per-second": record.tokens / elapsed,
+            "skipped-iterations": self._skipped_in_run,
+            **record.auxiliary,
+        }
+        if record.zeros is not None:
+            scalars["num-zeros"] = record.zeros
+        if self._config.logging.log_memory_to_tensorboard and torch.cuda.is_available():
+            scalars["mem-max-allocated-bytes"] = torch.cuda.max_memory_allocated()
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, record.iteration)
+        self._tensorboard.add_scalar("lm loss vs samples", record.loss, consumed_samples)
+
+    def _log_timers(self, iteration: int) -> None:
+        """A collective call: megatron-core gathers the times of all workers."""
+        if self._config.logging.timing_log_level == 0:
+            return
+        iterations = self._window.iterations
+        if self._config.logging.log_timers_to_tensorboard:
+            self._timers.write(_TIMERS, self._tensorboard, iteration, normalizer=iterations, reset=False)
+        self._timers.log(_TIMERS, rank=0, normalizer=iterations)
+
+
+class _Window:
+    """Sums over the iterations since the last printed line."""
+
+    def __init__(self):
+        self.iterations = self.skipped = self.not_finite = self.counted = 0
+        self.seconds = self.loss = 0.0
+
+    def add(self, record: StepRecord, elapsed: float) -> None:
+        self.iterations += 1
+        self.seconds += elapsed
+        self.skipped += record.skipped
+        if math.isfinite(record.loss):
+            self.counted += 1
+            self.loss += record.loss
+        else:
+            self.not_finite += 1
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        return self.seconds / max(self.iterations, 1)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.counted if self.counted else math.nan
+
+
+def _clock() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _tensorboard(config: Config):
+    if config.logging.tensorboard_dir is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
+
+    return SummaryWriter(config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size)

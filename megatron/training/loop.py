@@ -1,0 +1,124 @@
+"""The training loop: iterate, evaluate, save, tell, stop."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+from megatron.training.config import Config
+from megatron.training.evaluation import evaluate
+from megatron.training.initialize import initialize, shut_down
+from megatron.training.schedule import ForwardStep
+from megatron.training.setup import Run, set_up
+from megatron.training.step import StepRecord
+from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
+
+
+def pretrain(config: Config, forward_step: ForwardStep) -> int:
+    """Trains until the iterations are done or somebody asks to stop.
+
+    Args:
+        config: the flags in force.
+        forward_step: ``(micro batches, model chunk) -> (output, loss function)``; see :class:`Schedule`.
+
+    Returns:
+        The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
+    """
+    stop = StopRequests(config)
+    world = initialize(config)
+    try:
+        run = set_up(config, world, forward_step, stop)
+    except StopRequested:
+        return EXIT_REQUEUE
+    code = train(run, stop)
+    run.log.close()
+    shut_down()
+    return code
+
+
+def train(run: Run, stop: StopRequests) -> int:
+    """Runs the iterations that are left; returns the exit code."""
+    gc.collect()
+    gc.freeze()  # what set-up made stays: do not look through it again and again
+    while run.position.iteration < run.train_iters:
+        batches = run.batches("train", run.position.consumed_samples)
+        record = run.stepper.step(run.position.iteration, batches, stop.pending)
+        run.position = advance(run.position, record)
+        run.log.iteration(record, run.position.consumed_samples)
+        run.checkpoints.poll()
+
+        stopping = record.stop
+        if due(run.config.validation.eval_interval, run) and not stopping:
+            stopping = not validate(run, stop)
+        exiting = due(run.config.training.exit_interval, run)
+        if stopping or exiting or due(run.config.checkpoint.save_interval, run):
+            save(run)
+        if stopping or exiting:
+            return leave(run, stop)
+    return finish(run, stop)
+
+
+def advance(position, record: StepRecord):
+    """The position after an iteration."""
+    return replace(
+        position,
+        iteration=record.iteration,
+        consumed_samples=position.consumed_samples + record.samples,
+        skipped_iterations=position.skipped_iterations + record.skipped,
+    )
+
+
+def due(interval: int | None, run: Run) -> bool:
+    """Whether something that happens every ``interval`` iterations happens now."""
+    return bool(interval) and run.position.iteration % interval == 0
+
+
+def validate(run: Run, stop: StopRequests) -> bool:
+    """Reports the validation loss; False if a worker was asked to stop meanwhile."""
+    eval_iters = run.config.validation.eval_iters
+    earlier = run.position.iteration // run.config.validation.eval_interval - 1
+    return report_loss(run, "valid", earlier * eval_iters * run.stepper.global_batch_size, stop)
+
+
+def report_loss(run: Run, split: str, first_sample: int, stop: StopRequests) -> bool:
+    """Evaluates a split that has data; False if a worker was asked to stop meanwhile."""
+    iterations, batch = run.config.validation.eval_iters, run.stepper.global_batch_size
+    if iterations == 0 or split not in run.splits:
+        return True
+    batches = (run.batches(split, first_sample + i * batch) for i in range(iterations))
+    loss = evaluate(run.stepper, batches, stop)
+    if loss is not None:
+        run.log.evaluation(run.position.iteration, split, loss)
+    run.log.skip_time()
+    return loss is not None
+
+
+def save(run: Run) -> None:
+    """Saves, unless there is no ``--save`` or this iteration is saved already."""
+    if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
+        return
+    with run.log.event("save", iteration=run.position.iteration):
+        run.checkpoints.save(run.position)
+    run.log.skip_time()
+
+
+def leave(run: Run, stop: StopRequests) -> int:
+    """Ends before all iterations are done."""
+    run.checkpoints.finish()
+    signalled = stop.anybody_in(run.world)
+    code = EXIT_REQUEUE if signalled else EXIT_DONE
+    reason = "signal" if signalled else "limit"
+    run.log.events.write("exit", iteration=run.position.iteration, reason=reason, code=code)
+    run.log.message(f"exiting at iteration {run.position.iteration} after a {reason} (exit code {code})")
+    return code
+
+
+def finish(run: Run, stop: StopRequests) -> int:
+    """All iterations are done: save, and report the final losses."""
+    save(run)
+    run.checkpoints.finish()
+    run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)
+    run.log.message("training is done")
+    if report_loss(run, "valid", 0, stop):
+        report_loss(run, "test", 0, stop)
+    return EXIT_DONE

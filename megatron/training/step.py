@@ -1,0 +1,159 @@
+"""ONE training iteration, and the moment from which it counts.
+
+1. forward and backward of all micro batches (:mod:`megatron.training.schedule`);
+2. gradients are reduced, and kept until the next iteration starts;
+3. **vote**: one small all-reduce over all workers.  Nobody can pass it before every worker holds its reduced
+   gradients, so whoever has seen the vote of iteration t knows that all can complete iteration t;
+4. apply: every worker takes the same decision from the same vote, without a collective that could part them;
+5. the step record is all that a replay of the iteration will need beside tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.training.auxiliary import AuxiliaryLosses
+from megatron.training.data import Batch
+from megatron.training.initialize import World, seed_streams
+from megatron.training.optimizer import VotedOptimizer
+from megatron.training.schedule import Schedule
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients of an iteration are not finite, on all workers alike."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What an iteration decided; with the reduced gradients it makes the iteration repeatable.
+
+    Attributes:
+        iteration: number of the iteration, counted from 1 when it is complete.
+        loss: mean language-model loss over the tokens of the global batch.
+        grad_norm: norm of the whole gradient before clipping; inf if the iteration was skipped.
+        loss_scale: factor that fp16's loss was multiplied by.
+        skipped: the norm was not finite, so no parameter moved.
+        tokens: tokens that the loss was averaged over.
+        learning_rate: rate of the update.
+        samples: samples consumed by this iteration.
+        zeros: gradient elements that are zero, if counted.
+        stop: a worker asked to stop after this iteration.
+        auxiliary: mean of each router loss over layers and micro batches.
+    """
+
+    iteration: int
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+    tokens: int
+    learning_rate: float
+    samples: int
+    zeros: int | None = None
+    stop: bool = False
+    auxiliary: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """The parts of a worker that compute an iteration."""
+
+    world: World
+    chunks: list[DistributedDataParallel]
+    schedule: Schedule
+    optimizer: VotedOptimizer
+    scheduler: OptimizerParamScheduler
+    auxiliary: AuxiliaryLosses
+    seed: int
+    global_batch_size: int
+    count_zeros: bool = False
+    refuse_non_finite: bool = True
+
+    def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
+        """Computes iteration ``iteration`` (counted from 0) and commits it.
+
+        Args:
+            iteration: iterations completed before this one.
+            batches: this worker's micro batches; None on stages that read no data.
+            stop: whether this worker asks all to stop after this iteration.
+
+        Raises:
+            NonFiniteError: on all workers, if the loss or a gradient is not finite and that is not fp16's
+                ordinary overflow; no parameter has moved.
+        """
+        seed_streams(self.seed, iteration, self.world)
+        self.optimizer.zero_grad()
+
+        reports, token_count = self.schedule.forward_backward(batches)
+        self.optimizer.hold_router_biases(lambda: finalize_model_grads(self.chunks, token_count))
+
+        vote = self._vote(reports, stop)
+        record = self._decide(iteration, vote)
+
+        self.optimizer.apply(vote["square_norm"])
+        if not record.skipped:
+            self.scheduler.step(self.global_batch_size)
+        return record
+
+    def _vote(self, reports: list[dict], stop: bool) -> dict[str, float]:
+        ballot = {
+            "square_norm": self.optimizer.local_square_norm(),
+            **sum_losses(reports, self.world),
+            "stop": float(stop),
+            **self.auxiliary.take(),
+        }
+        if self.count_zeros:
+            ballot["zeros"] = self.optimizer.count_zeros()
+        return sum_over_workers(ballot, self.world)
+
+    def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
+        skipped = not math.isfinite(vote["square_norm"])
+        loss = vote["loss_sum"] / max(vote["loss_tokens"], 1.0)
+        record = StepRecord(
+            iteration=iteration + 1,
+            loss=loss,
+            grad_norm=self.optimizer.grad_norm(vote["square_norm"]),
+            loss_scale=self.optimizer.loss_scale,
+            skipped=skipped,
+            tokens=int(vote["loss_tokens"]),
+            learning_rate=self.optimizer.learning_rate,
+            samples=self.global_batch_size,
+            zeros=int(vote["zeros"]) if self.count_zeros else None,
+            stop=vote["stop"] > 0,
+            auxiliary=self.auxiliary.means(vote),
+        )
+        if self.refuse_non_finite and (skipped or not math.isfinite(loss)):
+            raise NonFiniteError(
+                f"iteration {record.iteration}: loss {loss} and gradient norm {record.grad_norm} are not finite; "
+                "no weight has moved: lower --lr, look at the data, or let such iterations be skipped "
+                "with --no-check-for-nan-in-loss-and-grad"
+            )
+        return record
+
+
+def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
+    """This worker's sums over micro batches; tensor-parallel copies count once.
+
+    Args:
+        reports: the loss function's reports, ``{"loss_sum", "loss_tokens"}`` of scalars on the device.
+        world: this worker's place.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    if world.tensor_rank == 0:
+        for report in reports:
+            total += torch.stack([report["loss_sum"].double(), report["loss_tokens"].double()])
+    return {"loss_sum": total[0], "loss_tokens": total[1]}
+
+
+def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> dict[str, float]:
+    """Adds up each value over all workers, in one all-reduce of float64."""
+    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()])
+    dist.all_reduce(packed)
+    return dict(zip(values, packed.tolist()))

@@ -1,0 +1,1 @@
+"""Fault tolerance for Mixture-of-Experts training; imports nothing of megatron.training."""

@@ -1,0 +1,108 @@
+"""Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
+
+One adapter for each way in which megatron-core keeps them: ZeRO-1 (``DistributedOptimizer``), replicated with
+fp32 masters beside 16-bit weights, and replicated fp32, where master and weight are one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+MASTER = "master"
+_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """The range [start, stop) of a flattened model parameter whose optimizer state lives on this rank.
+
+    Attributes:
+        parameter: the model parameter.
+        start: first element owned.
+        stop: one past the last element owned.
+        slots: 1-D live fp32 tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``,
+            ``exp_avg_sq``); writing into them restores the optimizer.
+        sharded: whether the data-parallel peers own other ranges (ZeRO), rather than copies of this one.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    slots: dict[str, torch.Tensor]
+    sharded: bool
+
+
+def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that a megatron-core optimizer chains (dense and expert ones), stubs left out."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [o for o in chained if not o.is_stub_optimizer]
+
+
+def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
+    """Yields what this rank owns; moments that torch would make at the first step are made now, as zeros."""
+    for member in members(optimizer):
+        moments = _MOMENTS[member.config.optimizer]
+        sharded = isinstance(member, DistributedOptimizer)
+        for parameter, main in _parameters_and_masters(member):
+            state = _primed_state(member.optimizer, main, moments)
+            span = member._get_model_param_range_map(parameter)["param"] if sharded else None
+            start, stop = (span.start, span.end) if span else (0, parameter.numel())
+            slots = {MASTER: main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
+            yield OwnedSlice(parameter, start, stop, slots, sharded)
+
+
+def get_step(optimizer: MegatronOptimizer) -> int:
+    """Number of updates that the moments have seen (Adam's bias correction); equal for all parameters.
+
+    Raises:
+        ValueError: parameters have seen different numbers of updates.
+    """
+    steps = {int(holder["step"]) for holder in _step_holders(optimizer) if "step" in holder}
+    if len(steps) > 1:
+        raise ValueError(f"parameters have seen different numbers of updates: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+def set_step(optimizer: MegatronOptimizer, step: int) -> None:
+    """Sets the number of updates for every parameter."""
+    for holder in _step_holders(optimizer):
+        if isinstance(holder.get("step"), torch.Tensor):
+            holder["step"] = torch.full_like(holder["step"], float(step))
+        elif "step" in holder:
+            holder["step"] = step
+
+
+def _step_holders(optimizer: MegatronOptimizer) -> Iterator[dict]:
+    # torch keeps "step" with each parameter, Transformer Engine's and apex's fused Adam with each group
+    for member in members(optimizer):
+        yield from member.optimizer.state.values()
+        yield from member.optimizer.param_groups
+
+
+def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    if isinstance(member, DistributedOptimizer):
+        model_groups = member.model_float16_groups + member.model_fp32_groups
+        main_groups = member.shard_fp32_from_float16_groups + member.shard_fp32_groups
+    elif isinstance(member, Float16OptimizerWithFloat16Params):
+        model_groups = member.float16_groups + member.fp32_from_fp32_groups
+        main_groups = member.fp32_from_float16_groups + member.fp32_from_fp32_groups
+    else:
+        model_groups = main_groups = [group["params"] for group in member.optimizer.param_groups]
+    for model_group, main_group in zip(model_groups, main_groups):
+        yield from zip(model_group, main_group)
+
+
+def _primed_state(inner: torch.optim.Optimizer, main: torch.Tensor, moments: tuple[str, ...]) -> dict:
+    state = inner.state[main]
+    for moment in moments:
+        if state.get(moment) is None:
+            state[moment] = torch.zeros_like(main, memory_format=torch.preserve_format).detach()
+    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and "step" not in state:
+        state["step"] = torch.tensor(0.0)
+    return state

@@ -1,0 +1,86 @@
+"""The parameters of a model chunk by their names and places in the unpartitioned model.
+
+megatron-core knows both: ``sharded_state_dict`` describes every local tensor as a box of a global one.  We ask
+it for a description in which each layer, expert and half of a gated linear layer is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from moc.state.region import Region
+
+_ONE_TENSOR_PER_LAYER_AND_EXPERT = {"singleton_local_shards": True}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of a local parameter, and where it belongs in the unpartitioned model.
+
+    Attributes:
+        name: name of the tensor in the unpartitioned model, with global layer and expert numbers.
+        global_shape: shape of that tensor.
+        region: the box of that tensor which ``view`` holds.
+        view: the local values; shares memory with the parameter.
+        start: position of the first element of ``view`` in the flattened local parameter.
+        replica: this copy's number as megatron-core counts them, (stage, tensor-parallel rank, data-parallel
+            rank); all zeros for the first copy.
+        padded: the global shape depends on the layout (vocabulary padded for tensor parallelism); what lies
+            beyond the smaller of two such shapes is padding.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    region: Region
+    view: torch.Tensor
+    start: int
+    replica: tuple[int, ...]
+    padded: bool
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The bare model inside of data-parallel and mixed-precision wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def unpartitioned_parameters(model: torch.nn.Module) -> dict[str, list[Piece]]:
+    """Describes every parameter of a bare megatron-core model chunk.
+
+    Returns:
+        For each local parameter name its pieces in ascending ``start``; together they cover the parameter.
+
+    Raises:
+        ValueError: megatron-core does not describe some parameter.
+    """
+    described = model.sharded_state_dict(metadata=dict(_ONE_TENSOR_PER_LAYER_AND_EXPERT))
+    pieces = {}
+    for name, parameter in model.named_parameters():
+        if name not in described:
+            raise ValueError(f"megatron-core's sharded_state_dict does not describe the parameter {name}")
+        pieces[name] = [_piece(t, parameter) for t in _tensors(described[name])]
+    return pieces
+
+
+def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    if isinstance(entry, ShardedTensorFactory):
+        built = entry.build()
+        return list(built.values() if isinstance(built, dict) else built)
+    return [entry]
+
+
+def _piece(tensor: ShardedTensor, parameter: torch.nn.Parameter) -> Piece:
+    view = tensor.data.detach()
+    return Piece(
+        name=tensor.key,
+        global_shape=tuple(tensor.global_shape),
+        region=Region(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)),
+        view=view,
+        start=view.storage_offset() - parameter.storage_offset(),
+        replica=tuple(tensor.replica_id),
+        padded=tensor.allow_shape_mismatch,
+    )

@@ -1,0 +1,76 @@
+"""Boxes in the unpartitioned tensor: the one coordinate system in which layouts can meet.
+
+Tensor, expert and pipeline parallelism cut a parameter into boxes; ZeRO cuts the flattened box at any element.
+Both become :class:`Region`, so that whoever saves or loads never sees a flat buffer or a shard boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Region:
+    """An axis-aligned box: ``shape`` elements from ``offset`` on, in elements of each axis."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the box."""
+        return math.prod(self.shape)
+
+    def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+        """Index of this box in a tensor whose first element stands at ``origin`` (default: at zero)."""
+        origin = origin or (0,) * len(self.offset)
+        return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, origin, self.shape))
+
+    def intersect(self, other: Region) -> Region | None:
+        """The common box, or None where there is none."""
+        start = tuple(map(max, self.offset, other.offset))
+        stop = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape)
+        )
+        if any(a >= b for a, b in zip(start, stop)):
+            return None
+        return Region(start, tuple(b - a for a, b in zip(start, stop)))
+
+    def shifted(self, by: tuple[int, ...]) -> Region:
+        """The same box, moved by ``by``."""
+        return Region(tuple(map(sum, zip(self.offset, by))), self.shape)
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
+    """Cuts the range [start, stop) of a row-major flattened tensor into boxes of that tensor.
+
+    Each box is contiguous in the flattened tensor.  There are at most ``2 * len(shape) - 1`` of them.
+
+    Yields:
+        (position of the box's first element in the flattened tensor, the box), in ascending order.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield start, Region((start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first_whole, last_whole = -(-start // row), stop // row
+    if first_whole > last_whole:  # inside of one row
+        yield from _in_row(shape, start // row, start, stop)
+        return
+    if start < first_whole * row:
+        yield from _in_row(shape, first_whole - 1, start, first_whole * row)
+    if first_whole < last_whole:
+        zeros = (0,) * (len(shape) - 1)
+        yield first_whole * row, Region((first_whole, *zeros), (last_whole - first_whole, *shape[1:]))
+    if last_whole * row < stop:
+        yield from _in_row(shape, last_whole, last_whole * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[tuple[int, Region]]:
+    base = index * math.prod(shape[1:])
+    for position, box in boxes_of_range(shape[1:], start - base, stop - base):
+        yield base + position, Region((index, *box.offset), (1, *box.shape))

@@ -1,0 +1,1 @@
+"""Where saved state lives: files of named tensors in unpartitioned coordinates."""

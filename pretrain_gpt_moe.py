@@ -1,0 +1,66 @@
+"""Pre-trains a GPT language model with a mixture of experts; ``--help`` lists the flags.
+
+torchrun --nproc-per-node 4 pretrain_gpt_moe.py --model tiny --mock-data ...
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from megatron.training.arguments import parse_config
+
+
+def forward_step(batches, model):
+    """One micro batch through one model chunk, as megatron-core's schedules call it.
+
+    Args:
+        batches: iterator over micro batches, drawn from only by the first and the last stage.
+        model: the chunk.
+
+    Returns:
+        Its output (on the last stage the loss of each token, [micro batch, sequence], fp32), and the function
+        that makes the loss of it.
+    """
+    from moc.state.parameters import unwrap
+
+    bare = unwrap(model)
+    batch = next(batches) if bare.pre_process or bare.post_process else {}
+    output = model(
+        batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
+    )
+    return output, partial(loss_function, batch.get("loss_mask"))
+
+
+def loss_function(loss_mask, losses):
+    """Sums the losses of the tokens that count.
+
+    Args:
+        loss_mask: [micro batch, sequence], 1 where the token counts.
+        losses: [micro batch, sequence] cross entropy in nats.
+
+    Returns:
+        The sum (scalar, differentiable), the number of tokens (int scalar), and both for the record.
+    """
+    mask = loss_mask.view(-1).float()
+    total = (losses.view(-1).float() * mask).sum()
+    tokens = mask.sum().to(dtype=int)
+    return total, tokens, {"loss_sum": total.detach().clone(), "loss_tokens": tokens}
+
+
+def main() -> int:
+    """Parses the flags before anything heavy is imported, then trains."""
+    config = parse_config()
+
+    from megatron.training import cpu
+
+    cpu.install()
+    from megatron.training.errors import reported
+    from megatron.training.loop import pretrain
+
+    with reported():
+        return pretrain(config, forward_step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
