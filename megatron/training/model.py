@@ -204,7 +204,8 @@ def _parallel_fields(config: Config) -> dict:
         sequence_parallel=config.sequence_parallel,
         overlap_p2p_comm=overlap_p2p,
         batch_p2p_comm=not overlap_p2p,
-        deallocate_pipeline_outputs=True,
+        # NCCL's sends keep their memory until they are done, gloo's do not
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
     )
 
 

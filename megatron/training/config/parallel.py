@@ -30,7 +30,8 @@ class Parallel(Group):
     context_parallel_size: int = flag(1, "Workers that share each sequence; only 1 is supported.", at_least=1)
     sequence_parallel: bool = flag(
         False,
-        "Split the sequence between tensor-parallel workers outside of attention and feed-forward layers.  Has no "
+        "Split the sequence between tensor-parallel workers outside of attention and feed-forward layers.  "
+        "Has no "
         "effect with --tensor-model-parallel-size 1.",
     )
     use_distributed_optimizer: bool = flag(
@@ -74,8 +75,10 @@ class Parallel(Group):
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same "
             "thing: drop one.",
         )
+        spelling = (
+            "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
+        )
         refuse(
             (layers is not None or (stages or 1) > 1) and self.pipeline_model_parallel_size == 1,
-            "virtual pipeline stages need --pipeline-model-parallel-size greater than 1: raise it, or drop "
-            f"{'--num-layers-per-virtual-pipeline-stage' if layers else '--num-virtual-stages-per-pipeline-rank'}.",
+            f"{spelling} needs --pipeline-model-parallel-size greater than 1: raise it, or drop {spelling}.",
         )

@@ -36,7 +36,8 @@ class Regularization(Group):
         if self.weight_decay_incr_style == "constant":
             refuse(
                 any(end not in (None, self.weight_decay) for end in ends),
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: "
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or "
+                "cosine: "
                 "add it, or drop them.",
             )
             return

@@ -36,7 +36,8 @@ def _check_tensor_parallelism(config: Config) -> None:
 def _check_multiple(name: str, value: int | None, divisor_name: str, divisor: int) -> None:
     refuse(
         value is not None and value % divisor,
-        f"--{name.replace('_', '-')} {value} is not a multiple of --{divisor_name.replace('_', '-')} {divisor}: "
+        f"--{name.replace('_', '-')} {value} is not a multiple of --{divisor_name.replace('_', '-')} "
+        f"{divisor}: "
         "change one of them.",
     )
 
@@ -59,7 +60,8 @@ def _check_pipeline(config: Config) -> None:
     )
     refuse(
         stages and size == 2 and not parallel.overlap_p2p_comm,
-        "an interleaved schedule with --pipeline-model-parallel-size 2 needs --overlap-p2p-communication: add it "
+        "an interleaved schedule with --pipeline-model-parallel-size 2 needs --overlap-p2p-communication: "
+        "add it "
         "(or drop --no-overlap-p2p-communication).",
     )
 
@@ -107,7 +109,8 @@ def _check_packages(config: Config) -> None:
     transformer_engine = installed("transformer_engine")
     refuse(
         config.network.transformer_impl == "transformer_engine" and not transformer_engine,
-        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: install it or "
+        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: install "
+        "it or "
         "choose local.",
     )
     refuse(
@@ -120,7 +123,8 @@ def _check_packages(config: Config) -> None:
     )
     refuse(
         config.moe.moe_token_dispatcher_type == "flex" and not (installed("deep_ep")),
-        "--moe-token-dispatcher-type flex needs the package deep_ep, which is not installed: choose alltoall.",
+        "--moe-token-dispatcher-type flex needs the package deep_ep, which is not installed: choose "
+        "alltoall.",
     )
 
 
@@ -154,7 +158,8 @@ def _check_experts(config: Config) -> None:
     refuse(
         moe.moe_token_dispatcher_type == "flex"
         and parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size == 1,
-        "--moe-token-dispatcher-type flex needs --expert-model-parallel-size greater than 1: choose alltoall.",
+        "--moe-token-dispatcher-type flex needs --expert-model-parallel-size greater than 1: choose "
+        "alltoall.",
     )
     _check_layers(moe, config.network.num_layers)
     _check_biases(config)

@@ -14,7 +14,8 @@ class Training(Group):
     micro_batch_size: int = flag(None, "Samples in one pass through the model.", required=True, at_least=1)
     global_batch_size: int | None = flag(
         None,
-        "Samples in one iteration, over all workers; by default --micro-batch-size times the data-parallel size.",
+        "Samples in one iteration, over all workers; by default --micro-batch-size times the data-parallel "
+        "size.",
         at_least=1,
     )
     train_iters: int | None = flag(None, "Iterations to train, over all runs together.", at_least=1)
@@ -32,7 +33,8 @@ class Training(Group):
     recompute_activations: bool = flag(False, "The same as --recompute-granularity selective.")
     recompute_granularity: str | None = flag(
         None,
-        "Save memory by computing activations again in the backward pass: of whole layers, or of attention alone.",
+        "Save memory by computing activations again in the backward pass: of whole layers, or of attention "
+        "alone.",
         choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
