@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import time
 from collections.abc import Mapping, Sequence
 
 import yaml
@@ -13,7 +14,7 @@ from megatron.training.config.composed import Config, all_flags, compose, group_
 from megatron.training.config.flag import ConfigError, Flag, flags_of, refuse
 from megatron.training.presets import PRESETS
 
-# A value from a stronger source displaces these from the weaker ones, since they say the same thing otherwise.
+# Ways to say one thing: the word of a stronger source displaces all of these in the weaker ones.
 _ALTERNATIVES = (
     {"moe_layer_freq", "expert_interval"},
     {"train_iters", "train_samples"},
@@ -22,29 +23,34 @@ _ALTERNATIVES = (
     {"bf16", "fp16"},
 )
 
+_FIRST_WORKER_SPEAKS_WITHIN = 3.0  # seconds
+
 
 def parse_config(argv: Sequence[str] | None = None) -> Config:
     """Reads the flags; ``argv`` is by default that of the process.
 
-    Defaults are overridden by the ``--model`` preset, that by the ``--config`` file, and that by the command line.
-    Leaves the process with exit code 2 and one sentence where the flags cannot work, and with 0 after ``--help``
-    and ``--print-config``.
+    Defaults give way to the ``--model`` preset, that to the ``--config`` file, that to the command line.
+    Leaves the process with exit code 2 and one sentence where the flags cannot work, and with 0 after
+    ``--help`` and ``--print-config``.
     """
     parser = build_parser()
-    given = vars(parser.parse_args(argv))
+    known, unknown = parser.parse_known_args(argv)
+    given = vars(known)
     try:
+        _refuse_unknown(unknown)
         config = _resolve(given)
     except ConfigError as error:
         parser.error(str(error))
     if given.get("print_config"):
-        print(config.to_yaml(), end="")
+        if _is_first_worker():
+            print(config.to_yaml(), end="")
         parser.exit(0)
     return config
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all flags.  It leaves flags that are not given out of its result."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         usage="%(prog)s [--model NAME] [--config FILE.yaml] [flags]",
         description="Pre-trains a Mixture-of-Experts GPT.",
         epilog='A number without a default is undone by the word "none", as in --num-experts none.',
@@ -61,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="Print every flag in force, also those that follow from others, as a file for --config; then exit.",
+        help="Print all flags in force, with those that follow from others, as a file for --config; exit.",
     )
     for group in group_classes().values():
         title, _, description = group.__doc__.partition(": ")
@@ -69,6 +75,28 @@ def build_parser() -> argparse.ArgumentParser:
         for flag in flags_of(group):
             _add(box, flag)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Under a launcher all workers find the same mistake: the first one says it, and ends the job."""
+
+    def error(self, message):
+        if not _is_first_worker():
+            time.sleep(_FIRST_WORKER_SPEAKS_WITHIN)
+        super().error(message)
+
+
+def _is_first_worker() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _refuse_unknown(words: Sequence[str]) -> None:
+    if not words:
+        return
+    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    spellings = [spelling for flag in all_flags().values() for spelling in (*flag.on, *flag.off)]
+    close = difflib.get_close_matches(word, spellings, n=1)
+    raise ConfigError(f"{word} is not a flag: {f'did you mean {close[0]}?' if close else 'see --help.'}")
 
 
 class _Switch(argparse.Action):
@@ -87,7 +115,7 @@ def _add(box: argparse._ArgumentGroup, flag: Flag) -> None:
     if flag.kind is bool:
         box.add_argument(*flag.on, *flag.off, dest=flag.name, action=_Switch, off=flag.off, help=text)
         return
-    metavar = flag.metavar or ("{%s}" % ",".join(map(str, flag.choices)) if flag.choices else None)
+    metavar = flag.metavar or (f"{{{','.join(map(str, flag.choices))}}}" if flag.choices else None)
     box.add_argument(
         *flag.on, dest=flag.name, nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind], help=text
     )
@@ -113,7 +141,7 @@ def _resolve(given: dict) -> Config:
         f"--model {model} contradicts the model {from_file} of {path}: drop one of them.",
     )
     refuse(
-        model is not None and model not in PRESETS,
+        model is not None and (not isinstance(model, str) or model not in PRESETS),
         f"model {model!r} of {path} is not one of {', '.join(PRESETS)}: choose one.",
     )
     preset = dict(PRESETS[model].values) if model else {}
@@ -122,6 +150,8 @@ def _resolve(given: dict) -> Config:
 
 def _override(weaker: Mapping[str, object], stronger: Mapping[str, object]) -> dict:
     displaced = {name for names in _ALTERNATIVES if _says_something(names, stronger) for name in names}
+    if str(stronger.get("num_experts", "")).lower() == "none":
+        displaced |= {flag.name for flag in flags_of(group_classes()["moe"])}
     return {**{name: value for name, value in weaker.items() if name not in displaced}, **stronger}
 
 

@@ -48,6 +48,9 @@ def install() -> None:
     # optional everywhere: --help says what is used where it is present
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
+    # old names of torch that megatron-core still calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core|torch\.distributed")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     if not torch.cuda.is_available():
         if "megatron.core" in sys.modules:
             raise RuntimeError(

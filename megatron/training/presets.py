@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron.training.config import Moe, Network
 
@@ -21,14 +21,13 @@ class Preset:
     """By the source."""
     active_parameters: float | None = None
     """By the source: those that one token passes through."""
-    extra: str = field(default="", kw_only=True)
+    chosen: str = ""
     """What was chosen here because the source leaves it out."""
 
 
-# The GPT-3-like models of DeepSpeed-MoE, which MoC-System extends: learned positions, GELU, biases, every other
-# layer with experts, top-1 routing.  Table 1 gives layers, widths, heads and experts; the rest is from there.
+# The GPT-3-like models of DeepSpeed-MoE, which MoC-System takes over: learned positions, GELU, biases,
+# experts in every other layer, top-1 routing.  Its Table 1 gives layers, widths, heads and experts.
 _GPT_3_LIKE = dict(
-    max_position_embeddings=2048,
     seq_length=2048,
     expert_interval=2,
     moe_router_topk=1,
@@ -37,7 +36,6 @@ _GPT_3_LIKE = dict(
 )
 
 _LLAMA_LIKE = dict(
-    max_position_embeddings=2048,
     seq_length=2048,
     position_embedding_type="rope",
     normalization="RMSNorm",
@@ -82,7 +80,7 @@ PRESETS: dict[str, Preset] = {
         },
         vocab_size=50257,
         total_parameters=323e6,
-        extra="feed-forward width (4 x hidden), which of the layers hold experts, top-1, GPT-2's vocabulary",
+        chosen="feed-forward width (4 x hidden), which of the layers hold experts, top-1, GPT-2's vocabulary",
     ),
     "gpt-350m-16e": Preset(
         source="MoC-System (ASPLOS '25), Table 1",
@@ -94,9 +92,9 @@ PRESETS: dict[str, Preset] = {
             "num_experts": 16,
         },
         vocab_size=50257,
-        # The model of DeepSpeed-MoE with these dimensions has 1.87e9; "1.7G" is that number in units of 2**30.
+        # These dimensions give 1.87e9, as in DeepSpeed-MoE; the table's "1.7G" is that in units of 2**30.
         total_parameters=1.7 * 2**30,
-        extra="feed-forward width (4 x hidden), which of the layers hold experts, top-1, GPT-2's vocabulary",
+        chosen="feed-forward width (4 x hidden), which of the layers hold experts, top-1, GPT-2's vocabulary",
     ),
     "gpt-moe-7b": Preset(
         source="MoEvement (NSDI '26), Table 2: GPT-MoE",
@@ -104,7 +102,6 @@ PRESETS: dict[str, Preset] = {
             num_layers=12,
             hidden_size=1536,
             num_attention_heads=12,
-            max_position_embeddings=2048,
             seq_length=2048,
             untie_embeddings_and_output_weights=True,
             num_experts=32,
@@ -114,7 +111,7 @@ PRESETS: dict[str, Preset] = {
         vocab_size=50257,
         total_parameters=7.3e9,
         active_parameters=1.6e9,
-        extra="width 1536 with 4 x that in each expert, 12 heads, experts in every layer, GPT-2's vocabulary",
+        chosen="width 1536, 4 x that in each expert, 12 heads, experts in every layer, GPT-2's vocabulary",
     ),
     "qwen-moe-14b": Preset(
         source="MoEvement (NSDI '26), Table 2: QWen-MoE",
@@ -133,8 +130,8 @@ PRESETS: dict[str, Preset] = {
         vocab_size=151936,
         total_parameters=14.3e9,
         active_parameters=2.7e9,
-        extra="widths, heads and vocabulary of Qwen1.5-MoE-A2.7B, whose 4 shared and 60 routed experts the table "
-        "counts as 64 routed ones, 8 per token",
+        chosen="widths, heads and vocabulary of Qwen1.5-MoE-A2.7B, whose 4 shared and 60 routed experts "
+        "count as 64 routed ones, 8 per token, in the table",
     ),
     "deepseek-moe-16b": Preset(
         source="MoEvement (NSDI '26), Table 2: DeepSeek-MoE",
@@ -155,8 +152,8 @@ PRESETS: dict[str, Preset] = {
         vocab_size=102400,
         total_parameters=16.4e9,
         active_parameters=3.7e9,
-        extra="widths, heads, dense first layer and vocabulary of DeepSeekMoE 16B, and shared experts twice as "
-        "wide, so that the active parameters come out",
+        chosen="widths, heads, dense first layer and vocabulary of DeepSeekMoE 16B, with shared experts "
+        "twice as wide, so that the active parameters come out",
     ),
 }
 

@@ -79,10 +79,8 @@ def _sentencepiece(path: str) -> MegatronTokenizerBase:
         tokenizer = _from_core("sentencepiece", path)
     except (OSError, RuntimeError) as error:
         raise TokenizerError(f"{path} is not a SentencePiece model, or not a whole one.") from error
-    library = tokenizer._tokenizer
-    if not hasattr(library, "eod"):
-        # megatron-core 0.16.1 reads `eod` of its SentencePiece library, which has none.
-        library.eod = _end_of_document(library.tokenizer, path)
+    # megatron-core's `eod` looks for this attribute, and takes eos, or the -1 for "none", where it is missing
+    tokenizer._tokenizer.eod_id = _end_of_document(tokenizer._tokenizer.tokenizer, path)
     return tokenizer
 
 

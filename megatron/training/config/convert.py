@@ -16,7 +16,7 @@ def convert(flag: Flag, value: object) -> object:
         return None
     try:
         result = flag.parse(value) if flag.parse else _BY_KIND[flag.kind](value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         reason = f"takes {_WANTED[flag.kind]}" if flag.parse is None else f"is not understood ({error})"
         raise ConfigError(f"{flag.spelling} {reason}; change {value!r}.") from None
     if flag.choices and result not in flag.choices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ class Flag:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         at_least, above, at_most, below = self.limits
-        refuse(value != value, f"{self.spelling} must be a number, not nan.")
+        refuse(not math.isfinite(value), f"{self.spelling} must be a number, not {value}.")
         refuse(at_least is not None and value < at_least, self._must(f"at least {at_least}", value))
         refuse(above is not None and value <= above, self._must(f"greater than {above}", value))
         refuse(at_most is not None and value > at_most, self._must(f"at most {at_most}", value))

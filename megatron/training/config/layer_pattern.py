@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+_MOST_LAYERS = 10_000
+
 
 def parse_layer_freq(value: object) -> int | tuple[int, ...]:
     """Reads N, or a list of 0 and 1 such as ``([0]*3+[1])*4``.
@@ -16,7 +18,7 @@ def parse_layer_freq(value: object) -> int | tuple[int, ...]:
     text = str(value).strip()
     if "[" not in text:
         number = int(text)
-        if number < 1 or isinstance(value, bool):
+        if number < 1:
             raise ValueError("a number must be at least 1")
         return number
     try:
@@ -48,7 +50,7 @@ def _evaluate(node: ast.expr) -> list | int:
     """Lists, whole numbers, + and *: the pattern comes from outside, so it is not given to ``eval``."""
     if isinstance(node, ast.List):
         return [_evaluate(item) for item in node.elts]
-    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 10_000:
+    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= _MOST_LAYERS:
         return node.value
     if isinstance(node, ast.BinOp):
         left, right = _evaluate(node.left), _evaluate(node.right)
@@ -56,5 +58,7 @@ def _evaluate(node: ast.expr) -> list | int:
         if isinstance(node.op, ast.Add) and both_lists:
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
-            return left * right
+            items, times = (left, right) if isinstance(left, list) else (right, left)
+            if len(items) * times <= _MOST_LAYERS:
+                return items * times
     raise ValueError("only lists of 0 and 1, + and * are allowed")
