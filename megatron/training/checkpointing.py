@@ -102,11 +102,11 @@ class Checkpoints:
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        if self._world.rank == 0:
-            files.write_durably(staging / STATE, json.dumps(self._training_state(position), indent=1))
         request = dist_checkpointing.save(
             self._weights(position), str(staging), self._strategy(), async_sharded_save=True
         )
+        if self._world.rank == 0:
+            files.write_durably(staging / STATE, json.dumps(self._training_state(position), indent=1))
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         self._queue.schedule_async_request(
             request._replace(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
 from megatron.training.initialize import initialize, shut_down
+from megatron.training.phases import Phases
 from megatron.training.schedule import ForwardStep
 from megatron.training.setup import Run, set_up
 from megatron.training.step import StepRecord
@@ -24,10 +25,12 @@ def pretrain(config: Config, forward_step: ForwardStep) -> int:
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
     """
-    stop = StopRequests(config)
+    stop, phases = StopRequests(config), Phases()
+    phases.done("import")
     world = initialize(config)
+    phases.done("join")
     try:
-        run = set_up(config, world, forward_step, stop)
+        run = set_up(config, world, forward_step, stop, phases)
     except StopRequested:
         return EXIT_REQUEUE
     code = train(run, stop)
@@ -38,14 +41,15 @@ def pretrain(config: Config, forward_step: ForwardStep) -> int:
 
 def train(run: Run, stop: StopRequests) -> int:
     """Runs the iterations that are left; returns the exit code."""
-    gc.collect()
-    gc.freeze()  # what set-up made stays: do not look through it again and again
+    collect_garbage_by_hand(run)
     while run.position.iteration < run.train_iters:
         batches = run.batches("train", run.position.consumed_samples)
         record = run.stepper.step(run.position.iteration, batches, stop.pending)
         run.position = advance(run.position, record)
         run.log.iteration(record, run.position.consumed_samples)
         run.checkpoints.poll()
+        if due(run.config.training.manual_gc_interval, run):
+            gc.collect()
 
         stopping = record.stop
         if due(run.config.validation.eval_interval, run) and not stopping:
@@ -56,6 +60,14 @@ def train(run: Run, stop: StopRequests) -> int:
         if stopping or exiting:
             return leave(run, stop)
     return finish(run, stop)
+
+
+def collect_garbage_by_hand(run: Run) -> None:
+    """Spares the garbage collector what set-up made, and with ``--manual-gc`` the workers its untimely pauses."""
+    gc.collect()
+    gc.freeze()
+    if run.config.training.manual_gc:
+        gc.disable()
 
 
 def advance(position, record: StepRecord):

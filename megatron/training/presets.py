@@ -177,7 +177,7 @@ def count_parameters(network: Network, moe: Moe, vocab_size: int) -> tuple[int, 
             dense = _feed_forward(network, network.ffn_hidden_size)
             total, active = total + dense, active + dense
             continue
-        every_token = moe.num_experts * network.hidden_size
+        every_token = moe.num_experts * (network.hidden_size + network.add_bias_linear)
         if moe.moe_shared_expert_intermediate_size:
             every_token += _feed_forward(network, moe.moe_shared_expert_intermediate_size)
         expert = _feed_forward(network, moe.moe_ffn_hidden_size)

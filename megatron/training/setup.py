@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from megatron.training.data import Batch, BatchStream, Datasets, build_datasets
 from megatron.training.initialize import World
 from megatron.training.logging import Log, print_rank_0
 from megatron.training.model import build_model
+from megatron.training.phases import Phases
 from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.step import Stepper, sum_over_workers
@@ -49,14 +49,13 @@ class Run:
         return stream.iteration(first_sample) if stream is not None else None
 
 
-def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRequests) -> Run:
+def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRequests, phases: Phases) -> Run:
     """Builds model, optimizer, data and logs, and loads the checkpoint; a collective call.
 
     Raises:
         ConfigError, TokenizerError, CheckpointError: something that the flags name cannot be used.
         StopRequested: a worker was asked to stop.
     """
-    started = time.perf_counter()
     micro_batches, batch = num_microbatches(config, world.size), global_batch_size(config, world.size)
     train_iters = train_iterations(config, world.size)
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
@@ -68,12 +67,14 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
     )
     log = Log(config, world, vocab_size, train_iters, timers)
     stop.check_set_up(world)
+    phases.done("tokenizer")
 
     chunks = build_model(config, vocab_size)
     optimizer = build_optimizer(config, chunks)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world)
+    phases.done("model")
 
     sizes = config.training.micro_batch_size, config.data.seq_length
     stepper = Stepper(
@@ -91,18 +92,20 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
     checkpoints = Checkpoints(config, world, chunks, optimizer, scheduler, log.message)
     position = checkpoints.load() or Position()
     stop.check_set_up(world)
+    phases.done("load")
 
     datasets = build_datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     streams = _streams(config, world, datasets, micro_batches)
     readers = sum_over_workers({split: float(s is not None) for split, s in streams.items()}, world)
     splits = {split for split, count in readers.items() if count}
     stop.check_set_up(world)
+    phases.done("data")
     log.events.write(
         "start",
         iteration=position.iteration,
         world_size=world.size,
         parameters=count_parameters(chunks),
-        setup_s=round(time.perf_counter() - started, 3),
+        startup_s=phases.seconds,
     )
     return Run(config, world, stepper, checkpoints, log, streams, splits, train_iters, position)
 

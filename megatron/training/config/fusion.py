@@ -33,3 +33,6 @@ class Compatibility(Group):
         True, "Accepted for compatibility; whether the data loader makes masks follows from the rest."
     )
     local_rank: int | None = flag(None, "Accepted for compatibility; LOCAL_RANK counts.", "--local_rank")
+    add_position_embedding: bool = flag(
+        True, "Accepted for compatibility; see --position-embedding-type.", "--no-position-embedding"
+    )

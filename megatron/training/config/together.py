@@ -155,6 +155,12 @@ def _check_experts(config: Config) -> None:
         parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
         "--tensor-model-parallel-size greater than 1 with --num-experts needs --sequence-parallel: add it.",
     )
+    tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    refuse(  # megatron-core sums the gradients of experts that are not spread like those of dense layers
+        experts != tensor and parallel.expert_model_parallel_size == 1,
+        f"--expert-tensor-parallel-size {experts} with --tensor-model-parallel-size {tensor} needs "
+        "--expert-model-parallel-size greater than 1: raise it, or make the two equal.",
+    )
     refuse(
         moe.moe_token_dispatcher_type == "flex"
         and parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size == 1,

@@ -39,8 +39,7 @@ def check_world(config: Config, world_size: int) -> None:
         f"{parallel.tensor_model_parallel_size} times --pipeline-model-parallel-size "
         f"{parallel.pipeline_model_parallel_size}: start a multiple of {size}, or lower one of them.",
     )
-    if config.moe.num_experts is not None:
-        _check_expert_grid(config, world_size)
+    _check_expert_grid(config, world_size)
     _check_batch(config, world_size)
 
 

@@ -1,0 +1,21 @@
+"""Where start-up time goes, from the launch of the process to the first iteration."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+
+class Phases:
+    """A stopwatch over named phases; the first begins with the process itself."""
+
+    def __init__(self):
+        self._last = psutil.Process().create_time()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, name: str) -> None:
+        """Ends the phase that began when the one before ended."""
+        now = time.time()
+        self.seconds[name] = round(now - self._last, 3)
+        self._last = now
