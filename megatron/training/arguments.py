@@ -116,9 +116,7 @@ def _add(box: argparse._ArgumentGroup, flag: Flag) -> None:
         box.add_argument(*flag.on, *flag.off, dest=flag.name, action=_Switch, off=flag.off, help=text)
         return
     metavar = flag.metavar or (f"{{{','.join(map(str, flag.choices))}}}" if flag.choices else None)
-    box.add_argument(
-        *flag.on, dest=flag.name, nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind], help=text
-    )
+    box.add_argument(*flag.on, dest=flag.name, nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind], help=text)
 
 
 _METAVARS = {int: "N", float: "X", str: "NAME", tuple: "WORD"}
@@ -173,9 +171,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): correct the path.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--config {path} is not YAML ({' '.join(str(error).split())}): correct it."
-        ) from None
+        raise ConfigError(f"--config {path} is not YAML ({' '.join(str(error).split())}): correct it.") from None
     refuse(
         not isinstance(content or {}, dict),
         f"--config {path} does not hold keys and values: write key: value.",
@@ -189,9 +185,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
         members = {flag.name for flag in flags_of(group)}
         for inner, item in value.items():
             name = _put(result, inner, item, path)
-            refuse(
-                name not in members, f"{inner} in {path} does not belong below {key}: move it out of there."
-            )
+            refuse(name not in members, f"{inner} in {path} does not belong below {key}: move it out of there.")
     return result
 
 

@@ -20,7 +20,11 @@ _SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def write_files(
-    write_weights: Callable | None, staging: Path, rank: int, entries: list[RegionTensor] | None, *weights_args
+    write_weights: Callable | None,
+    staging: Path,
+    rank: int,
+    entries: list[RegionTensor] | None,
+    *weights_args,
 ) -> None:
     """Writes a worker's share of a checkpoint and describes it; runs in a forked process.
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -34,11 +34,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import checkpoint_files as files
 from megatron.training import checkpoint_writer as writer
 from megatron.training.checkpoint_files import CheckpointError
-from megatron.training.config import Config
+from megatron.training.config import Config, global_batch_size, train_iterations
 from megatron.training.initialize import World
 from megatron.training.optimizer import VotedOptimizer
 from moc.state.fragments import Fragment, optimizer_fragments
-from moc.state.optimizer import MASTER, get_step, members, set_step
+from moc.state.optimizer import get_step, members, set_step
 from moc.state.parameters import unwrap
 from moc.state.region import Region
 from moc.store.regions import MissingRegionError, RegionReader, RegionTensor
@@ -110,9 +110,7 @@ class Checkpoints:
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         self._queue.schedule_async_request(
             request._replace(
-                async_fn=functools.partial(
-                    writer.write_files, request.async_fn, staging, self._world.rank, entries
-                ),
+                async_fn=functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries),
                 finalize_fns=[*request.finalize_fns, lambda: self._publish(root, iteration)],
             )
         )
@@ -139,9 +137,7 @@ class Checkpoints:
 
     def _publish(self, root: Path, iteration: int) -> None:
         self._on_first(
-            lambda: writer.publish(
-                root, iteration, self._world.size, self._config.checkpoint.save_retain_interval
-            ),
+            lambda: writer.publish(root, iteration, self._world.size, self._config.checkpoint.save_retain_interval),
             "cannot complete a checkpoint",
         )
         self._say(f"saved checkpoint at iteration {iteration} to {root}")
@@ -175,8 +171,7 @@ class Checkpoints:
             "scheduler": self._scheduler.state_dict(),
             "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
             "shape": self._shape(),
-            "train_samples": self._config.training.train_samples,
-            "train_iters": self._config.training.train_iters,
+            "sample_order": self._sample_order(),
             "optimizer": self._config.regularization.optimizer if self._config.checkpoint.save_optim else None,
         }
 
@@ -184,6 +179,17 @@ class Checkpoints:
         groups = {group: getattr(self._config, group) for group in _SHAPE}
         values = {name: getattr(groups[group], name) for group, names in _SHAPE.items() for name in names}
         return json.loads(json.dumps(values))
+
+    def _sample_order(self) -> dict:
+        """What the order of samples depends on; megatron-core shuffles all epochs of a run together."""
+        data, batch = self._config.data, global_batch_size(self._config, self._world.size)
+        order = {
+            "seed": self._config.rng.seed,
+            "train_samples": train_iterations(self._config, self._world.size) * batch,
+            "seq_length": data.seq_length,
+            "split": data.split,
+        }
+        return order | {name: list(getattr(data, name) or ()) for name in ("data_path", "train_data_path")}
 
     # --------------------------------------------------------------- loading
 
@@ -217,6 +223,7 @@ class Checkpoints:
             )
         else:
             self._optimizer.core.reload_model_params()
+        self._warn_of_other_samples(state.get("sample_order", {}))
         position = self._position(state, foreign)
         self.last_saved = position.iteration if self._saves_where_it_loads() else None
         return position
@@ -229,7 +236,9 @@ class Checkpoints:
         def find() -> str | None:
             if Path(checkpoint.load).is_dir() and self._saves_where_it_loads():
                 files.restore_replaced(checkpoint.load)
-            iteration = checkpoint.ckpt_step if checkpoint.ckpt_step is not None else files.latest_iteration(checkpoint.load)
+            iteration = (
+                checkpoint.ckpt_step if checkpoint.ckpt_step is not None else files.latest_iteration(checkpoint.load)
+            )
             if iteration is not None:
                 return str(files.directory_of(checkpoint.load, iteration))
             if checkpoint.exit_on_missing_checkpoint:
@@ -267,13 +276,21 @@ class Checkpoints:
                     f"{directory} holds another model: {flag} is {saved.get(name)} there and {value} here"
                 )
 
+    def _warn_of_other_samples(self, saved: dict) -> None:
+        for name, value in self._sample_order().items():
+            if name in saved and saved[name] != value:
+                self._say(
+                    f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: from here on samples come in "
+                    "another order, and some may come twice or never"
+                )
+
     def _load_weights(self, directory: Path) -> dict:
         try:
             loaded = dist_checkpointing.load(self._weights(None), str(directory))
         except (CheckpointingException, KeyError, RuntimeError, OSError) as error:
             raise CheckpointError(f"the weights in {directory} do not fit this model: {_first_line(error)}") from error
         for i, chunk in enumerate(self._chunks):
-            unwrap(chunk).load_state_dict(loaded["model" if len(self._chunks) == 1 else f"model{i}"], strict=False)
+            unwrap(chunk).load_state_dict(loaded["model" if len(self._chunks) == 1 else f"model{i}"], strict=True)
         return loaded
 
     def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:

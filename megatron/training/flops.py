@@ -7,8 +7,15 @@ import torch
 from megatron.training.config import Config
 
 # dense 16-bit tensor-core peak without sparsity, in TFLOP/s, from NVIDIA's data sheets
-_PEAK_TFLOPS = {"A100": 312.0, "A800": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "H800": 989.0,
-                "B200": 2250.0}
+_PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+}
 
 
 def flops_per_sample(config: Config, vocab_size: int) -> float:
@@ -35,6 +42,8 @@ def flops_per_sample(config: Config, vocab_size: int) -> float:
 
 def _expert_weights(config: Config, gate: int) -> int:
     moe, hidden = config.moe, config.network.hidden_size
+    if moe.num_experts is None:
+        return 0
     expert = moe.moe_ffn_hidden_size or config.network.ffn_hidden_size
     shared = moe.moe_shared_expert_intermediate_size or 0
     return hidden * (gate * (moe.moe_router_topk * expert + shared) + moe.num_experts)

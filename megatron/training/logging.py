@@ -146,6 +146,8 @@ class Log:
         ]
         if record.zeros is not None:
             fields.append(f"num zeros: {record.zeros}")
+        if record.params_norm is not None:
+            fields.append(f"params norm: {record.params_norm:.3f}")
         fields.append(f"number of skipped iterations: {window.skipped:3d}")
         fields.append(f"number of nan iterations: {window.not_finite:3d}")
         return " | ".join(fields) + " |"
@@ -175,6 +177,8 @@ class Log:
         }
         if record.zeros is not None:
             scalars["num-zeros"] = record.zeros
+        if record.params_norm is not None:
+            scalars["params-norm"] = record.params_norm
         if self._config.logging.log_memory_to_tensorboard and torch.cuda.is_available():
             scalars["mem-max-allocated-bytes"] = torch.cuda.max_memory_allocated()
         for name, value in scalars.items():

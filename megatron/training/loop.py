@@ -43,14 +43,7 @@ def train(run: Run, stop: StopRequests) -> int:
     """Runs the iterations that are left; returns the exit code."""
     collect_garbage_by_hand(run)
     while run.position.iteration < run.train_iters:
-        batches = run.batches("train", run.position.consumed_samples)
-        record = run.stepper.step(run.position.iteration, batches, stop.pending)
-        run.position = advance(run.position, record)
-        run.log.iteration(record, run.position.consumed_samples)
-        run.checkpoints.poll()
-        if due(run.config.training.manual_gc_interval, run):
-            gc.collect()
-
+        record = iterate(run, stop)
         stopping = record.stop
         if due(run.config.validation.eval_interval, run) and not stopping:
             stopping = not validate(run, stop)
@@ -60,6 +53,18 @@ def train(run: Run, stop: StopRequests) -> int:
         if stopping or exiting:
             return leave(run, stop)
     return finish(run, stop)
+
+
+def iterate(run: Run, stop: StopRequests) -> StepRecord:
+    """Computes, commits and reports one iteration."""
+    batches = run.batches("train", run.position.consumed_samples)
+    record = run.stepper.step(run.position.iteration, batches, stop.pending)
+    run.position = advance(run.position, record)
+    run.log.iteration(record, run.position.consumed_samples)
+    run.checkpoints.poll()
+    if due(run.config.training.manual_gc_interval, run):
+        gc.collect()
+    return record
 
 
 def collect_garbage_by_hand(run: Run) -> None:

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.training import cpu
 from megatron.training.config import Config
-from moc.state.parameters import unwrap, unpartitioned_parameters
+from moc.state.parameters import unpartitioned_parameters, unwrap
 
 
 def build_model(config: Config, vocab_size: int) -> list[DistributedDataParallel]:
@@ -39,6 +40,7 @@ def build_model(config: Config, vocab_size: int) -> list[DistributedDataParallel
     chunks = [build_gpt(config, core_config, vocab_size, v if stages else None) for v in range(stages or 1)]
     for chunk in chunks:
         chunk.to(cpu.device())
+        _spare_experts_idle_communication(chunk)
         initialize_weights(chunk, config)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -73,9 +75,7 @@ def build_gpt(config: Config, core_config: TransformerConfig, vocab_size: int, s
     )
 
 
-def layer_specs(
-    config: Config, core_config: TransformerConfig, stage: int | None = None
-) -> TransformerBlockSubmodules:
+def layer_specs(config: Config, core_config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
     """megatron-core's layer specification: Transformer Engine's modules, or its local ones."""
     spec = get_gpt_decoder_block_spec(
         core_config,
@@ -114,6 +114,16 @@ def _replace_torch_norm(spec: TransformerBlockSubmodules) -> None:
                     setattr(part, name, Norm)
 
 
+def _spare_experts_idle_communication(chunk: GPTModel) -> None:
+    """The dispatcher communicates for the experts; alone, they would still pass through collectives of one worker.
+
+    megatron-core adds an expert's bias in place to what comes out of there, which autograd refuses.
+    """
+    for module in chunk.modules():
+        if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
+            module.explicit_expert_comm = True
+
+
 def transformer_config(config: Config) -> TransformerConfig:
     """Translates our flags into megatron-core's ``TransformerConfig``."""
     return TransformerConfig(
@@ -149,6 +159,7 @@ def _network_fields(config: Config) -> dict:
         use_cpu_initialization=config.training.use_cpu_initialization,
         calculate_per_token_loss=config.training.calculate_per_token_loss,
         transformer_impl=config.transformer_impl,
+        attention_backend=AttnBackend[network.attention_backend],
     )
 
 

@@ -17,6 +17,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.training.config import Config
 from megatron.training.model import compute_dtype
@@ -59,7 +61,7 @@ class VotedOptimizer:
         before = [module.expert_bias.clone() for module in self._biases]
         reduce()
         self._next_biases = [module.expert_bias.clone() for module in self._biases]
-        for module, bias in zip(self._biases, before):
+        for module, bias in zip(self._biases, before, strict=True):
             module.expert_bias.copy_(bias)
 
     @torch.no_grad()
@@ -90,6 +92,16 @@ class VotedOptimizer:
         return total
 
     @torch.no_grad()
+    def local_params_square_norm(self) -> torch.Tensor:
+        """This rank's part of the squared norm of all weights (``--log-params-norm``), counted as gradients are."""
+        total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        for chunk in self._chunks:
+            weights = [p for p in chunk.parameters() if _is_first_copy(p)]
+            if weights:
+                total += torch.stack(torch._foreach_norm(weights, dtype=torch.float32)).double().square().sum()
+        return total
+
+    @torch.no_grad()
     def apply(self, square_norm: float) -> None:
         """Clips and updates, or skips where the voted norm is not finite; the same on every rank.
 
@@ -100,7 +112,7 @@ class VotedOptimizer:
         if finite:
             self._scale_gradients(self._gradient_factor(square_norm))
             self.core.step_with_ready_grads()
-            for module, bias in zip(self._biases, self._next_biases):
+            for module, bias in zip(self._biases, self._next_biases, strict=True):
                 module.expert_bias.copy_(bias)
         for member in members(self.core):
             if getattr(member, "grad_scaler", None):
@@ -135,10 +147,22 @@ def _counts_for_norm(member: MegatronOptimizer) -> bool:
     if isinstance(member, DistributedOptimizer):
         return True
     experts = any(group.get("is_expert_parallel") for group in member.param_groups)
-    rank = (
-        parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
-    )
+    rank = parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
     return rank == 0
+
+
+def _is_first_copy(parameter: torch.nn.Parameter) -> bool:
+    if getattr(parameter, "allreduce", True):
+        data_rank = parallel_state.get_data_parallel_rank()
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+    else:
+        data_rank = parallel_state.get_expert_data_parallel_rank()
+        tensor_group = parallel_state.get_expert_tensor_parallel_group()
+    return (
+        data_rank == 0
+        and param_is_not_shared(parameter)
+        and param_is_not_tensor_parallel_duplicate(parameter, tensor_group)
+    )
 
 
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
@@ -174,7 +198,9 @@ def optimizer_config(config: Config) -> OptimizerConfig:
     )
 
 
-def build_scheduler(config: Config, optimizer: VotedOptimizer, train_samples: int, batch: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    config: Config, optimizer: VotedOptimizer, train_samples: int, batch: int
+) -> OptimizerParamScheduler:
     """Builds the schedule of learning rate and weight decay; its clock counts samples.
 
     Args:

@@ -34,9 +34,7 @@ class Schedule:
         seq_length: int,
     ):
         self._forward_step, self._chunks = forward_step, chunks
-        self._sizes = dict(
-            num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length
-        )
+        self._sizes = dict(num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length)
         self._tokens = None
         # the gradients' reduction is a step of its own in step.py; the schedule only tells the token count
         chunks[0].config.finalize_model_grads_func = self._note_tokens

@@ -12,10 +12,10 @@ from megatron.training.checkpointing import Checkpoints, Position
 from megatron.training.config import Config, global_batch_size, num_microbatches, train_iterations
 from megatron.training.data import Batch, BatchStream, Datasets, build_datasets
 from megatron.training.initialize import World
-from megatron.training.logging import Log, print_rank_0
+from megatron.training.logging import Log
 from megatron.training.model import build_model
-from megatron.training.phases import Phases
 from megatron.training.optimizer import build_optimizer, build_scheduler
+from megatron.training.phases import Phases
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
@@ -30,6 +30,7 @@ class Run:
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         splits: the splits that have data, the same on all workers.
         train_iters: iterations of the whole run.
+        vocab_size: rows of the embedding.
         position: iterations and samples completed.
     """
 
@@ -41,6 +42,7 @@ class Run:
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
+    vocab_size: int
     position: Position
 
     def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
@@ -62,9 +64,7 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
     tokenizer = build_tokenizer(
         config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model, config.tokenizer.vocab_size
     )
-    vocab_size = padded_vocab_size(
-        tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size
-    )
+    vocab_size = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
     log = Log(config, world, vocab_size, train_iters, timers)
     stop.check_set_up(world)
     phases.done("tokenizer")
@@ -86,6 +86,7 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
         auxiliary=AuxiliaryLosses(config, world, micro_batches),
         seed=config.rng.seed,
         global_batch_size=batch,
+        params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
     )
@@ -107,7 +108,7 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
         parameters=count_parameters(chunks),
         startup_s=phases.seconds,
     )
-    return Run(config, world, stepper, checkpoints, log, streams, splits, train_iters, position)
+    return Run(config, world, stepper, checkpoints, log, streams, splits, train_iters, vocab_size, position)
 
 
 def samples_wanted(config: Config, train_iters: int, batch: int) -> tuple[int, int, int]:

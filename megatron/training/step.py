@@ -44,6 +44,7 @@ class StepRecord:
         learning_rate: rate of the update.
         samples: samples consumed by this iteration.
         zeros: gradient elements that are zero, if counted.
+        params_norm: norm of all weights before the update, if wanted.
         stop: a worker asked to stop after this iteration.
         auxiliary: mean of each router loss over layers and micro batches.
     """
@@ -57,6 +58,7 @@ class StepRecord:
     learning_rate: float
     samples: int
     zeros: int | None = None
+    params_norm: float | None = None
     stop: bool = False
     auxiliary: dict[str, float] = field(default_factory=dict)
 
@@ -74,6 +76,7 @@ class Stepper:
     seed: int
     global_batch_size: int
     count_zeros: bool = False
+    params_norm: bool = False
     refuse_non_finite: bool = True
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
@@ -111,6 +114,8 @@ class Stepper:
         }
         if self.count_zeros:
             ballot["zeros"] = self.optimizer.count_zeros()
+        if self.params_norm:
+            ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
         return sum_over_workers(ballot, self.world)
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
@@ -126,6 +131,7 @@ class Stepper:
             learning_rate=self.optimizer.learning_rate,
             samples=self.global_batch_size,
             zeros=int(vote["zeros"]) if self.count_zeros else None,
+            params_norm=math.sqrt(vote["params_square_norm"]) if self.params_norm else None,
             stop=vote["stop"] > 0,
             auxiliary=self.auxiliary.means(vote),
         )
@@ -156,4 +162,4 @@ def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> d
     """Adds up each value over all workers, in one all-reduce of float64."""
     packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()])
     dist.all_reduce(packed)
-    return dict(zip(values, packed.tolist()))
+    return dict(zip(values, packed.tolist(), strict=True))

@@ -45,9 +45,7 @@ def build_tokenizer(
         if not vocab_size or vocab_size < 1:
             raise TokenizerError("NullTokenizer needs --vocab-size, the number of its token ids.")
         return _from_core("null", None, vocab_size=vocab_size)
-    raise TokenizerError(
-        f"There is no tokenizer type {tokenizer_type!r}: give one of {', '.join(TOKENIZER_TYPES)}."
-    )
+    raise TokenizerError(f"There is no tokenizer type {tokenizer_type!r}: give one of {', '.join(TOKENIZER_TYPES)}.")
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:

@@ -94,8 +94,8 @@ def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.n
         main_groups = member.fp32_from_float16_groups + member.fp32_from_fp32_groups
     else:
         model_groups = main_groups = [group["params"] for group in member.optimizer.param_groups]
-    for model_group, main_group in zip(model_groups, main_groups):
-        yield from zip(model_group, main_group)
+    for model_group, main_group in zip(model_groups, main_groups, strict=True):
+        yield from zip(model_group, main_group, strict=True)
 
 
 def _primed_state(inner: torch.optim.Optimizer, main: torch.Tensor, moments: tuple[str, ...]) -> dict:

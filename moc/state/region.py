@@ -26,21 +26,21 @@ class Region:
     def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
         """Index of this box in a tensor whose first element stands at ``origin`` (default: at zero)."""
         origin = origin or (0,) * len(self.offset)
-        return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, origin, self.shape))
+        return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, origin, self.shape, strict=True))
 
     def intersect(self, other: Region) -> Region | None:
         """The common box, or None where there is none."""
         start = tuple(map(max, self.offset, other.offset))
         stop = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape)
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
-        if any(a >= b for a, b in zip(start, stop)):
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
             return None
-        return Region(start, tuple(b - a for a, b in zip(start, stop)))
+        return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def shifted(self, by: tuple[int, ...]) -> Region:
         """The same box, moved by ``by``."""
-        return Region(tuple(map(sum, zip(self.offset, by))), self.shape)
+        return Region(tuple(map(sum, zip(self.offset, by, strict=True))), self.shape)
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:

@@ -24,6 +24,11 @@ def check_together(config: Config) -> None:
     _check_schedule(config)
     _check_packages(config)
     _check_experts(config)
+    refuse(
+        config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
+        f"--optimizer {config.regularization.optimizer} cannot be spread over workers: drop "
+        "--use-distributed-optimizer.",
+    )
 
 
 def _check_tensor_parallelism(config: Config) -> None:

@@ -1,0 +1,188 @@
+"""Our training loop against a bare loop over the same megatron-core model, schedule and optimizer.
+
+Both run in the same workers, in turns (ours, bare, bare, ours, ...), so that whatever else the machine does meets
+both alike.  The bare loop draws the same samples and calls megatron-core's schedule, ``finalize_model_grads`` and
+``optimizer.step()``; it reads no loss, logs nothing and saves nothing.
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/train_overhead.py --output docs/results/train_overhead.json \
+        --model tiny --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 --pipeline-model-parallel-size 2 ...
+
+Flags that are not the benchmark's own are the trainer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.training.arguments import parse_config
+
+
+def bare_loop(config, run):
+    """A function that trains one iteration with megatron-core alone, on a model of its own."""
+    import torch
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron.training.config import num_microbatches
+    from megatron.training.data import micro_batch_indices
+    from megatron.training.model import build_model
+    from megatron.training.optimizer import optimizer_config
+    from pretrain_gpt_moe import forward_step
+
+    world, batch = run.world, run.stepper.global_batch_size
+    micro_batches, size = num_microbatches(config, world.size), config.training.micro_batch_size
+    dataset = run.streams["train"]._dataset if run.streams["train"] else None
+    chunks = build_model(config, run.vocab_size)
+    optimizer = get_megatron_optimizer(optimizer_config(config), chunks, use_gloo_process_groups=False)
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    several, forward_backward = len(chunks) > 1, get_forward_backward_func()
+
+    def batches(consumed):
+        for i in range(micro_batches):
+            indices = micro_batch_indices(consumed, i, size, world.data_rank, world.data_size)
+            samples = torch.utils.data.default_collate([dataset[j] for j in indices])
+            yield {k: v.to(world.device) for k, v in samples.items()}
+
+    def iterate(iteration):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        data = batches(iteration * batch)
+        forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=[data] * len(chunks) if several else data,
+            model=chunks if several else chunks[0],
+            num_microbatches=micro_batches,
+            seq_length=config.data.seq_length,
+            micro_batch_size=size,
+            forward_only=False,
+        )
+        optimizer.step()
+
+    return iterate
+
+
+def timed(iterate, iterations: int) -> float:
+    """Seconds per iteration, from when all workers are ready until all are done."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        iterate()
+    torch.cuda.synchronize()
+    dist.barrier()
+    return (time.perf_counter() - start) / iterations
+
+
+def measure(config, rounds: int, iterations: int) -> dict:
+    """Times both loops in turns; a collective call."""
+    from megatron.training.initialize import initialize
+    from megatron.training.loop import iterate
+    from megatron.training.phases import Phases
+    from megatron.training.setup import set_up
+    from megatron.training.stopping import StopRequests
+    from pretrain_gpt_moe import forward_step
+
+    phases = Phases()
+    phases.done("import")
+    stop, world = StopRequests(config), initialize(config)
+    phases.done("join")
+    run = set_up(config, world, forward_step, stop, phases)
+    ours = lambda: iterate(run, stop)  # noqa: E731
+    timed(ours, 3)
+    phases.done("first three iterations")
+    peak = peak_memory()  # before the bare loop's model is built beside ours
+    bare_iterate, done = bare_loop(config, run), iter(range(10**9))
+    bare = lambda: bare_iterate(next(done))  # noqa: E731
+    timed(bare, 3)
+
+    seconds = {"ours": [], "bare": []}
+    for i in range(rounds):
+        turns = [("ours", ours), ("bare", bare)]
+        for name, loop in turns if i % 2 == 0 else reversed(turns):
+            seconds[name].append(timed(loop, iterations))
+    return {
+        "seconds_per_iteration": seconds,
+        "peak_memory_mb": gather(peak),
+        "startup_s": gather(phases.seconds),
+    }
+
+
+def peak_memory() -> int:
+    """Most memory that this worker has held, in MB: of the device where there is one, else resident."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() >> 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def gather(value) -> list:
+    """The value of every worker."""
+    import torch.distributed as dist
+
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def main() -> int:
+    """Measures, prints the ratio, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each loop (default: 10)")
+    parser.add_argument("--iterations", type=int, default=8, help="iterations in a turn (default: 8)")
+    own, flags = parser.parse_known_args()
+    config = parse_config([*flags, "--train-iters", "1000000", "--log-interval", str(own.iterations)])
+
+    from megatron.training import cpu
+
+    cpu.install()
+    import torch
+    import torch.distributed as dist
+
+    result = measure(config, own.rounds, own.iterations)
+    ours, bare = (result["seconds_per_iteration"][name] for name in ("ours", "bare"))
+    ratios = sorted(b / o for o, b in zip(ours, bare, strict=True))
+    tokens = config.training.global_batch_size * config.data.seq_length
+    result |= {
+        "throughput_ratio": {"min": ratios[0], "median": statistics.median(ratios), "max": ratios[-1]},
+        "tokens_per_second": {
+            "ours": tokens / statistics.median(ours),
+            "bare": tokens / statistics.median(bare),
+        },
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "torch": torch.__version__,
+        "workers": dist.get_world_size(),
+        "flags": flags,
+    }
+    if dist.get_rank() == 0:
+        r, t = result["throughput_ratio"], result["tokens_per_second"]
+        print(f"tokens/s: ours {t['ours']:.0f}, bare {t['bare']:.0f}")
+        print(
+            f"ours / bare: median {r['median']:.3f} (min {r['min']:.3f}, max {r['max']:.3f}) over {own.rounds} rounds"
+        )
+        print(f"peak memory per worker: {result['peak_memory_mb']} MB; start-up: {result['startup_s'][0]}")
+        if own.output:
+            own.output.parent.mkdir(parents=True, exist_ok=True)
+            own.output.write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
