@@ -42,7 +42,7 @@ def initialize(config: Config) -> World:
     check_world(config, size)
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend)
-    _choose_device()
+    _choose_device(config.training.deterministic_mode)
     _join(rank, size, backend, config.parallel.distributed_timeout_minutes)
     _build_groups(config)
     world = World(
@@ -84,8 +84,12 @@ def seed_streams(seed: int, iteration: int, world: World) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(base)
 
 
-def _choose_device() -> None:
+def _choose_device(deterministic: bool) -> None:
     if torch.cuda.is_available():
+        if deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first context is made
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+            torch.use_deterministic_algorithms(True)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     elif "OMP_NUM_THREADS" not in os.environ:
         # one thread a worker: results do not depend on the machine, and workers do not fight for cores

@@ -157,6 +157,7 @@ def _network_fields(config: Config) -> dict:
         attention_dropout=regularization.attention_dropout,
         init_method_std=config.rng.init_method_std,
         use_cpu_initialization=config.training.use_cpu_initialization,
+        deterministic_mode=config.training.deterministic_mode,
         calculate_per_token_loss=config.training.calculate_per_token_loss,
         transformer_impl=config.transformer_impl,
         attention_backend=AttnBackend[network.attention_backend],
@@ -256,7 +257,7 @@ def _fusion_fields(config: Config) -> dict:
         bias_dropout_fusion=fusion.bias_dropout_fusion,
         masked_softmax_fusion=fusion.masked_softmax_fusion and installed("scaled_upper_triang_masked_softmax_cuda"),
         gradient_accumulation_fusion=fusion.gradient_accumulation_fusion
-        and (installed("fused_weight_gradient_mlp_cuda") or config.transformer_impl == "transformer_engine"),
+        and installed("fused_weight_gradient_mlp_cuda"),
         apply_rope_fusion=fusion.apply_rope_fusion and config.transformer_impl == "transformer_engine",
         moe_permute_fusion=moe.moe_permute_fusion,
     )
@@ -293,10 +294,10 @@ def _let_schedule_overlap_communication(core_config, ddp_config, chunks) -> None
 
 
 def initialize_weights(chunk: MegatronModule, config: Config) -> None:
-    """Gives each matrix values that follow from (seed, name in the unpartitioned model) alone.
+    """Gives each matrix and router values that follow from (seed, name in the unpartitioned model) alone.
 
     Megatron's distributions: N(0, std), and N(0, std / sqrt(2 * layers)) for the projections back into the
-    residual stream.  Norms and biases keep the ones and zeros of their modules.  So the same model starts
+    residual stream.  Norms and other biases keep the ones and zeros of their modules.  So the same model starts
     alike in every layout, and a stage can be initialised without its neighbours.
     """
     std = config.rng.init_method_std
@@ -304,7 +305,7 @@ def initialize_weights(chunk: MegatronModule, config: Config) -> None:
     with torch.no_grad():
         for name, pieces in unpartitioned_parameters(unwrap(chunk)).items():
             for piece in pieces:
-                if len(piece.global_shape) < 2:
+                if len(piece.global_shape) < 2 and not name.endswith("router.bias"):
                     continue
                 values = torch.randn(piece.global_shape, generator=_generator(config.rng.seed, piece.name))
                 values *= residual_std if _projects_into_residual(name) else std

@@ -49,6 +49,10 @@ class Training(Group):
     check_for_nan_in_loss_and_grad: bool = flag(
         True, "Stop at a loss or gradient that is not finite.  Off with the dynamic loss scaling of --fp16."
     )
+    deterministic_mode: bool = flag(
+        False,
+        "On CUDA, take deterministic kernels alone: repeated runs are bit-identical, and slower.  CPUs always are.",
+    )
     use_cpu_initialization: bool = flag(
         False, "Initialise weights on the CPU.  They are the same either way, in every layout."
     )

@@ -1,0 +1,55 @@
+"""The program on one GPU: it trains in every precision, and resumes where it stopped."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2 --swiglu
+    --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --seq-length 256
+    --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --untie-embeddings-and-output-weights
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3 --use-distributed-optimizer --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0 --log-interval 5 --log-throughput
+    --deterministic-mode --transformer-impl local""".split()
+
+
+def train(log_dir, *flags):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command += [str(ROOT / "pretrain_gpt_moe.py"), *FLAGS, "--log-dir", str(log_dir), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    events = map(json.loads, (log_dir / "events.jsonl").read_text().splitlines())
+    return {e["iteration"]: e["loss"] for e in events if e["type"] == "iteration"}, done.stdout
+
+
+@pytest.mark.parametrize("precision", [(), ("--bf16",), ("--fp16", "--initial-loss-scale", "65536")])
+def test_trains_and_resumes_bit_identically(tmp_path, precision):
+    whole, output = train(tmp_path / "whole", *precision)
+    assert whole[20] < whole[1] - 0.5
+    assert "TFLOP/s/GPU" in output
+    saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *precision]
+    first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
+    second, _ = train(tmp_path / "second", *saved)
+    assert first | second == whole
+
+
+def test_async_save_beside_training(tmp_path):
+    saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", "--bf16", "--async-save", "--save-interval", 5]
+    first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
+    second, _ = train(tmp_path / "second", *saved)
+    whole, _ = train(tmp_path / "whole", "--bf16")
+    assert first | second == whole
+
+
+def test_cpu_adaptation_leaves_cuda_alone():
+    script = """
+import torch
+before = (torch.cuda.Stream, torch.cuda.synchronize, torch.Tensor.cuda, torch.empty, torch.Tensor.type)
+from megatron.training import cpu
+cpu.install()
+assert before == (torch.cuda.Stream, torch.cuda.synchronize, torch.Tensor.cuda, torch.empty, torch.Tensor.type)
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
