@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 MANIFEST = "manifest.json"
+STATE = "training_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 _FORMAT = "moc-megatron dense checkpoint 1"
 _NAME = re.compile(r"^iter_(\d{7,})$")
@@ -134,6 +135,8 @@ def read_manifest(directory: Path) -> dict | None:
         raise CheckpointError(f"{directory} does not exist: check --load and --ckpt-step")
     path = directory / MANIFEST
     if not path.is_file():
+        if (directory / STATE).is_file():
+            raise damaged(f"{path} is missing although {STATE} is there")
         return None
     try:
         manifest = json.loads(path.read_text())

@@ -11,7 +11,7 @@ from megatron.training.initialize import initialize, shut_down
 from megatron.training.phases import Phases
 from megatron.training.schedule import ForwardStep
 from megatron.training.setup import Run, set_up
-from megatron.training.step import StepRecord
+from megatron.training.step import NonFiniteError, StepRecord
 from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 
 
@@ -33,7 +33,11 @@ def pretrain(config: Config, forward_step: ForwardStep) -> int:
         run = set_up(config, world, forward_step, stop, phases)
     except StopRequested:
         return EXIT_REQUEUE
-    code = train(run, stop)
+    try:
+        code = train(run, stop)
+    except NonFiniteError:
+        run.checkpoints.finish()  # all workers are here alike: what is being saved is still good
+        raise
     run.log.close()
     shut_down()
     return code

@@ -40,7 +40,7 @@ def build_model(config: Config, vocab_size: int) -> list[DistributedDataParallel
     chunks = [build_gpt(config, core_config, vocab_size, v if stages else None) for v in range(stages or 1)]
     for chunk in chunks:
         chunk.to(cpu.device())
-        _spare_experts_idle_communication(chunk)
+        _mend_experts(chunk)
         initialize_weights(chunk, config)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -114,14 +114,20 @@ def _replace_torch_norm(spec: TransformerBlockSubmodules) -> None:
                     setattr(part, name, Norm)
 
 
-def _spare_experts_idle_communication(chunk: GPTModel) -> None:
-    """The dispatcher communicates for the experts; alone, they would still pass through collectives of one worker.
+def _mend_experts(chunk: GPTModel) -> None:
+    """Corrects what megatron-core 0.16.1 gets wrong about experts with biases.
 
-    megatron-core adds an expert's bias in place to what comes out of there, which autograd refuses.
+    Alone, their linear layers pass through collectives of one worker, and autograd refuses to add the bias in place
+    to what comes out of there.  With tensor parallelism the biases of different experts are taken for copies of one:
+    their gradients are added up, and counted once in the norm.  But the dispatcher communicates for the experts;
+    their linear layers, which are never split where there are biases, have nothing to exchange.
     """
     for module in chunk.modules():
         if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
             module.explicit_expert_comm = True
+            if getattr(module, "bias", None) is not None:
+                module.bias.sequence_parallel = False
+                module.bias.tensor_model_parallel = True  # no other worker holds a copy that counts
 
 
 def transformer_config(config: Config) -> TransformerConfig:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from megatron.core.timers import Timers
 
 from megatron.training.auxiliary import AuxiliaryLosses
-from megatron.training.checkpointing import Checkpoints, Position
+from megatron.training.checkpoint_contents import Position
+from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import Config, global_batch_size, num_microbatches, train_iterations
 from megatron.training.data import Batch, BatchStream, Datasets, build_datasets
 from megatron.training.initialize import World

@@ -1,0 +1,48 @@
+"""What one worker finds out, all know: results and errors are shared; nobody waits for a worker that gave up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.training.checkpoint_files import CheckpointError
+
+
+def on_first(action: Callable, what: str):
+    """Runs ``action`` on the first worker; all return its result, or raise its error; a collective call.
+
+    Args:
+        action: returns something that JSON could hold; a path counts as nothing.
+        what: begins the message if the file system refuses.
+
+    Raises:
+        CheckpointError: on all workers, if the action raised one, or an OSError.
+    """
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+            outcome = [None if isinstance(result, Path) else result, None]
+        except CheckpointError as error:
+            outcome = [None, str(error)]
+        except OSError as error:
+            outcome = [None, f"{what}: {error}; check the path, its permissions and free space"]
+    dist.broadcast_object_list(outcome, src=0)
+    result, error = outcome
+    if error:
+        raise CheckpointError(error)
+    return result
+
+
+def first_of_any(value):
+    """The first value over all workers that is not None, or None; a collective call."""
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return next((v for v in gathered if v is not None), None)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
