@@ -13,7 +13,7 @@
 #                ... taken in its place
 #   --iters N    iterations to train, stopping and resuming at two thirds (default: 150)
 #   --workers N  training processes: 4, 8 or 16 (default: 4)
-#   --fresh      remove earlier runs from DIR and begin anew
+#   --fresh      remove earlier runs from DIR (and DIR-2, ...) and begin anew
 #   --no-venv    use the active environment instead of .venv
 #   --dry-run    print the two training commands and stop
 #   --help       this text

@@ -319,7 +319,7 @@ def add_input_arguments(parser) -> None:
         nargs="+",
         default=list(DEFAULT_GLOB),
         metavar="PATTERN",
-        help="which names to take in directories, compressed or not (default: %(default)s)",
+        help=f"which names to take in directories, compressed or not (default: {' '.join(DEFAULT_GLOB)})",
     )
     group.add_argument(
         "--json-keys",

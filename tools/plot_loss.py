@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -31,9 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "events", nargs="*", metavar="EVENTS", help="events.jsonl files, or directories with one"
-    )
+    parser.add_argument("events", nargs="*", metavar="EVENTS", help="events.jsonl files, or directories with one")
     parser.add_argument("--log-dir", action="append", default=[], metavar="DIR", help="the run's --log-dir")
     parser.add_argument("--output", default="loss.png", metavar="PNG", help="(default: %(default)s)")
     parser.add_argument("--title", default="", help="above the picture")
@@ -41,14 +40,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--end", type=int, metavar="ITERATION", help="last iteration to draw")
     parser.add_argument(
         "--smoothing",
-        type=float,
-        default=0.9,
-        metavar="WEIGHT",
-        help="weight of the past in the moving average, 0 to draw none (default: %(default)s)",
+        type=int,
+        default=10,
+        metavar="N",
+        help="average over N iterations on each side, 0 for no average (default: %(default)s)",
     )
-    parser.add_argument(
-        "--extra", nargs="+", choices=list(EXTRA), default=[], help="what a second panel shows"
-    )
+    parser.add_argument("--extra", nargs="+", choices=list(EXTRA), default=[], help="what a second panel shows")
     return parser
 
 
@@ -140,9 +137,7 @@ class Run:
             self.train[iteration] = event
         elif kind == "iteration":
             self.train.pop(iteration, None)
-        elif (
-            kind == "evaluation" and event.get("split", "valid") == "valid" and _is_finite(event.get("loss"))
-        ):
+        elif kind == "evaluation" and event.get("split", "valid") == "valid" and _is_finite(event.get("loss")):
             self.valid[iteration] = event["loss"]
 
     def _rewind(self, iteration: int) -> None:
@@ -176,22 +171,22 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def smooth(values: list[float], weight: float) -> list[float]:
-    """The exponential moving average, corrected so that it does not start from zero.
+def smooth(values: list[float], width: int) -> list[float]:
+    """The mean of every value and its neighbours, as many on one side as on the other.
 
     Args:
         values: What to smooth.
-        weight: The weight of the past, from 0 to below 1.
+        width: The most neighbours on each side; towards the ends there are fewer.
     """
-    averages, total, share = [], 0.0, 0.0
-    for value in values:
-        total = weight * total + (1 - weight) * value
-        share = weight * share + (1 - weight)
-        averages.append(total / share)
-    return averages
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for i in range(len(values)):
+        near = min(width, i, len(values) - 1 - i)
+        means.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
+    return means
 
 
-def draw(runs: list[Run], title: str, smoothing: float, extra: list[str]):
+def draw(runs: list[Run], title: str, smoothing: int, extra: list[str]):
     """Draws the runs and returns the figure.
 
     Args:
@@ -200,8 +195,8 @@ def draw(runs: list[Run], title: str, smoothing: float, extra: list[str]):
         smoothing: See `smooth`; 0 for none.
         extra: Keys of `EXTRA`, at most two, for a second panel.
     """
-    if not 0 <= smoothing < 1:
-        raise ToolError("--smoothing must be at least 0 and below 1.")
+    if smoothing < 0:
+        raise ToolError("--smoothing must not be negative.")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -230,7 +225,7 @@ def draw(runs: list[Run], title: str, smoothing: float, extra: list[str]):
     return figure
 
 
-def _draw_loss(panel, run: Run, color: str, smoothing: float, name: str) -> None:
+def _draw_loss(panel, run: Run, color: str, smoothing: int, name: str) -> None:
     label = f"{name} training" if name else "training"
     iterations, losses = run.series("loss")
     raw = {"linewidth": 0.6, "alpha": 0.45} if smoothing else {"linewidth": 1, "label": label}
@@ -240,9 +235,7 @@ def _draw_loss(panel, run: Run, color: str, smoothing: float, name: str) -> None
     if run.valid:
         points = sorted(run.valid.items())
         look = {"marker": "o", "markersize": 5, "markeredgecolor": "black", "linestyle": "none"}
-        panel.plot(
-            *zip(*points, strict=True), color=color, label=label.replace("training", "validation"), **look
-        )
+        panel.plot(*zip(*points, strict=True), color=color, label=label.replace("training", "validation"), **look)
 
 
 def _draw_extra(panel, runs: list[Run], extra: list[str]) -> None:

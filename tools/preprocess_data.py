@@ -54,12 +54,15 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--split-on-blank-lines", action="store_true", help="blank lines part documents")
     group.add_argument("--split-on-regex", metavar="REGEX", help="each line with a match begins a document")
     group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", default="SentencePieceTokenizer", help="(default: %(default)s)")
+    group.add_argument(
+        "--tokenizer-type",
+        default="SentencePieceTokenizer",
+        metavar="TYPE",
+        help="%(default)s (default), HuggingFaceTokenizer or NullTokenizer",
+    )
     group.add_argument("--tokenizer-model", metavar="PATH", help=".model file, or a HuggingFace directory")
     group.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer")
-    group.add_argument(
-        "--append-eod", action="store_true", help="end documents with the end-of-document token"
-    )
+    group.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document token")
     group = parser.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without _KEY_document")
     group.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
@@ -129,9 +132,7 @@ def preprocess(args: argparse.Namespace) -> str:
     with contextlib.ExitStack() as stack:
         eod = tokenizer.eod if args.append_eod else None
         pairs = {
-            key: stack.enter_context(
-                PairWriter(f"{args.output_prefix}_{key}_document", dtype, eod, args.overwrite)
-            )
+            key: stack.enter_context(PairWriter(f"{args.output_prefix}_{key}_document", dtype, eod, args.overwrite))
             for key in args.json_keys
         }
         pool = stack.enter_context(worker_pool(encode, args.workers))
@@ -297,6 +298,7 @@ def _write(results: Iterator[Encoded], pairs: dict[str, PairWriter], skip_bad: b
         bad = bad or result.error
         if bad and not skip_bad:
             raise BadText(bad)
+        progress(counts)
         if not result.ends_document:
             continue
         if bad:
@@ -305,7 +307,7 @@ def _write(results: Iterator[Encoded], pairs: dict[str, PairWriter], skip_bad: b
             written = [pair.end_document() for pair in pairs.values()]
             counts["documents" if any(written) else "empty"] += 1
         bad = None
-        progress(counts)
+    progress(counts)
     return counts
 
 
@@ -321,7 +323,7 @@ def _report_bad(reason: str, counts: Counter, pairs: dict[str, PairWriter]) -> N
 
 @contextlib.contextmanager
 def _progress(reader: _text.Reader, interval: int):
-    """Gives a function to call after each document: a bar on a terminal, a line now and then elsewhere."""
+    """Gives a function to call with the counts so far: a bar on a terminal, a line now and then elsewhere."""
     if sys.stderr.isatty():
         from rich import progress as rich
         from rich.console import Console
@@ -336,12 +338,14 @@ def _progress(reader: _text.Reader, interval: int):
             task = bar.add_task("", total=reader.bytes_total or None)
             yield lambda counts: bar.update(task, completed=reader.bytes_done)
         return
-    start = time.monotonic()
+    start, shown = time.monotonic(), 0
 
     def line(counts: Counter) -> None:
-        if interval > 0 and counts["documents"] and counts["documents"] % interval == 0:
+        nonlocal shown
+        if interval > 0 and counts["documents"] >= shown + interval:
+            shown = counts["documents"]
             speed = counts["bytes"] / 1e6 / max(time.monotonic() - start, 1e-9)
-            print(f"{counts['documents']:,} documents, {speed:.1f} MB/s", file=sys.stderr)
+            print(f"{shown:,} documents, {speed:.1f} MB/s", file=sys.stderr)
 
     yield line
 

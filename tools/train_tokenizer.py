@@ -11,7 +11,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import _text
@@ -38,14 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _text.add_input_arguments(parser)
-    parser.add_argument(
-        "--output", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab"
-    )
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
     parser.add_argument("--vocab-size", type=int, default=32000, help="(default: %(default)s)")
-    parser.add_argument(
-        "--model-type", choices=("bpe", "unigram"), default="bpe", help="(default: %(default)s)"
-    )
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(default: %(default)s)")
     parser.add_argument(
         "--character-coverage",
         type=float,
@@ -65,9 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="train on a random sample (default: %(default)s)",
     )
-    parser.add_argument(
-        "--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)"
-    )
+    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of the sample (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="show what SentencePiece logs")
     return parser
@@ -97,9 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train_tokenizer: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(
-            f"train_tokenizer: {error.filename or args.output}: {error.strerror or error}.", file=sys.stderr
-        )
+        print(f"train_tokenizer: {error.filename or args.output}: {error.strerror or error}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("train_tokenizer: interrupted; no tokenizer was written.", file=sys.stderr)
@@ -122,9 +114,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     chunks = sample.chunks()
     if not chunks:
         raise ToolError("There is no text in the input.")
-    print(
-        f"read {sample.seen:,} bytes of text from {_count(len(files), 'file')}; training on {sample.kept:,}"
-    )
+    print(f"read {sample.seen:,} bytes of text from {_count(len(files), 'file')}; training on {sample.kept:,}")
     start = time.monotonic()
     model = train(chunks, args)
     print(f"trained a {args.model_type} model in {time.monotonic() - start:.1f} s; {_check(model, chunks)}")
@@ -189,21 +179,6 @@ def chunked(text: str) -> Iterator[str]:
         start = end
 
 
-def sentences(chunks: Iterable[str]) -> Iterator[str]:
-    """Chunks in the way that SentencePiece's trainer needs them.
-
-    It skips sentences with a tab in them, and strips ends of lines off their ends. So tabs, which are a piece
-    of their own, part sentences, and a space keeps the end of a line from being the end of a sentence.
-
-    Args:
-        chunks: Text with newlines and tabs.
-    """
-    for chunk in chunks:
-        for part in chunk.split("\t"):
-            if part:
-                yield part + " " if part.endswith(("\n", "\r")) else part
-
-
 def train(chunks: list[str], args: argparse.Namespace) -> bytes:
     """Trains and returns the serialized model.
 
@@ -216,7 +191,7 @@ def train(chunks: list[str], args: argparse.Namespace) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(chunks),
+            sentence_iterator=iter(chunks),
             model_writer=model,
             model_type=args.model_type,
             vocab_size=args.vocab_size,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import json
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
@@ -36,6 +39,7 @@ def write_files(
         weights_args: what ``write_weights`` takes.
     """
     die_with_parent()
+    os.register_at_fork(after_in_child=functools.partial(die_with_parent, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
         write_weights(*weights_args)
     try:
@@ -46,7 +50,8 @@ def write_files(
         report = {"files": {str(path.relative_to(staging)): files.describe(path) for path in written}}
     except Exception as error:  # whatever it is, the first worker must hear of it
         report = {"error": f"worker {rank}: {error}"}
-    files.write_durably(_report(staging, rank), json.dumps(report))
+    with contextlib.suppress(OSError):  # a missing report is bad news too
+        files.write_durably(_report(staging, rank), json.dumps(report))
 
 
 def publish(root: Path, iteration: int, workers: int, retain_interval: int | None) -> None:
@@ -65,7 +70,7 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
-        report = json.loads(path.read_text()) if path.is_file() else {"error": f"the writer of worker {rank} died"}
+        report = json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} could not even say why"}
         if "error" in report:
             raise files.CheckpointError(
                 f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "
@@ -99,6 +104,12 @@ def use_mortal_result_queue() -> None:
         filesystem_async._results_queue.manager = manager  # its server lives as long as it does
 
 
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when the worker that forked it dies."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Asks Linux to kill this process when the process that forked it dies; if it is dead already, ends at once.
+
+    Args:
+        parent: its number; by default that of :mod:`multiprocessing`'s parent process.
+    """
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != (parent or multiprocessing.parent_process().pid):
+        os._exit(1)

@@ -15,6 +15,7 @@ No random state is saved: it follows from the iteration.  Nothing is unpickled b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training import checkpoint_contents as contents
 from megatron.training import checkpoint_files as files
@@ -103,7 +105,8 @@ class Checkpoints:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
-        request = dist_checkpointing.save(weights, str(staging), self._strategy(), async_sharded_save=True)
+        with self._reporting_failure():
+            request = dist_checkpointing.save(weights, str(staging), self._strategy(), async_sharded_save=True)
         on_first(lambda: self._write_state(staging, position), "cannot write a checkpoint")
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)
@@ -124,12 +127,22 @@ class Checkpoints:
         self._finalize(blocking=True)
 
     def _finalize(self, blocking: bool) -> None:
-        try:
+        with self._reporting_failure():
             self._queue.maybe_finalize_async_calls(blocking=blocking)
-        except CheckpointingException as error:
+
+    @contextlib.contextmanager
+    def _reporting_failure(self):
+        """Makes one sentence of what megatron-core and torch raise where files cannot be written."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+            failures = getattr(error, "failures", None)  # of all workers; the first one knows them
+            reason = next(iter(failures.values()))[0] if failures else error
             raise CheckpointError(
                 f"the checkpoint in {self._config.checkpoint.save} could not be written; earlier ones are untouched: "
-                f"make room or repair the disk, and start again ({first_line(error)})"
+                f"make room or repair the disk, and start again ({first_line(reason)})"
             ) from error
 
     def _publish(self, root: Path, iteration: int) -> None:

@@ -32,7 +32,6 @@ _TIMERS = [
     "all-grads-sync",
     "non-tensor-parallel-grads-all-reduce",
     "embedding-grads-all-reduce",
-    "vote",
     "optimizer-inner-step",
     "optimizer-copy-main-to-model-params",
     "params-all-gather",
@@ -154,7 +153,7 @@ class Log:
 
     def _throughput(self, record: StepRecord, seconds: float) -> str:
         tflops = self._tflops(record, seconds)
-        text = f"tokens per second: {record.tokens / seconds:.0f} | throughput per GPU (TFLOP/s/GPU): {tflops:.3f}"
+        text = f"tokens per second: {record.tokens / seconds:.0f} | throughput per GPU (TFLOP/s/GPU): {tflops:.4g}"
         return text + (f" | MFU: {100.0 * tflops / self._peak:.1f} %" if self._peak else "")
 
     def _tflops(self, record: StepRecord, seconds: float) -> float:
@@ -192,7 +191,9 @@ class Log:
         iterations = self._window.iterations
         if self._config.logging.log_timers_to_tensorboard:
             self._timers.write(_TIMERS, self._tensorboard, iteration, normalizer=iterations, reset=False)
-        self._timers.log(_TIMERS, rank=0, normalizer=iterations)
+        times = self._timers.get_all_timers_string(_TIMERS, normalizer=iterations)
+        if times is not None:
+            print_rank_0(self._world, times)
 
 
 class _Window:

@@ -131,9 +131,12 @@ class VotedOptimizer:
         if factor == 1.0:
             return
         for member in members(self.core):
-            gradients = [p.grad for p in member.get_parameters() if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
+            parameters = [p for p in member.get_parameters() if p.grad is not None]
+            if parameters:
+                # not in place: these may be the reduced gradients themselves, which are kept
+                scaled = torch._foreach_mul([p.grad for p in parameters], factor)
+                for parameter, gradient in zip(parameters, scaled):
+                    parameter.grad = gradient
 
 
 def _take_reduced_gradients(member: MegatronOptimizer) -> None:

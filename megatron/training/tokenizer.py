@@ -26,7 +26,7 @@ def build_tokenizer(
     Args:
         tokenizer_type: One of ``TOKENIZER_TYPES``.
         tokenizer_model: The ``.model`` file of SentencePieceTokenizer, or the local directory of
-            HuggingFaceTokenizer.
+            HuggingFaceTokenizer, or its name on the hub.
         vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
 
     Returns:
@@ -65,6 +65,8 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
         raise TokenizerError(f"{tokenizer_type} needs --tokenizer-model.")
     wants_directory = tokenizer_type == "HuggingFaceTokenizer"
     if not os.path.exists(path):
+        if wants_directory and not path.startswith((".", "/")):
+            return path  # a name on the hub, or in its cache
         raise TokenizerError(f"The tokenizer {path} does not exist.")
     if os.path.isdir(path) != wants_directory:
         kind = "the directory of a tokenizer" if wants_directory else "a SentencePiece .model file"

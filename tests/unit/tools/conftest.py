@@ -21,9 +21,7 @@ def first(values, default=None):
 class Größe:\r
     pass
 '''
-PROSE = (
-    "The quick brown fox jumps over the lazy dog near the river bank.\nIt was a fine day, and all was well.\n"
-)
+PROSE = "The quick brown fox jumps over the lazy dog near the river bank.\nIt was a fine day, and all was well.\n"
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +54,6 @@ def run_tool():
         path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p)}
         command = [sys.executable, str(REPOSITORY / "tools" / f"{name}.py"), *map(str, args)]
-        return subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, **options
-        )
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, **options)
 
     return run

@@ -74,9 +74,11 @@ def test_what_is_no_number_is_not_drawn(events):
 
 
 def test_smoothing():
-    assert smooth([2.0, 2.0, 2.0], 0.9) == pytest.approx([2.0, 2.0, 2.0])
-    assert smooth([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])
-    assert smooth([1.0, 3.0], 0.0) == [1.0, 3.0]
+    assert smooth([2.0, 2.0, 2.0], 5) == pytest.approx([2.0, 2.0, 2.0])
+    assert smooth([1.0, 2.0, 6.0, 4.0], 1) == pytest.approx([1.0, 3.0, 4.0, 4.0])
+    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0], 10) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])  # no lag
+    assert smooth([1.0, 3.0], 0) == [1.0, 3.0]
+    assert smooth([], 3) == []
 
 
 def test_draws_everything_asked_for(events, tmp_path, capsys):
@@ -85,9 +87,7 @@ def test_draws_everything_asked_for(events, tmp_path, capsys):
         {"type": "start", "iteration": 19},
         iteration(20, 3.0),
     )
-    b = events(
-        iteration(1, 6.0), {"type": "evaluation", "iteration": 1, "split": "valid", "loss": 5.5}, name="b"
-    )
+    b = events(iteration(1, 6.0), {"type": "evaluation", "iteration": 1, "split": "valid", "loss": 5.5}, name="b")
     output = tmp_path / "plots" / "loss.png"
     status = plot_loss.main(
         [str(a), "--log-dir", str(b.parent), "--output", str(output), "--title", "both", "--end", "20"]
@@ -101,12 +101,12 @@ def test_draws_everything_asked_for(events, tmp_path, capsys):
 
 def test_the_figure_shows_the_curves(events):
     run = read_run(events(iteration(1, 5.0), {"type": "start", "iteration": 1}, iteration(2, 3.0)))
-    figure = plot_loss.draw([run], "a title", 0.5, [])
+    figure = plot_loss.draw([run], "a title", 3, [])
     (panel,) = figure.axes
     raw, smoothed, resumed = panel.lines
     assert panel.get_title() == "a title"
     assert list(raw.get_ydata()) == [5.0, 3.0]
-    assert list(smoothed.get_ydata()) == pytest.approx(smooth([5.0, 3.0], 0.5))
+    assert list(smoothed.get_ydata()) == pytest.approx(smooth([5.0, 3.0], 3))
     assert list(resumed.get_xdata()) == [1, 1]
 
 
@@ -121,7 +121,7 @@ def test_a_part_of_a_run(events):
         ([], "Give an events.jsonl"),
         (["{dir}/missing.jsonl"], "missing.jsonl: No such file"),
         (["{dir}/run"], "no loss to draw"),
-        (["{dir}/run", "--smoothing", "1"], "--smoothing must"),
+        (["{dir}/run", "--smoothing", "-1"], "--smoothing must"),
     ],
 )
 def test_mistakes_are_one_sentence(events, tmp_path, capsys, args, message):

@@ -1,5 +1,6 @@
 """What comes in as documents goes out as a dataset that megatron-core reads, or nothing goes out at all."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -108,9 +109,7 @@ def test_workers_do_not_change_the_output(tmp_path, corpus, model, tokenizer, mo
     assert digests(tmp_path / "w1_text_document") == digests(tmp_path / "w3_text_document")
     written = documents(tmp_path / "w3_text_document")
     assert len(written) == sum(map(bool, texts)) + 1
-    assert [tokenizer.detokenize(ids[:-1]) for ids in written] == [t for t in texts if t] + [
-        "\n".join(texts) * 2
-    ]
+    assert [tokenizer.detokenize(ids[:-1]) for ids in written] == [t for t in texts if t] + ["\n".join(texts) * 2]
 
 
 def test_a_program_without_us_reads_it(tmp_path, corpus, model, run_tool):
@@ -137,10 +136,7 @@ def test_compressed_input_makes_the_same_dataset(tmp_path, corpus, suffix):
     data = b'{"text": "1 2 3"}\n{"text": "4"}\n'
     data = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](data)
     (tmp_path / f"in.jsonl{suffix}").write_bytes(data)
-    assert (
-        preprocess("--input", tmp_path / f"in.jsonl{suffix}", "--output-prefix", tmp_path / "o", *NUMBERS)
-        == 0
-    )
+    assert preprocess("--input", tmp_path / f"in.jsonl{suffix}", "--output-prefix", tmp_path / "o", *NUMBERS) == 0
     assert documents(tmp_path / "o_text_document") == [[1, 2, 3], [4]]
 
 
@@ -162,9 +158,7 @@ def test_keys_make_datasets_of_their_own(tmp_path):
 )
 def test_plain_text_is_split_where_asked(tmp_path, flags, wanted):
     (tmp_path / "in.txt").write_text("1\n10\n\n2\n\n\n3\n")
-    assert (
-        preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *flags, *NUMBERS) == 0
-    )
+    assert preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *flags, *NUMBERS) == 0
     assert documents(tmp_path / "o_text_document") == wanted
 
 
@@ -336,14 +330,23 @@ def run_from_pipe(tmp_path, workers):
     ]
     process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(preprocess(*args)))
     process.start()
-    return process, open(tmp_path / "in.jsonl", "wb")
+
+    def opened():
+        assert process.is_alive()
+        with contextlib.suppress(OSError):  # as long as nobody reads
+            return os.open(tmp_path / "in.jsonl", os.O_WRONLY | os.O_NONBLOCK)
+
+    descriptor = wait_until(opened)
+    os.set_blocking(descriptor, True)
+    return process, open(descriptor, "wb")
 
 
 def wait_until(condition, seconds=20):
     end = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < end
         time.sleep(0.01)
+    return value
 
 
 def children(pid) -> list[int]:
@@ -381,15 +384,13 @@ def test_killed_while_writing_it_leaves_no_pair_and_no_workers(tmp_path, monkeyp
 
 
 def test_killed_at_any_moment_a_pair_is_whole_or_none(tmp_path):
-    texts = ["1 2 3"] * 20_000
+    texts = ["1 2 3"] * 5_000
     args = ["--input", write_json(tmp_path / "in.jsonl", texts), "--output-prefix", tmp_path / "o", *NUMBERS]
     start = time.monotonic()
     assert preprocess(*args) == 0
     length = time.monotonic() - start
-    for moment in [i / 8 for i in range(1, 10)]:
-        process = multiprocessing.get_context("fork").Process(
-            target=lambda: os._exit(preprocess(*args, "--overwrite"))
-        )
+    for moment in [i / 5 for i in range(1, 7)]:
+        process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(preprocess(*args, "--overwrite")))
         process.start()
         process.join(moment * length)
         process.kill()
@@ -400,9 +401,7 @@ def test_killed_at_any_moment_a_pair_is_whole_or_none(tmp_path):
 
 def test_ended_by_sigterm_it_cleans_up(tmp_path):
     process, pipe = run_from_pipe(tmp_path, 2)
-    wait_until(
-        lambda: (tmp_path / "o_text_document.bin.partial").exists() and len(children(process.pid)) == 2
-    )
+    wait_until(lambda: (tmp_path / "o_text_document.bin.partial").exists() and len(children(process.pid)) == 2)
     os.kill(process.pid, signal.SIGTERM)
     process.join(20)
     pipe.close()

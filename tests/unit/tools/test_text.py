@@ -70,9 +70,7 @@ def test_a_bad_pattern_is_refused():
         _text.on_regex("(")
 
 
-@pytest.mark.parametrize(
-    "text", ["é中😀x" * 30_000, "中文\n" * 40_000, "a" * _text.PIECE_BYTES, "é" * 65536 + "\n"]
-)
+@pytest.mark.parametrize("text", ["é中😀x" * 30_000, "中文\n" * 40_000, "a" * _text.PIECE_BYTES, "é" * 65536 + "\n"])
 def test_long_texts_are_cut_between_characters(tmp_path, text):
     path = write(tmp_path / "a.txt", text)
     pieces = list(Reader([path]))
@@ -91,9 +89,9 @@ def test_lines_never_lose_a_character(text, limit):
     assert b"".join(line for _, line, _ in lines) == text.encode()
     if limit >= 4:
         assert "".join(line.decode() for _, line, _ in lines) == text
-    assert [number for number, _, whole in lines if whole] == list(
-        range(1, len(text.encode().splitlines()) + 1)
-    ) or (set("\r\v\f\x1c\x1d\x1e\x85\u2028\u2029") & set(text))
+    assert [number for number, _, whole in lines if whole] == list(range(1, len(text.encode().splitlines()) + 1)) or (
+        set("\r\v\f\x1c\x1d\x1e\x85\u2028\u2029") & set(text)
+    )
 
 
 @pytest.mark.parametrize(

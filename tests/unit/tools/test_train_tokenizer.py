@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 
 def train(corpus, prefix, *args) -> int:
-    return train_tokenizer.main(
-        ["--input", str(corpus), "--output", str(prefix), "--vocab-size", "400", *args]
-    )
+    return train_tokenizer.main(["--input", str(corpus), "--output", str(prefix), "--vocab-size", "400", *args])
 
 
 _models = {}
@@ -100,12 +98,7 @@ def test_the_vocabulary_has_a_line_per_piece(model):
 def test_what_it_did_is_said(corpus, tmp_path, capsys):
     assert train(corpus, tmp_path / "t") == 0
     out = capsys.readouterr().out
-    assert (
-        "from 3 files" in out
-        and "bytes per token" in out
-        and "decode to themselves" in out
-        and "t.model" in out
-    )
+    assert "from 3 files" in out and "bytes per token" in out and "decode to themselves" in out and "t.model" in out
 
 
 def test_wrong_sizes_are_explained(corpus, tmp_path, capsys):

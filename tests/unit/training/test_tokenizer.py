@@ -20,9 +20,7 @@ def train(tmp_path_factory):
     def run(name, **options):
         prefix = tmp_path_factory.mktemp("tokenizer") / name
         settings = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2} | options
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(TEXT), model_prefix=str(prefix), **settings
-        )
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_prefix=str(prefix), **settings)
         return f"{prefix}.model"
 
     return run

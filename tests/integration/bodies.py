@@ -1,0 +1,356 @@
+"""What workers of a test's world do: see :mod:`tests.worlds`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+
+import pretrain_gpt_moe as program
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.training import checkpoint_writer, errors, loop, setup, stopping
+from megatron.training.checkpoint_files import CheckpointError
+from megatron.training.checkpointing import Checkpoints
+from megatron.training.config import compose
+from megatron.training.logging import Log
+from megatron.training.step import NonFiniteError
+from moc.state.parameters import unpartitioned_parameters, unwrap
+
+errors._FIRST_WORKER_SPEAKS_WITHIN = 0.0  # there is no launcher that would end the others
+
+
+def train(flags: dict) -> dict:
+    """Runs the program; what it did.
+
+    Returns:
+        ``code``: what it would exit with;
+        ``start``: iteration from which it went on;
+        ``records``: step records;
+        ``weights``: digest of each box of the unpartitioned parameters that this worker holds;
+        ``parameters``: digest of each local parameter of the bare model;
+        ``samples``: digest of each training sample that it read, by iteration.
+    """
+    told = {"code": None, "start": None, "records": [], "weights": None, "samples": {}}
+    _watch(told)
+
+    def forward_step(batches, model):
+        iteration = str((told["start"] or 0) + len(told["records"]))
+        watching = model.training and batches is not None
+        seen = told["samples"].setdefault(iteration, []) if watching else []
+        return program.forward_step(_noting(batches, seen), model)
+
+    with errors.reported():
+        told["code"] = loop.pretrain(compose(flags), forward_step)
+    return told
+
+
+def _watch(told: dict) -> None:
+    run_loop, tell = loop.train, Log.iteration
+
+    def watched_loop(run, stop):
+        told["start"] = run.position.iteration
+        code = run_loop(run, stop)
+        told["weights"] = weights_of(run.stepper.chunks)
+        told["parameters"] = {n: digest(p) for c in run.stepper.chunks for n, p in unwrap(c).named_parameters()}
+        return code
+
+    def watched_log(log, record, consumed_samples):
+        told["records"].append(dataclasses.asdict(record))
+        tell(log, record, consumed_samples)
+
+    loop.train, Log.iteration = watched_loop, watched_log
+
+
+def _noting(batches, seen: list):
+    for batch in batches or ():
+        seen += [digest(tokens) for tokens in batch["tokens"]]
+        yield batch
+
+
+def weights_of(chunks) -> dict[str, str]:
+    """Digest of each box of the unpartitioned parameters that this worker holds."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:  # else updated weights arrive with the next forward pass
+            chunk.start_param_sync(force_sync=True)
+    pieces = [p for chunk in chunks for ps in unpartitioned_parameters(unwrap(chunk)).values() for p in ps]
+    return {f"{p.name} {p.region.offset} {p.region.shape}": digest(p.view) for p in pieces}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's values, shortened."""
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def write_corpus(prefix: str, documents: int, seed: int, vocab_size: int) -> None:
+    """Makes ``prefix.bin`` and ``prefix.idx``: documents of a simple language, with megatron-core's writer."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_idx_path
+
+    generator = torch.Generator().manual_seed(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for _ in range(documents):
+        length = int(torch.randint(20, 200, (1,), generator=generator))
+        steps = torch.randint(1, 4, (length,), generator=generator)
+        builder.add_document((steps.cumsum(0) + seed) % (vocab_size - 1), [length])
+    builder.finalize(get_idx_path(prefix))
+
+
+def with_run(flags: dict, use):
+    """Sets up what the flags say, and gives it to ``use`` in place of the training loop; its answer."""
+    answers = []
+    loop.train = lambda run, stop: answers.append(use(run)) or 0
+    loop.pretrain(compose(flags), program.forward_step)
+    return answers[0]
+
+
+def steps(flags: dict, poison: str | None = None, poisoned_step: int = 0) -> list[dict]:
+    """Computes the iterations one by one, and looks closely.
+
+    Args:
+        flags: the flags; ``train_iters`` steps are computed.
+        poison: what the last worker sees in one step: ``weight`` or ``loss`` is not a number.
+        poisoned_step: in which step.
+
+    Returns:
+        For each step ``collectives`` between reduced gradients and apply, and ``apply_collectives``, each with its
+        number of workers; ``weights``, ``biases`` (of routers) and ``gradients`` as they were, by moment;
+        ``record``, or ``refused`` with the sentence.
+    """
+    return with_run(flags, lambda run: [_step(run, poison if i == poisoned_step else None) for i in range(run.train_iters)])
+
+
+def _step(run, poison: str | None) -> dict:
+    seen = {"collectives": [], "apply_collectives": [], "record": None, "refused": None, "gradients": {}}
+    seen["weights"], seen["biases"] = {"before": weights_of(run.stepper.chunks)}, {"before": _biases(run)}
+    stepper, optimizer = run.stepper, run.stepper.optimizer
+    reduce, apply = optimizer.hold_router_biases, optimizer.apply
+    window = contextlib.ExitStack()
+
+    def watched_reduce(function):
+        reduce(function)
+        seen["gradients"]["reduced"] = _gradients(run)
+        window.enter_context(_noting_collectives(seen["collectives"]))
+
+    def watched_apply(square_norm):
+        window.close()
+        with _noting_collectives(seen["apply_collectives"]):
+            apply(square_norm)
+
+    optimizer.hold_router_biases, optimizer.apply = watched_reduce, watched_apply
+    last = run.world.rank == run.world.size - 1
+    with _poisoned(stepper, poison if last else None):
+        try:
+            batches = run.batches("train", run.position.consumed_samples)
+            record = stepper.step(run.position.iteration, batches)
+            seen["record"] = dataclasses.asdict(record)
+            run.position = loop.advance(run.position, record)
+        except NonFiniteError as error:
+            seen["refused"] = str(error)
+            window.close()
+    seen["gradients"]["after"] = _gradients(run)
+    seen["weights"]["after"], seen["biases"]["after"] = weights_of(stepper.chunks), _biases(run)
+    optimizer.hold_router_biases, optimizer.apply = reduce, apply
+    return seen
+
+
+@contextlib.contextmanager
+def _poisoned(stepper, poison: str | None):
+    if poison == "weight":
+        weight = next(stepper.chunks[-1].parameters()).data.view(-1)
+        healthy = weight[0].item()
+        weight[0] = float("nan")
+        yield
+        weight[0] = healthy
+    elif poison == "loss":
+        healthy, stepper.schedule._forward_step = stepper.schedule._forward_step, _forward_to_nan
+        yield
+        stepper.schedule._forward_step = healthy
+    else:
+        yield
+
+
+def _forward_to_nan(batches, model):
+    output, loss = program.forward_step(batches, model)
+    return output * float("nan"), loss
+
+
+_COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "all_gather_object",
+                "broadcast_object_list", "all_to_all_single", "barrier", "send", "recv", "isend", "irecv",
+                "batch_isend_irecv", "all_gather", "reduce", "gather", "scatter", "_all_gather_base",
+                "_reduce_scatter_base")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _noting_collectives(calls: list):
+    """Notes the name and the number of workers of every collective."""
+
+    def noting(name, function):
+        def noted(*args, **kwargs):
+            calls.append([name, dist.get_world_size(kwargs.get("group"))])
+            return function(*args, **kwargs)
+
+        return noted
+
+    with contextlib.ExitStack() as patches:
+        for name in _COLLECTIVES:
+            patches.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        yield
+
+
+def _biases(run) -> list:
+    modules = [m for chunk in run.stepper.chunks for m in chunk.modules()]
+    return [m.expert_bias.tolist() for m in modules if getattr(m, "expert_bias", None) is not None]
+
+
+def _gradients(run) -> dict[str, str]:
+    named = [item for chunk in run.stepper.chunks for item in chunk.named_parameters()]
+    return {f"{i} {name}": digest(p.main_grad) for i, (name, p) in enumerate(named)}
+
+
+def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list[str | None]:
+    """What loading says about each change of the flags, then about each damage to a file.
+
+    Args:
+        flags: with ``load``; fitting the checkpoint.
+        changes: flags that make another model, each by itself.
+        damages: ``{"path", "kind"}``; kind is ``missing``, ``truncated`` or ``flipped``.
+
+    Returns:
+        The refusals, None for what was loaded; weights never change.
+    """
+
+    def use(run) -> list:
+        said = [_load(run, run.checkpoints)]
+        for change in changes:
+            config = compose({**flags, **change})
+            said.append(_load(run, _other_checkpoints(config, run)))
+        for damage in damages:
+            with _damaged(run.world, **damage):
+                said.append(_load(run, run.checkpoints))
+        return said
+
+    load = flags.pop("load")
+    result = with_run(flags, lambda run: _with_load(run, load, flags, use))
+    return result
+
+
+def _with_load(run, load, flags, use):
+    flags["load"] = load
+    run.checkpoints = _other_checkpoints(compose(flags), run)
+    return use(run)
+
+
+def _other_checkpoints(config, run):
+    stepper = run.stepper
+    return Checkpoints(config, run.world, stepper.chunks, stepper.optimizer, stepper.scheduler, run.log.message)
+
+
+def _load(run, checkpoints) -> str | None:
+    before = weights_of(run.stepper.chunks)
+    try:
+        checkpoints.load()
+    except CheckpointError as error:
+        assert weights_of(run.stepper.chunks) == before, f"weights changed, although: {error}"
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def _damaged(world, path: str, kind: str):
+    path, aside = Path(path), Path(f"{path}.aside")
+    if world.rank == 0:
+        path.rename(aside)
+        content = bytearray(aside.read_bytes())
+        content[len(content) // 2] ^= 1
+        if kind != "missing":
+            path.write_bytes(content if kind == "flipped" else content[: len(content) // 2])
+    dist.barrier()
+    yield
+    dist.barrier()
+    if world.rank == 0:
+        aside.replace(path)
+    dist.barrier()
+
+
+def train_with_small_files(flags: dict, limit: int) -> dict:
+    """As :func:`train`, where no file may grow beyond ``limit`` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    return train(flags)
+
+
+def die_while_writing(flags: dict) -> None:
+    """Is killed when the forked writer has been at work for a moment: it would go on for a minute."""
+
+    def die(run):
+        real = checkpoint_writer.write_regions
+        checkpoint_writer.write_regions = lambda *args: (time.sleep(60), real(*args))
+        run.checkpoints._config = run.config.replace("checkpoint", async_save=True)
+        run.checkpoints.save(run.position)
+        while not any(Path(flags["save"]).glob(".iter_*/optimizer")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with_run(flags, die)
+
+
+def leave_a_process() -> None:
+    """Ends before a process that it started."""
+    subprocess.Popen(["sleep", "60"])
+
+
+def train_counting_reads(flags: dict) -> dict:
+    """As :func:`train`; with ``reads``, how many samples were read."""
+    reads, read = [], GPTDataset.__getitem__
+    GPTDataset.__getitem__ = lambda dataset, index: reads.append(index) or read(dataset, index)
+    return train(flags) | {"reads": len(reads)}
+
+
+def train_when_time_flies(flags: dict, calls: int) -> dict:
+    """As :func:`train`; on the last worker an hour passes after so many looks at the clock."""
+    looks = iter(range(calls))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (0.0 if next(looks, None) is not None else 3600.0))
+    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        stopping.time = clock
+    return train(flags)
+
+
+def train_signalled_in_set_up(flags: dict) -> dict:
+    """As :func:`train`; the last worker gets SIGTERM while the model is built."""
+    build = setup.build_model
+
+    def signalled(*args):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return build(*args)
+
+    setup.build_model = signalled
+    return train(flags)
+
+
+def add_ranks() -> float:
+    """The sum of the workers' ranks, by an all-reduce."""
+    dist.init_process_group("gloo")
+    ranks = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(ranks)
+    return ranks.item()
+
+
+def divide_by_rank() -> float:
+    """Fails on the first worker."""
+    return 1 / int(os.environ["RANK"])
+
+
+def hang() -> None:
+    """Does nothing for a long time."""
+    time.sleep(600)

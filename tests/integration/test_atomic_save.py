@@ -1,0 +1,130 @@
+"""Whatever happens while a checkpoint is saved, the last complete one is whole."""
+
+import json
+import os
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.training import checkpoint_files as files
+from tests.integration.tiny import FLAGS, LAYOUTS, train
+from tests.worlds import start_world
+
+KILLS = 20
+
+
+def wait_for(condition, seconds=30):
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def assert_whole(root: Path) -> int | None:
+    """Checks the newest checkpoint as the next start will; its iteration."""
+    iteration = files.latest_iteration(root)
+    if iteration is not None:
+        directory = files.directory_of(root, iteration)
+        manifest = files.read_manifest(directory)
+        assert files.damage_in(directory, manifest["files"]) is None
+        assert json.loads((directory / "training_state.json").read_text())["iteration"] == iteration
+    return iteration
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
+def test_killed_at_random_moments_while_saving(asynchronous, data, tmp_path):
+    root, chance = tmp_path / "saved", random.Random(asynchronous)
+    flags = data | dict(train_iters=100, global_batch_size=4, save_interval=1, async_save=asynchronous)
+    flags |= dict(save=str(root), load=str(root))
+    size, parallel = LAYOUTS["EP2"]
+    reached = []
+    for _ in range(KILLS // 2):
+        world = start_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags)
+        wait_for(lambda: any(root.glob(".iter_*.incomplete")) or world.ended())
+        time.sleep(chance.uniform(0, 0.4))
+        world.kill()
+        assert {result.exit for result in world.wait()} == {-9}  # and no process is left
+        reached.append(assert_whole(root) or 0)
+    assert reached == sorted(reached)
+    stop = dict(train_iters=100, exit_interval=reached[-1] + 3)
+    ended = train("EP2", flags | stop)
+    assert ended.start == reached[-1]
+    straight = train("EP2", data | stop | dict(global_batch_size=4))
+    assert ended.records == straight.records[ended.start :]
+    assert ended.weights == straight.weights
+    assert not list(root.glob(".iter_*"))
+
+
+@pytest.fixture(params=[0, 30, 300, 1500], ids=lambda kib: f"{kib} KiB free")
+def small_disk(request, tmp_path):
+    """A function that leaves so much space on a small disk, and the disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root, to mount a small tmpfs")
+
+    def fill():
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "filler").write_bytes(bytes(free - 1024 * request.param))
+
+    yield fill, disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
+def test_a_full_disk(asynchronous, small_disk, data):
+    fill, disk = small_disk
+    flags = data | dict(save=str(disk / "saved"), load=str(disk / "saved"), async_save=asynchronous, train_iters=4)
+    train("EP2", flags | dict(exit_interval=1))
+    fill()
+    size, parallel = LAYOUTS["EP2"]
+    assert_refused(start_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags))
+    (disk / "filler").unlink()
+    assert assert_whole(disk / "saved") == 1
+    assert train("EP2", flags).start == 1
+
+
+@pytest.mark.parametrize("limit", [30_000, 300_000])
+def test_a_file_that_may_not_grow(limit, data, tmp_path):
+    flags = data | dict(save=str(tmp_path), load=str(tmp_path), train_iters=4)
+    train("EP2", flags | dict(exit_interval=1))
+    size, parallel = LAYOUTS["EP2"]
+    flags = FLAGS | parallel | flags
+    assert_refused(start_world(size, "tests.integration.bodies:train_with_small_files", flags=flags, limit=limit))
+    assert assert_whole(tmp_path) == 1
+
+
+def assert_refused(world):
+    for result in world.wait():
+        assert result.exit == 1, result.output
+        said = [line for line in result.output.splitlines() if "pretrain_gpt_moe.py: error" in line]
+        assert len(said) == 1 and "earlier ones are untouched" in said[0] or "free space" in said[0], result.output
+        assert "Traceback" not in result.output, result.output
+
+
+def test_old_checkpoints_go_but_some_stay(data, tmp_path):
+    train("1", data | dict(save=str(tmp_path), save_interval=1, save_retain_interval=3, train_iters=8))
+    assert files.saved_iterations(tmp_path) == [3, 6, 8]
+
+
+def test_saving_again_at_the_same_iteration(data, tmp_path):
+    flags = data | dict(save=str(tmp_path), train_iters=2)
+    train("1", flags)
+    train("1", flags | dict(seed=5))
+    assert files.saved_iterations(tmp_path) == [2]
+    assert assert_whole(tmp_path) == 2
+    assert not list(tmp_path.glob(".iter_*"))
+
+
+def test_the_writers_die_with_their_worker(data, tmp_path):
+    body = "tests.integration.bodies:die_while_writing"
+    world = start_world(1, body, flags=FLAGS | data | dict(save=str(tmp_path), train_iters=1))
+    assert [result.exit for result in world.wait()] == [-9]  # wait() finds processes that are left
+    assert files.saved_iterations(tmp_path) == []

@@ -1,0 +1,76 @@
+"""A model trains alike however it is laid out over workers."""
+
+import pytest
+
+from tests.integration.tiny import train
+
+CLOSE = 1e-5
+
+
+def assert_alike(trained, reference):
+    assert trained.losses == pytest.approx(reference.losses, abs=CLOSE)
+    assert trained.norms == pytest.approx(reference.norms, abs=CLOSE)
+    assert trained.samples == reference.samples
+    assert trained.weights  # and copies of weights agree
+
+
+@pytest.fixture(scope="module")
+def alone(data):
+    """Thirty iterations by one worker."""
+    trained = train("1", data | dict(train_iters=30))
+    assert len(trained.losses) == 30
+    assert trained.losses[-1] < trained.losses[0] - 1.0
+    return trained
+
+
+@pytest.mark.parametrize("layout", ["DP4", "PP2xEP2", "EP4", "TP2xEP2", "PP4", "interleaved"])
+def test_thirty_iterations(layout, data, alone):
+    assert_alike(train(layout, data | dict(train_iters=30)), alone)
+
+
+OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layout)
+    "expert TP by allgather": ("TP2xEP2", {}, dict(expert_tensor_parallel_size=2, moe_token_dispatcher_type="allgather")),
+    "allgather": ("EP4", {}, dict(moe_token_dispatcher_type="allgather")),
+    "replicated optimizer": ("PP2xEP2", {}, dict(use_distributed_optimizer=False)),
+    "overlap": ("DP2", {}, dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=20000)),
+    "overlap with EP": ("PP2xEP2", {}, dict(overlap_grad_reduce=True, overlap_param_gather=True)),
+    "recompute all": ("PP2", {}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+    "recompute attention": ("TP2", {}, dict(recompute_granularity="selective")),
+    "tied embeddings": ("PP2xEP2", dict(untie_embeddings_and_output_weights=False), {}),
+    "tied embeddings, interleaved": ("interleaved", dict(untie_embeddings_and_output_weights=False), {}),
+    "shared experts": ("TP2xEP2", dict(moe_shared_expert_intermediate_size=64), {}),
+    "overlapped shared experts": (
+        "EP2", dict(moe_shared_expert_intermediate_size=64), dict(moe_shared_expert_overlap=True)
+    ),
+    "learned positions": ("PP2xEP2", dict(position_embedding_type="learned_absolute"), {}),
+    "GPT-2 like": (
+        "TP2xEP2",
+        dict(swiglu=False, add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=2),
+        {},
+    ),
+    "RMSNorm": ("TP2xEP2", dict(normalization="RMSNorm", qk_layernorm=True), {}),
+    "dense layers mixed in": ("PP2xEP2", dict(moe_layer_freq=[0, 1, 1, 0]), {}),
+    "no experts": ("TP2", dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather"), {}),
+    "dropped tokens": ("EP4", dict(moe_expert_capacity_factor=0.8), {}),
+    "padded to capacity": (
+        "PP2xEP2", dict(moe_expert_capacity_factor=0.8, moe_pad_expert_input_to_capacity=True), {}
+    ),
+    "grouped queries": ("TP2", dict(group_query_attention=True, num_query_groups=2), {}),
+    "expert bias": (
+        "PP2xEP2",
+        dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1),
+        {},
+    ),
+    "loss per token": ("PP2xEP2", dict(calculate_per_token_loss=True), {}),
+    "loss per token, interleaved": ("interleaved", dict(calculate_per_token_loss=True), {}),
+    "z-loss": ("TP2xEP2", dict(moe_z_loss_coeff=0.01), {}),
+    "SGD": ("PP2xEP2", dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False), {}),
+    "micro batches of two": ("DP2", dict(micro_batch_size=2), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option, data):
+    layout, model, parallel = OPTIONS[option]
+    model = {**data, "train_iters": 8, **model}
+    assert_alike(train(layout, model | parallel), train("1", model))

@@ -1,0 +1,54 @@
+"""Who stops and resumes in the same layout has never stopped, to the last bit."""
+
+import pytest
+
+from tests.integration.tiny import train
+from tests.integration.test_determinism import DROPOUT
+from tests.integration.test_precision import BF16, FP16
+
+REPLICATED = dict(use_distributed_optimizer=False)
+RUNS = {
+    "fp32": ("PP2xEP2", {}),
+    "fp32 replicated": ("PP2xEP2", REPLICATED),
+    "bf16": ("TP2xEP2", BF16),
+    "bf16 replicated, saved asynchronously": ("PP2xEP2", BF16 | REPLICATED | dict(async_save=True)),
+    "bf16 interleaved": ("interleaved", BF16),
+    "fp16": ("PP2xEP2", FP16),
+    "fp16 replicated": ("TP2xEP2", FP16 | REPLICATED),
+    "fp32 saved asynchronously": ("EP2", dict(async_save=True)),
+    "overlapped": ("DP2", BF16 | dict(overlap_grad_reduce=True, overlap_param_gather=True)),
+    "expert bias": (
+        "EP2",
+        BF16
+        | dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1),
+    ),
+    "tied embeddings": ("PP2xEP2", BF16 | dict(untie_embeddings_and_output_weights=False)),
+    "biases": ("TP2xEP2", BF16 | dict(add_bias_linear=True, swiglu=False)),
+    "SGD": ("EP2", BF16 | REPLICATED | dict(optimizer="sgd", lr=0.1)),
+    "weight decay that grows": (
+        "1", dict(weight_decay_incr_style="cosine", start_weight_decay=0.01, end_weight_decay=0.2)
+    ),
+    "reader processes": ("DP2", dict(num_workers=1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resume_is_bit_identical(run, data, tmp_path):
+    layout, flags = RUNS[run]
+    flags = {**data, **DROPOUT, **flags, "train_iters": 6}
+    straight = train(layout, flags | dict(async_save=False))
+    first = train(layout, flags | dict(save=str(tmp_path), exit_interval=3))
+    second = train(layout, flags | dict(load=str(tmp_path), async_save=False))
+    assert second.start == 3
+    assert first.records + second.records == straight.records
+    assert first.samples | second.samples == straight.samples
+    assert second.weights == straight.weights
+
+
+def test_skipped_iterations_resume_too(data, tmp_path):
+    flags = data | dict(fp16=True, initial_loss_scale=2.0**40, hysteresis=2, train_iters=8)
+    straight = train("1", flags)
+    train("1", flags | dict(save=str(tmp_path), exit_interval=3))
+    second = train("1", flags | dict(load=str(tmp_path)))
+    assert second.records == straight.records[3:]
+    assert [r["loss_scale"] for r in second.records][:2] == [2.0**38, 2.0**37]

@@ -1,0 +1,55 @@
+"""The vote: one all-reduce between reduced gradients and update, and nothing counts before it."""
+
+import pytest
+
+from tests.integration.tiny import FLAGS, LAYOUTS
+from tests.worlds import run_world
+
+BIASES = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1)
+# clipping that bites, and a rate from the first step on
+SHARP = dict(clip_grad=0.01, lr_warmup_iters=0, train_iters=2)
+
+
+def steps(layout, data, poison=None, poisoned_step=0, **flags):
+    size, parallel = LAYOUTS[layout]
+    flags = FLAGS | parallel | data | SHARP | flags
+    return run_world(size, "tests.integration.bodies:steps", flags=flags, poison=poison, poisoned_step=poisoned_step)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, dict(bf16=True), dict(fp16=True, initial_loss_scale=256.0), dict(bf16=True, use_distributed_optimizer=False),
+              dict(use_distributed_optimizer=False)],
+    ids=["fp32", "bf16", "fp16", "bf16 replicated", "fp32 replicated"],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
+def test_one_all_reduce_and_gradients_kept(layout, flags, data):
+    for worker in steps(layout, data, **flags):
+        for step in worker:
+            assert step["record"]["grad_norm"] > SHARP["clip_grad"]
+            assert step["collectives"] == [["all_reduce", 4]]
+            assert {name for name, _ in step["apply_collectives"]} <= {"all_gather_into_tensor", "_all_gather_base"}
+            assert step["gradients"]["after"] == step["gradients"]["reduced"]
+            assert step["weights"]["after"] != step["weights"]["before"]
+
+
+@pytest.mark.parametrize("poison", ["weight", "loss"])
+def test_not_a_number_stops_all_and_moves_nothing(poison, data):
+    said = set()
+    for (step,) in steps("PP2xEP2", data, poison, train_iters=1, **BIASES):
+        said.add(step["refused"])
+        assert step["weights"]["after"] == step["weights"]["before"]
+        assert step["biases"]["after"] == step["biases"]["before"]
+    (sentence,) = said
+    assert "not finite; no weight has moved" in sentence
+
+
+def test_or_is_skipped_on_request(data):
+    flags = dict(check_for_nan_in_loss_and_grad=False, train_iters=3, **BIASES)
+    for before, poisoned, after in steps("PP2xEP2", data, "loss", poisoned_step=1, **flags):
+        assert [s["record"]["skipped"] for s in (before, poisoned, after)] == [False, True, False]
+        assert poisoned["weights"]["after"] == poisoned["weights"]["before"]
+        assert poisoned["biases"]["after"] == poisoned["biases"]["before"]
+        assert after["weights"]["after"] != after["weights"]["before"]
+        assert before["biases"]["after"] != before["biases"]["before"]
+        # the learning rate goes on with updates, not with iterations
+        assert poisoned["record"]["learning_rate"] == after["record"]["learning_rate"]
