@@ -160,7 +160,7 @@ def test_query_groups():
 
 def test_sequence_parallel_is_off_without_tensor_parallelism():
     assert not parse("--sequence-parallel").sequence_parallel
-    config = parse("--sequence-parallel --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1")
+    config = parse("--sequence-parallel --tensor-model-parallel-size 2 --disable-bias-linear")
     assert config.sequence_parallel
 
 
