@@ -51,6 +51,15 @@ def loss_function(loss_mask, losses):
     return total, tokens, {"loss_sum": total.detach().clone(), "loss_tokens": tokens}
 
 
+def providers():
+    """The model, the data and the forward step of this program."""
+    from megatron.training.data import build_datasets
+    from megatron.training.model import build_gpt
+    from megatron.training.setup import Providers
+
+    return Providers(model=build_gpt, datasets=build_datasets, forward_step=forward_step)
+
+
 def main() -> int:
     """Parses the flags before anything heavy is imported, then trains."""
     config = parse_config()
@@ -62,7 +71,7 @@ def main() -> int:
     from megatron.training.loop import pretrain
 
     with reported():
-        return pretrain(config, forward_step)
+        return pretrain(config, providers())
 
 
 if __name__ == "__main__":

@@ -35,14 +35,14 @@ def bare_loop(config, run):
 
     from megatron.training.config import num_microbatches
     from megatron.training.data import micro_batch_indices
-    from megatron.training.model import build_model
+    from megatron.training.model import build_gpt, build_model
     from megatron.training.optimizer import optimizer_config
     from pretrain_gpt_moe import forward_step
 
     world, batch = run.world, run.stepper.global_batch_size
     micro_batches, size = num_microbatches(config, world.size), config.training.micro_batch_size
     dataset = run.streams["train"]._dataset if run.streams["train"] else None
-    chunks = build_model(config, run.vocab_size)
+    chunks = build_model(config, run.vocab_size, build_gpt)
     optimizer = get_megatron_optimizer(optimizer_config(config), chunks, use_gloo_process_groups=False)
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     chunks[0].config.grad_scale_func = optimizer.scale_loss
@@ -95,13 +95,13 @@ def measure(config, rounds: int, iterations: int) -> dict:
     from megatron.training.phases import Phases
     from megatron.training.setup import set_up
     from megatron.training.stopping import StopRequests
-    from pretrain_gpt_moe import forward_step
+    from pretrain_gpt_moe import providers
 
     phases = Phases()
     phases.done("import")
     stop, world = StopRequests(config), initialize(config)
     phases.done("join")
-    run = set_up(config, world, forward_step, stop, phases)
+    run = set_up(config, world, providers(), stop, phases)
     ours = lambda: iterate(run, stop)  # noqa: E731
     timed(ours, 3)
     phases.done("first three iterations")

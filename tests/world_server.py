@@ -25,8 +25,6 @@ import traceback
 from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_OTHERS_END_WITHIN = 10.0  # seconds that workers have when one of them has failed
-_STRAYS_END_WITHIN = 10.0  # seconds that processes of a dead worker have
 
 
 def serve(path: str) -> None:
@@ -84,8 +82,8 @@ def supervise(connection: socket.socket) -> None:
     pids = [_fork_worker(request, rank, port, *files[rank]) for rank in range(size)]
     print(json.dumps({"pids": pids}), file=lines, flush=True)
 
-    exits, problem = _watch(pids, connection, request["timeout"])
-    strays = _end_strays()
+    exits, problem = _watch(pids, connection, request)
+    strays = _end_strays(request["patience"])
     if strays and not problem:
         problem = f"workers left processes behind: {strays}"
     workers = [
@@ -95,20 +93,20 @@ def supervise(connection: socket.socket) -> None:
     print(json.dumps({"workers": workers, "problem": problem}), file=lines, flush=True)
 
 
-def _watch(pids: list[int], connection: socket.socket, timeout: float) -> tuple[list[int], str | None]:
+def _watch(pids: list[int], connection: socket.socket, request: dict) -> tuple[list[int], str | None]:
     """Waits for the workers; their exit codes, and what was wrong."""
     exits: dict[int, int] = {}
-    problem, deadline = None, time.monotonic() + timeout
+    problem, deadline = None, time.monotonic() + request["timeout"]
     while len(exits) < len(pids):
         for pid in set(pids) - set(exits):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 exits[pid] = os.waitstatus_to_exitcode(status)
                 if exits[pid]:
-                    deadline = min(deadline, time.monotonic() + _OTHERS_END_WITHIN)
+                    deadline = min(deadline, time.monotonic() + request["patience"])
         late = time.monotonic() > deadline
         if late and not any(exits.values()):
-            problem = f"killed after {timeout} s"
+            problem = f"killed after {request['timeout']} s"
         if late or _asked_to_kill(connection):
             for pid in set(pids) - set(exits):
                 os.kill(pid, signal.SIGKILL)
@@ -121,9 +119,9 @@ def _asked_to_kill(connection: socket.socket) -> bool:
     return bool(readable)
 
 
-def _end_strays() -> list[str]:
+def _end_strays(patience: float) -> list[str]:
     """Waits for what workers left behind; kills and names what does not end by itself."""
-    strays, deadline = {}, time.monotonic() + _STRAYS_END_WITHIN
+    strays, deadline = {}, time.monotonic() + patience
     while True:
         try:
             done, _ = os.waitpid(-1, os.WNOHANG)

@@ -91,25 +91,26 @@ class World:
         return json.loads(line)
 
 
-def start_world(size: int, body: str, *, timeout: float = 60, **arguments) -> World:
+def start_world(size: int, body: str, *, timeout: float = 60, patience: float = 10, **arguments) -> World:
     """Starts ``size`` workers.
 
     Args:
         size: number of workers; each finds RANK, WORLD_SIZE, MASTER_ADDR, ... as torchrun sets them.
         body: the function that they call, as ``package.module:function``.
         timeout: seconds until the world is killed.
+        patience: seconds that workers have when another has failed, and processes when their worker has ended.
         arguments: keyword arguments of the function, as JSON knows them.
     """
-    return World({"size": size, "body": body, "timeout": timeout, "arguments": arguments})
+    return World({"size": size, "body": body, "timeout": timeout, "patience": patience, "arguments": arguments})
 
 
-def run_world(size: int, body: str, *, timeout: float = 60, **arguments) -> list:
-    """Runs ``size`` workers to their end; what each returned, by rank.
+def run_world(size: int, body: str, **arguments) -> list:
+    """Runs a world to its end; what each worker returned, by rank.  Arguments as for :func:`start_world`.
 
     Raises:
         WorldFailed: a worker failed, or as in :meth:`World.wait`.
     """
-    results = start_world(size, body, timeout=timeout, **arguments).wait()
+    results = start_world(size, body, **arguments).wait()
     if any(result.exit for result in results):
         raise WorldFailed(f"{body}: exit codes {[r.exit for r in results]}{tails(results)}")
     return [result.value for result in results]

@@ -16,6 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.training.config import Config
+from megatron.training.config.flag import refuse
 from megatron.training.initialize import World
 
 Batch = dict[str, torch.Tensor]
@@ -129,13 +130,22 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
         config: the flags in force.
         tokenizer: megatron-core's tokenizer object.
         samples: number of samples wanted for training, validation and test.
+
+    Raises:
+        ConfigError: there are too few samples to train on.
     """
     data = config.data
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
         dataset_class, list(samples), _stage_reads_data, gpt_dataset_config(config, tokenizer)
     )
-    return Datasets(*builder.build())
+    datasets = Datasets(*builder.build())
+    refuse(
+        datasets.train is not None and len(datasets.train) < samples[0],
+        f"the run wants {samples[0]} samples and prefixes without weights are read only once: give each a weight, "
+        "or train for less.",
+    )
+    return datasets
 
 
 def gpt_dataset_config(config: Config, tokenizer) -> GPTDatasetConfig:

@@ -9,18 +9,17 @@ from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.phases import Phases
-from megatron.training.schedule import ForwardStep
-from megatron.training.setup import Run, set_up
+from megatron.training.setup import Providers, Run, set_up
 from megatron.training.step import NonFiniteError, StepRecord
 from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 
 
-def pretrain(config: Config, forward_step: ForwardStep) -> int:
+def pretrain(config: Config, providers: Providers) -> int:
     """Trains until the iterations are done or somebody asks to stop.
 
     Args:
         config: the flags in force.
-        forward_step: ``(micro batches, model chunk) -> (output, loss function)``; see :class:`Schedule`.
+        providers: the model, the data and the forward step.
 
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
@@ -30,7 +29,7 @@ def pretrain(config: Config, forward_step: ForwardStep) -> int:
     world = initialize(config)
     phases.done("join")
     try:
-        run = set_up(config, world, forward_step, stop, phases)
+        run = set_up(config, world, providers, stop, phases)
     except StopRequested:
         return EXIT_REQUEUE
     try:

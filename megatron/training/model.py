@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,16 @@ from megatron.training import cpu
 from megatron.training.config import Config
 from moc.state.parameters import unpartitioned_parameters, unwrap
 
+ModelProvider = Callable[[Config, TransformerConfig, int, int | None], MegatronModule]
 
-def build_model(config: Config, vocab_size: int) -> list[DistributedDataParallel]:
+
+def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> list[DistributedDataParallel]:
     """Builds this worker's model chunks, initialised and wrapped for data parallelism.
 
     Args:
         config: the flags in force.
         vocab_size: rows of the embedding, padded for tensor parallelism.
+        provider: builds a bare chunk, as :func:`build_gpt` does.
 
     Returns:
         One chunk, or with an interleaved schedule one for each virtual stage.  All share one
@@ -37,7 +41,7 @@ def build_model(config: Config, vocab_size: int) -> list[DistributedDataParallel
     """
     core_config = transformer_config(config)
     stages = config.virtual_pipeline_model_parallel_size
-    chunks = [build_gpt(config, core_config, vocab_size, v if stages else None) for v in range(stages or 1)]
+    chunks = [provider(config, core_config, vocab_size, v if stages else None) for v in range(stages or 1)]
     for chunk in chunks:
         chunk.to(cpu.device())
         _mend_experts(chunk)

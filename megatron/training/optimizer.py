@@ -114,6 +114,7 @@ class VotedOptimizer:
             self.core.step_with_ready_grads()
             for module, bias in zip(self._biases, self._next_biases, strict=True):
                 module.expert_bias.copy_(bias)
+        self.core.zero_grad()  # frees the scaled copies; the reduced gradients stay in the buffers
         for member in members(self.core):
             if getattr(member, "grad_scaler", None):
                 member.grad_scaler.update(not finite)
@@ -135,7 +136,7 @@ class VotedOptimizer:
             if parameters:
                 # not in place: these may be the reduced gradients themselves, which are kept
                 scaled = torch._foreach_mul([p.grad for p in parameters], factor)
-                for parameter, gradient in zip(parameters, scaled):
+                for parameter, gradient in zip(parameters, scaled, strict=True):
                     parameter.grad = gradient
 
 

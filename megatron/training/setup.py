@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.timers import Timers
@@ -11,16 +11,31 @@ from megatron.training.auxiliary import AuxiliaryLosses
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import Config, global_batch_size, num_microbatches, train_iterations
-from megatron.training.data import Batch, BatchStream, Datasets, build_datasets
+from megatron.training.data import Batch, BatchStream, Datasets
 from megatron.training.initialize import World
 from megatron.training.logging import Log
-from megatron.training.model import build_model
+from megatron.training.model import ModelProvider, build_model
 from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.phases import Phases
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Providers:
+    """What a program hands to :func:`megatron.training.loop.pretrain`.
+
+    Attributes:
+        model: ``(config, core config, vocabulary size, virtual stage or None) -> bare model chunk``.
+        datasets: ``(config, tokenizer, samples of train, valid and test) -> Datasets``.
+        forward_step: ``(micro batches, model chunk) -> (output, loss function)``; see :class:`Schedule`.
+    """
+
+    model: ModelProvider
+    datasets: Callable[..., Datasets]
+    forward_step: ForwardStep
 
 
 @dataclass
@@ -52,7 +67,7 @@ class Run:
         return stream.iteration(first_sample) if stream is not None else None
 
 
-def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRequests, phases: Phases) -> Run:
+def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:
     """Builds model, optimizer, data and logs, and loads the checkpoint; a collective call.
 
     Raises:
@@ -70,7 +85,7 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
     stop.check_set_up(world)
     phases.done("tokenizer")
 
-    chunks = build_model(config, vocab_size)
+    chunks = build_model(config, vocab_size, providers.model)
     optimizer = build_optimizer(config, chunks)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
@@ -81,7 +96,7 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
     stepper = Stepper(
         world=world,
         chunks=chunks,
-        schedule=Schedule(forward_step, chunks, micro_batches, *sizes),
+        schedule=Schedule(providers.forward_step, chunks, micro_batches, *sizes),
         optimizer=optimizer,
         scheduler=scheduler,
         auxiliary=AuxiliaryLosses(config, world, micro_batches),
@@ -96,7 +111,7 @@ def set_up(config: Config, world: World, forward_step: ForwardStep, stop: StopRe
     stop.check_set_up(world)
     phases.done("load")
 
-    datasets = build_datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
+    datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     streams = _streams(config, world, datasets, micro_batches)
     readers = sum_over_workers({split: float(s is not None) for split, s in streams.items()}, world)
     splits = {split for split, count in readers.items() if count}

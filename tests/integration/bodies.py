@@ -52,7 +52,7 @@ def train(flags: dict) -> dict:
         return program.forward_step(_noting(batches, seen), model)
 
     with errors.reported():
-        told["code"] = loop.pretrain(compose(flags), forward_step)
+        told["code"] = loop.pretrain(compose(flags), dataclasses.replace(program.providers(), forward_step=forward_step))
     return told
 
 
@@ -110,7 +110,7 @@ def with_run(flags: dict, use):
     """Sets up what the flags say, and gives it to ``use`` in place of the training loop; its answer."""
     answers = []
     loop.train = lambda run, stop: answers.append(use(run)) or 0
-    loop.pretrain(compose(flags), program.forward_step)
+    loop.pretrain(compose(flags), program.providers())
     return answers[0]
 
 
@@ -127,7 +127,10 @@ def steps(flags: dict, poison: str | None = None, poisoned_step: int = 0) -> lis
         number of workers; ``weights``, ``biases`` (of routers) and ``gradients`` as they were, by moment;
         ``record``, or ``refused`` with the sentence.
     """
-    return with_run(flags, lambda run: [_step(run, poison if i == poisoned_step else None) for i in range(run.train_iters)])
+    def use(run) -> list[dict]:
+        return [_step(run, poison if i == poisoned_step else None) for i in range(run.train_iters)]
+
+    return with_run(flags, use)
 
 
 def _step(run, poison: str | None) -> dict:
@@ -231,32 +234,22 @@ def refusals(flags: dict, changes: list[dict], damages: list[dict] = ()) -> list
     """
 
     def use(run) -> list:
-        said = [_load(run, run.checkpoints)]
-        for change in changes:
-            config = compose({**flags, **change})
-            said.append(_load(run, _other_checkpoints(config, run)))
+        flags["load"] = load
+        said = [_load(run, flags)]
+        said += [_load(run, {**flags, **change}) for change in changes]
         for damage in damages:
             with _damaged(run.world, **damage):
-                said.append(_load(run, run.checkpoints))
+                said.append(_load(run, flags))
         return said
 
-    load = flags.pop("load")
-    result = with_run(flags, lambda run: _with_load(run, load, flags, use))
-    return result
+    load = flags.pop("load")  # not while setting up
+    return with_run(flags, use)
 
 
-def _with_load(run, load, flags, use):
-    flags["load"] = load
-    run.checkpoints = _other_checkpoints(compose(flags), run)
-    return use(run)
-
-
-def _other_checkpoints(config, run):
+def _load(run, flags: dict) -> str | None:
     stepper = run.stepper
-    return Checkpoints(config, run.world, stepper.chunks, stepper.optimizer, stepper.scheduler, run.log.message)
-
-
-def _load(run, checkpoints) -> str | None:
+    parts = run.world, stepper.chunks, stepper.optimizer, stepper.scheduler, run.log.message
+    checkpoints = Checkpoints(compose(flags), *parts)
     before = weights_of(run.stepper.chunks)
     try:
         checkpoints.load()

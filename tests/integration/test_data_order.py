@@ -3,7 +3,7 @@
 import pytest
 
 from tests.integration.tiny import FLAGS, LAYOUTS, train
-from tests.worlds import run_world
+from tests.worlds import run_world, start_world
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +22,22 @@ def source(request, small):
     return {
         "several epochs": dict(data_path=[a], split="100,0,0"),
         "blend": dict(data_path=["0.3", a, "0.7", b], split="80,10,10"),
-        "separate splits": dict(train_data_path=[a, b], valid_data_path=[b]),
-    }[request.param] | dict(train_iters=12, global_batch_size=12)
+        "separate splits": dict(train_data_path=["1", a, "2", b], valid_data_path=[b]),
+    }[request.param] | dict(train_iters=6, global_batch_size=12)
 
 
 def test_any_data_parallel_size_sees_the_same_samples(source):
     alone = train("1", source)
-    assert sorted(alone.samples) == list(range(12))
-    assert len({digest for digests in alone.samples.values() for digest in digests}) < 12 * 12  # epochs repeat
+    assert sorted(alone.samples) == list(range(6))
+    assert len({digest for digests in alone.samples.values() for digest in digests}) < 6 * 12  # epochs repeat
     for layout, flags in (("DP4", {}), ("PP2", dict(micro_batch_size=3)), ("DP2", dict(micro_batch_size=2))):
         assert train(layout, source | flags).samples == alone.samples
+
+
+def test_too_few_samples_are_refused(small):
+    flags = FLAGS | dict(train_data_path=[str(small / "a"), str(small / "b")], train_iters=100)
+    (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()
+    assert result.exit == 2 and "give each a weight" in result.output and "Traceback" not in result.output
 
 
 def test_resume_skips_without_reading(data, tmp_path):

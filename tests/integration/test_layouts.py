@@ -72,5 +72,5 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option, data):
     layout, model, parallel = OPTIONS[option]
-    model = {**data, "train_iters": 8, **model}
+    model = {**data, "train_iters": 5, **model}
     assert_alike(train(layout, model | parallel), train("1", model))

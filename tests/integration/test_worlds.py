@@ -35,4 +35,4 @@ def test_killed_workers_say_so():
 
 def test_what_a_worker_leaves_behind_is_noticed():
     with pytest.raises(WorldFailed, match="left processes behind.*sleep"):
-        run_world(1, BODY + "leave_a_process")
+        run_world(1, BODY + "leave_a_process", patience=0.5)

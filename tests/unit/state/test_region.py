@@ -1,0 +1,74 @@
+"""Cutting flattened ranges into boxes, which is all the arithmetic that ZeRO's shards need."""
+
+import itertools
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.state.region import Region, boxes_of_range
+
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def ranges(draw):
+    shape = draw(shapes)
+    start = draw(st.integers(0, math.prod(shape)))
+    return shape, start, draw(st.integers(start, math.prod(shape)))
+
+
+def flat_positions(shape, region):
+    """Positions in the flattened tensor of the elements of a box, in the order of the box."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    spans = [range(o, o + n) for o, n in zip(region.offset, region.shape)]
+    return [sum(i * s for i, s in zip(index, strides)) for index in itertools.product(*spans)]
+
+
+@given(ranges())
+def test_boxes_cover_the_range_exactly_in_order_and_contiguously(case):
+    shape, start, stop = case
+    covered = []
+    for position, box in boxes_of_range(shape, start, stop):
+        elements = flat_positions(shape, box)
+        assert elements == list(range(position, position + box.numel))
+        covered += elements
+    assert covered == list(range(start, stop))
+
+
+@given(ranges())
+def test_boxes_are_few(case):
+    shape, start, stop = case
+    assert len(list(boxes_of_range(shape, start, stop))) <= 2 * len(shape) - 1
+
+
+def test_a_scalar_is_one_box():
+    assert list(boxes_of_range((), 0, 1)) == [(0, Region((), ()))]
+
+
+@st.composite
+def two_boxes(draw):
+    rank = draw(st.integers(1, 3))
+    numbers = st.lists(st.integers(0, 4), min_size=rank, max_size=rank).map(tuple)
+    sizes = st.lists(st.integers(1, 4), min_size=rank, max_size=rank).map(tuple)
+    return Region(draw(numbers), draw(sizes)), Region(draw(numbers), draw(sizes))
+
+
+def elements(region):
+    return set(itertools.product(*(range(o, o + n) for o, n in zip(region.offset, region.shape))))
+
+
+@given(two_boxes())
+def test_intersection(boxes):
+    one, other = boxes
+    common = one.intersect(other)
+    assert (elements(common) if common else set()) == elements(one) & elements(other)
+    assert common == other.intersect(one)
+
+
+@given(two_boxes())
+def test_shifting_back_and_slices(boxes):
+    one, other = boxes
+    assert one.shifted(other.offset).shifted(tuple(-o for o in other.offset)) == one
+    assert one.slices(one.offset) == tuple(slice(0, n) for n in one.shape)
+    assert one.slices() == tuple(slice(o, o + n) for o, n in zip(one.offset, one.shape))
