@@ -144,8 +144,8 @@ def main() -> int:
     """Measures, prints the ratio, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each loop (default: 10)")
-    parser.add_argument("--iterations", type=int, default=8, help="iterations in a turn (default: 8)")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each loop (default: 40)")
+    parser.add_argument("--iterations", type=int, default=2, help="iterations in a turn (default: 2)")
     own, flags = parser.parse_known_args()
     config = parse_config([*flags, "--train-iters", "1000000", "--log-interval", str(own.iterations)])
 

@@ -6,11 +6,13 @@ position; it reads ahead from there, and nothing of what came before is read to 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
@@ -135,6 +137,8 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
         ConfigError: there are too few samples to train on.
     """
     data = config.data
+    if data.mock_data:  # nothing to cache, and nothing to say about it on every worker
+        logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
         dataset_class, list(samples), _stage_reads_data, gpt_dataset_config(config, tokenizer)

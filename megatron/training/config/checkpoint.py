@@ -14,9 +14,7 @@ class Checkpoint(Group):
     save: str | None = flag(
         None, "Directory to save checkpoints in; without --save-interval, only at the end.", metavar="DIR"
     )
-    save_interval: int | None = flag(
-        None, "Iterations between checkpoints.", "--persistent-save-interval", at_least=1
-    )
+    save_interval: int | None = flag(None, "Iterations between checkpoints.", "--persistent-save-interval", at_least=1)
     save_retain_interval: int | None = flag(
         None,
         "Keep checkpoints at iterations that this divides, and the newest one; delete the others.",

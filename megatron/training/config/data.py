@@ -17,15 +17,9 @@ class Data(Group):
 
     preset = True
 
-    data_path: tuple[str, ...] | None = flag(
-        None, f"{_BLEND}; divided by --split.", nargs="*", metavar="PREFIX"
-    )
-    train_data_path: tuple[str, ...] | None = flag(
-        None, f"{_BLEND}, to train on.", nargs="*", metavar="PREFIX"
-    )
-    valid_data_path: tuple[str, ...] | None = flag(
-        None, f"{_BLEND}, to validate on.", nargs="*", metavar="PREFIX"
-    )
+    data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}; divided by --split.", nargs="*", metavar="PREFIX")
+    train_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to train on.", nargs="*", metavar="PREFIX")
+    valid_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to validate on.", nargs="*", metavar="PREFIX")
     test_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to test on.", nargs="*", metavar="PREFIX")
     split: str | None = flag(
         None,
@@ -38,21 +32,15 @@ class Data(Group):
     reset_position_ids: bool = flag(False, "Start positions anew after the end of a document.")
     reset_attention_mask: bool = flag(False, "Keep attention within documents.")
     eod_mask_loss: bool = flag(False, "Take no loss at the end of documents.")
-    num_workers: int = flag(
-        2, "Processes that load samples, per worker; 0 loads them in the worker.", at_least=0
-    )
-    dataloader_type: str = flag(
-        "single", "Order of samples: one pass, shuffled by the dataset.", choices=("single",)
-    )
+    num_workers: int = flag(2, "Processes that load samples, per worker; 0 loads them in the worker.", at_least=0)
+    dataloader_type: str = flag("single", "Order of samples: one pass, shuffled by the dataset.", choices=("single",))
 
     def validate(self) -> None:
         """Refuses no source, two sources, and files that are not there."""
         separate = [name for name in _SPLIT_PATHS if getattr(self, name)]
         sources = ["--mock-data"] * self.mock_data + ["--data-path"] * bool(self.data_path)
         sources += [f"--{name.replace('_', '-')}" for name in separate[:1]]
-        refuse(
-            not sources, "there is nothing to train on: give --data-path, --train-data-path or --mock-data."
-        )
+        refuse(not sources, "there is nothing to train on: give --data-path, --train-data-path or --mock-data.")
         refuse(len(sources) > 1, f"{' and '.join(sources[:2])} exclude each other: drop one.")
         refuse(
             separate and not self.train_data_path,
@@ -76,8 +64,7 @@ def split_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
             return list(paths[1::2]), weights
         refuse(
             any(weight is not None for weight in weights),
-            f"the data path {' '.join(paths)!r} mixes weights and prefixes: write weight1 prefix1 weight2 "
-            "prefix2.",
+            f"the data path {' '.join(paths)!r} mixes weights and prefixes: write weight1 prefix1 weight2 prefix2.",
         )
     return list(paths), None
 

@@ -41,9 +41,7 @@ def _network(v: dict) -> None:
 
 def _experts(v: dict) -> None:
     if v["expert_interval"] is not None and v["num_layers"] is not None:
-        refuse(
-            v["moe_layer_freq"] != 1, "--expert-interval and --moe-layer-freq exclude each other: drop one."
-        )
+        refuse(v["moe_layer_freq"] != 1, "--expert-interval and --moe-layer-freq exclude each other: drop one.")
         v["moe_layer_freq"] = from_interval(v["expert_interval"], v["num_layers"])
         v["expert_interval"] = None
     if v["num_experts"] is not None:

@@ -18,9 +18,7 @@ class Fusion(Group):
     bias_swiglu_fusion: bool = flag(True, "Fuse bias and gated SiLU.")
     bias_dropout_fusion: bool = flag(True, "Fuse bias, dropout and residual.")
     apply_rope_fusion: bool = flag(True, "Fuse rotary position embeddings.", "--no-rope-fusion")
-    gradient_accumulation_fusion: bool = flag(
-        True, "Accumulate weight gradients inside of the matrix product."
-    )
+    gradient_accumulation_fusion: bool = flag(True, "Accumulate weight gradients inside of the matrix product.")
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,15 @@ from megatron.training.config.flag import Group, flag, refuse
 class LearningRate(Group):
     """Learning rate: warm-up, then decay."""
 
-    lr: float = flag(
-        None, "Highest learning rate, reached at the end of the warm-up.", required=True, above=0
-    )
+    lr: float = flag(None, "Highest learning rate, reached at the end of the warm-up.", required=True, above=0)
     min_lr: float = flag(0.0, "Lowest learning rate, reached at the end of the decay.", at_least=0)
     lr_decay_style: str = flag(
         "linear",
         "Shape of the decay; WSD is warm-up, stable, decay.",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = flag(
-        None, "Iterations until the decay ends; by default --train-iters.", at_least=1
-    )
-    lr_decay_samples: int | None = flag(
-        None, "Samples until the decay ends; by default --train-samples.", at_least=1
-    )
+    lr_decay_iters: int | None = flag(None, "Iterations until the decay ends; by default --train-iters.", at_least=1)
+    lr_decay_samples: int | None = flag(None, "Samples until the decay ends; by default --train-samples.", at_least=1)
     lr_warmup_fraction: float | None = flag(None, "Share of the decay that is warm-up.", at_least=0, below=1)
     lr_warmup_iters: int = flag(0, "Iterations of warm-up.", at_least=0)
     lr_warmup_samples: int = flag(0, "Samples of warm-up.", at_least=0)
@@ -60,6 +54,5 @@ class LearningRate(Group):
         )
         refuse(
             self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler,
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: "
-            "drop one.",
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: drop one.",
         )

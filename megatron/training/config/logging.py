@@ -27,18 +27,14 @@ class Logging(Group):
     log_num_zeros_in_grad: bool = flag(False, "Log how many gradients are zero.")
     log_timers_to_tensorboard: bool = flag(False, "Write timers to TensorBoard.")
     log_memory_to_tensorboard: bool = flag(False, "Write memory use to TensorBoard.")
-    log_validation_ppl_to_tensorboard: bool = flag(
-        False, "Write the perplexity of validation to TensorBoard."
-    )
+    log_validation_ppl_to_tensorboard: bool = flag(False, "Write the perplexity of validation to TensorBoard.")
     tensorboard_dir: str | None = flag(None, "Directory of TensorBoard's files; without it there are none.")
     tensorboard_log_interval: int = flag(1, "Iterations between entries in TensorBoard.", at_least=1)
     tensorboard_queue_size: int = flag(1000, "Entries that TensorBoard holds before writing.", at_least=1)
     timing_log_level: int = flag(
         0, "Which timers run: 0 the iteration, 1 its parts, 2 parts that run often.", choices=(0, 1, 2)
     )
-    timing_log_option: str = flag(
-        "minmax", "Of the times of all workers, log these.", choices=("max", "minmax", "all")
-    )
+    timing_log_option: str = flag("minmax", "Of the times of all workers, log these.", choices=("max", "minmax", "all"))
     log_dir: str | None = flag(None, "Directory of events.jsonl and of the logs of this run.", metavar="DIR")
 
     def validate(self) -> None:

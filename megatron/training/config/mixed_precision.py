@@ -16,9 +16,7 @@ class MixedPrecision(Group):
     loss_scale: float | None = flag(None, "Fixed loss scale; by default it adapts itself.", above=0)
     initial_loss_scale: float = flag(float(2**32), "First value of the adaptive loss scale.", above=0)
     min_loss_scale: float = flag(1.0, "Lowest value of the adaptive loss scale.", above=0)
-    loss_scale_window: float = flag(
-        1000.0, "Iterations without overflow after which the loss scale doubles.", above=0
-    )
+    loss_scale_window: float = flag(1000.0, "Iterations without overflow after which the loss scale doubles.", above=0)
     hysteresis: int = flag(2, "Overflows after which the loss scale halves.", at_least=1)
     fp32_residual_connection: bool = flag(False, "Keep the residual stream in 32 bits.")
     attention_softmax_in_fp32: bool = flag(False, "Compute the softmax of attention in 32 bits.")

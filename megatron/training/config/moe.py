@@ -16,9 +16,7 @@ class Moe(Group):
 
     preset = True
 
-    num_experts: int | None = flag(
-        None, "Experts in each layer that has them; none means a dense model.", at_least=1
-    )
+    num_experts: int | None = flag(None, "Experts in each layer that has them; none means a dense model.", at_least=1)
     moe_layer_freq: int | tuple[int, ...] = flag(
         1,
         "Which layers hold experts: N for the first of every N layers, or a list with one 0 (dense) or 1 "
@@ -32,9 +30,7 @@ class Moe(Group):
         "As in Megatron-DeepSpeed: the last of every N layers holds experts.  Becomes --moe-layer-freq.",
         at_least=1,
     )
-    moe_ffn_hidden_size: int | None = flag(
-        None, "Inner width of an expert; by default --ffn-hidden-size.", at_least=1
-    )
+    moe_ffn_hidden_size: int | None = flag(None, "Inner width of an expert; by default --ffn-hidden-size.", at_least=1)
     moe_shared_expert_intermediate_size: int | None = flag(
         None,
         "Inner width of the shared experts that every token visits: their number times the width of one.",
@@ -58,27 +54,17 @@ class Moe(Group):
         "softmax", "Turns the router's outputs into scores.", choices=("softmax", "sigmoid")
     )
     moe_router_topk: int = flag(2, "Experts that each token visits.", "--topk", at_least=1)
-    moe_router_pre_softmax: bool = flag(
-        False, "Take the softmax over all experts, before choosing the top k."
-    )
-    moe_router_topk_scaling_factor: float | None = flag(
-        None, "Scales the scores of the chosen experts.", above=0
-    )
-    moe_router_num_groups: int | None = flag(
-        None, "Groups of experts for routing limited to groups.", at_least=1
-    )
+    moe_router_pre_softmax: bool = flag(False, "Take the softmax over all experts, before choosing the top k.")
+    moe_router_topk_scaling_factor: float | None = flag(None, "Scales the scores of the chosen experts.", above=0)
+    moe_router_num_groups: int | None = flag(None, "Groups of experts for routing limited to groups.", at_least=1)
     moe_router_group_topk: int | None = flag(
         None, "Groups that each token may choose from; needs --moe-router-num-groups.", at_least=1
     )
     moe_router_enable_expert_bias: bool = flag(
         False, "Balance without a loss, by a bias on each expert; needs --moe-router-score-function sigmoid."
     )
-    moe_router_bias_update_rate: float = flag(
-        1e-3, "How far the bias of an expert moves each iteration.", at_least=0
-    )
-    moe_aux_loss_coeff: float = flag(
-        0.0, "Weight of the load balancing loss.", "--moe-loss-coeff", at_least=0
-    )
+    moe_router_bias_update_rate: float = flag(1e-3, "How far the bias of an expert moves each iteration.", at_least=0)
+    moe_aux_loss_coeff: float = flag(0.0, "Weight of the load balancing loss.", "--moe-loss-coeff", at_least=0)
     moe_z_loss_coeff: float | None = flag(None, "Weight of the loss on large router outputs.", at_least=0)
     moe_input_jitter_eps: float | None = flag(None, "Noise on the router's input.", at_least=0)
     moe_per_layer_logging: bool = flag(False, "Log the losses of the router layer by layer.")

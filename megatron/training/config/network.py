@@ -41,9 +41,7 @@ class Network(Group):
     )
     rotary_base: int = flag(10000, "Base of the rotary frequencies.", at_least=1)
     rotary_percent: float = flag(1.0, "Share of each head that is rotated.", above=0, at_most=1)
-    rotary_interleaved: bool = flag(
-        False, "Rotate neighbouring channels in place of the two halves of a head."
-    )
+    rotary_interleaved: bool = flag(False, "Rotate neighbouring channels in place of the two halves of a head.")
     make_vocab_size_divisible_by: int = flag(
         128, "The vocabulary is padded to a multiple of this times --tensor-model-parallel-size.", at_least=1
     )
@@ -55,9 +53,7 @@ class Network(Group):
         False, "Give the output layer weights of its own, in place of the embedding's."
     )
     add_bias_linear: bool = flag(True, "Biases in the linear layers.", "--disable-bias-linear")
-    add_qkv_bias: bool = flag(
-        False, "A bias in the query, key and value projection, even with --disable-bias-linear."
-    )
+    add_qkv_bias: bool = flag(False, "A bias in the query, key and value projection, even with --disable-bias-linear.")
     qk_layernorm: bool = flag(False, "Normalise queries and keys.")
     transformer_impl: str = flag(
         None,
@@ -81,8 +77,7 @@ class Network(Group):
         )
         refuse(
             not self.group_query_attention and self.num_query_groups not in (None, self.num_attention_heads),
-            f"--num-query-groups {self.num_query_groups} has no effect without --group-query-attention: "
-            "add it.",
+            f"--num-query-groups {self.num_query_groups} has no effect without --group-query-attention: add it.",
         )
         refuse(
             self.num_query_groups is not None and self.num_attention_heads % self.num_query_groups,

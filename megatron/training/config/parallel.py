@@ -47,9 +47,7 @@ class Parallel(Group):
         "--overlap-p2p-communication",
         "--no-overlap-p2p-communication",
     )
-    ddp_bucket_size: int | None = flag(
-        None, "Parameters in each bucket of gradients that is reduced.", at_least=1
-    )
+    ddp_bucket_size: int | None = flag(None, "Parameters in each bucket of gradients that is reduced.", at_least=1)
     distributed_backend: str | None = flag(
         None, "Who communicates; by default nccl with CUDA and gloo without.", choices=("nccl", "gloo")
     )
@@ -75,9 +73,7 @@ class Parallel(Group):
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same "
             "thing: drop one.",
         )
-        spelling = (
-            "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
-        )
+        spelling = "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
         refuse(
             (layers is not None or (stages or 1) > 1) and self.pipeline_model_parallel_size == 1,
             f"{spelling} needs --pipeline-model-parallel-size greater than 1: raise it, or drop {spelling}.",

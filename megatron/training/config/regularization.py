@@ -15,12 +15,8 @@ class Regularization(Group):
     attention_dropout: float = flag(0.1, "Dropout on attention weights.", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, "Dropout on hidden states.", at_least=0, below=1)
     weight_decay: float = flag(0.01, "Weight decay.", at_least=0)
-    start_weight_decay: float | None = flag(
-        None, "Weight decay at the start, where it is not constant.", at_least=0
-    )
-    end_weight_decay: float | None = flag(
-        None, "Weight decay at the end, where it is not constant.", at_least=0
-    )
+    start_weight_decay: float | None = flag(None, "Weight decay at the start, where it is not constant.", at_least=0)
+    end_weight_decay: float | None = flag(None, "Weight decay at the end, where it is not constant.", at_least=0)
     weight_decay_incr_style: str = flag(
         "constant", "How weight decay goes from start to end.", choices=("constant", "linear", "cosine")
     )

@@ -90,8 +90,7 @@ def _check_schedule(config: Config) -> None:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         refuse(
             getattr(rate, f"{name}_{other}"),
-            f"--{name.replace('_', '-')}-{other} does not fit --train-{unit}: "
-            f"give --{name.replace('_', '-')}-{unit}.",
+            f"--{name.replace('_', '-')}-{other} does not fit --train-{unit}: give --{name.replace('_', '-')}-{unit}.",
         )
     total = getattr(training, f"train_{unit}")
     decay = getattr(rate, f"lr_decay_{unit}") or total
@@ -105,9 +104,7 @@ def _check_schedule(config: Config) -> None:
         return
     last = getattr(rate, f"lr_wsd_decay_{unit}")
     refuse(last is None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}: add it.")
-    refuse(
-        last > decay, f"--lr-wsd-decay-{unit} {last} is more than {limit} {decay}: shorten the last phase."
-    )
+    refuse(last > decay, f"--lr-wsd-decay-{unit} {last} is more than {limit} {decay}: shorten the last phase.")
 
 
 def _check_packages(config: Config) -> None:
@@ -128,8 +125,7 @@ def _check_packages(config: Config) -> None:
     )
     refuse(
         config.moe.moe_token_dispatcher_type == "flex" and not (installed("deep_ep")),
-        "--moe-token-dispatcher-type flex needs the package deep_ep, which is not installed: choose "
-        "alltoall.",
+        "--moe-token-dispatcher-type flex needs the package deep_ep, which is not installed: choose alltoall.",
     )
 
 
@@ -141,9 +137,7 @@ def _check_experts(config: Config) -> None:
             "--expert-model-parallel-size has no effect without --num-experts: add it.",
         )
         return
-    _check_multiple(
-        "num_experts", moe.num_experts, "expert_model_parallel_size", parallel.expert_model_parallel_size
-    )
+    _check_multiple("num_experts", moe.num_experts, "expert_model_parallel_size", parallel.expert_model_parallel_size)
     _check_multiple(
         "moe_ffn_hidden_size",
         moe.moe_ffn_hidden_size,
@@ -169,8 +163,7 @@ def _check_experts(config: Config) -> None:
     refuse(
         moe.moe_token_dispatcher_type == "flex"
         and parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size == 1,
-        "--moe-token-dispatcher-type flex needs --expert-model-parallel-size greater than 1: choose "
-        "alltoall.",
+        "--moe-token-dispatcher-type flex needs --expert-model-parallel-size greater than 1: choose alltoall.",
     )
     _check_layers(moe, config.network.num_layers)
     _check_biases(config)

@@ -23,9 +23,7 @@ class Tokenizer(Group):
         "File of a SentencePiece model, or directory or name of a HuggingFace tokenizer.",
         metavar="PATH",
     )
-    vocab_size: int | None = flag(
-        None, "Tokens before padding, for the NullTokenizer; the others know it.", at_least=1
-    )
+    vocab_size: int | None = flag(None, "Tokens before padding, for the NullTokenizer; the others know it.", at_least=1)
 
     def validate(self) -> None:
         """Refuses a tokenizer without its model or size, and files that are not there."""

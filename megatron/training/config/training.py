@@ -14,15 +14,12 @@ class Training(Group):
     micro_batch_size: int = flag(None, "Samples in one pass through the model.", required=True, at_least=1)
     global_batch_size: int | None = flag(
         None,
-        "Samples in one iteration, over all workers; by default --micro-batch-size times the data-parallel "
-        "size.",
+        "Samples in one iteration, over all workers; by default --micro-batch-size times the data-parallel size.",
         at_least=1,
     )
     train_iters: int | None = flag(None, "Iterations to train, over all runs together.", at_least=1)
     train_samples: int | None = flag(None, "Samples to train, over all runs together.", at_least=1)
-    exit_interval: int | None = flag(
-        None, "Save and exit at an iteration that this number divides.", at_least=1
-    )
+    exit_interval: int | None = flag(None, "Save and exit at an iteration that this number divides.", at_least=1)
     exit_duration_in_mins: int | None = flag(None, "Save and exit after so many minutes.", at_least=1)
     exit_signal_handler: bool = flag(False, "Save and exit when --exit-signal arrives.")
     exit_signal: str = flag(
@@ -33,8 +30,7 @@ class Training(Group):
     recompute_activations: bool = flag(False, "The same as --recompute-granularity selective.")
     recompute_granularity: str | None = flag(
         None,
-        "Save memory by computing activations again in the backward pass: of whole layers, or of attention "
-        "alone.",
+        "Save memory by computing activations again in the backward pass: of whole layers, or of attention alone.",
         choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
@@ -57,9 +53,7 @@ class Training(Group):
         False, "Initialise weights on the CPU.  They are the same either way, in every layout."
     )
     manual_gc: bool = flag(False, "Collect garbage at the same iterations on all workers.")
-    manual_gc_interval: int = flag(
-        0, "Iterations between collections with --manual-gc; 0 for none.", at_least=0
-    )
+    manual_gc_interval: int = flag(0, "Iterations between collections with --manual-gc; 0 for none.", at_least=0)
 
     def validate(self) -> None:
         """Refuses a length said twice or never, and incomplete recomputation."""

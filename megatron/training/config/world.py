@@ -45,11 +45,7 @@ def check_world(config: Config, world_size: int) -> None:
 
 def _model_size(config: Config) -> int:
     parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 def _check_expert_grid(config: Config, world_size: int) -> None:
