@@ -88,7 +88,7 @@ def supervise(connection: socket.socket) -> None:
         problem = f"workers left processes behind: {strays}"
     workers = [
         {"exit": code, "value": json.loads(_content(value) or "null"), "output": _content(output)}
-        for code, (value, output) in zip(exits, files)
+        for code, (value, output) in zip(exits, files, strict=True)
     ]
     print(json.dumps({"workers": workers, "problem": problem}), file=lines, flush=True)
 

@@ -17,9 +17,9 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.gpt_dataset import GPTDataset
 
 import pretrain_gpt_moe as program
-from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.training import checkpoint_writer, errors, loop, setup, stopping
 from megatron.training.checkpoint_files import CheckpointError
 from megatron.training.checkpointing import Checkpoints
@@ -52,7 +52,9 @@ def train(flags: dict) -> dict:
         return program.forward_step(_noting(batches, seen), model)
 
     with errors.reported():
-        told["code"] = loop.pretrain(compose(flags), dataclasses.replace(program.providers(), forward_step=forward_step))
+        told["code"] = loop.pretrain(
+            compose(flags), dataclasses.replace(program.providers(), forward_step=forward_step)
+        )
     return told
 
 
@@ -127,6 +129,7 @@ def steps(flags: dict, poison: str | None = None, poisoned_step: int = 0) -> lis
         number of workers; ``weights``, ``biases`` (of routers) and ``gradients`` as they were, by moment;
         ``record``, or ``refused`` with the sentence.
     """
+
     def use(run) -> list[dict]:
         return [_step(run, poison if i == poisoned_step else None) for i in range(run.train_iters)]
 

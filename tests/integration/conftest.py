@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.integration.tiny import FLAGS
 from tests.worlds import run_world
 
 

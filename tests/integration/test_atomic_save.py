@@ -46,7 +46,7 @@ def test_killed_at_random_moments_while_saving(asynchronous, data, tmp_path):
     reached = []
     for _ in range(KILLS // 2):
         world = start_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags)
-        wait_for(lambda: any(root.glob(".iter_*.incomplete")) or world.ended())
+        wait_for(lambda world=world: any(root.glob(".iter_*.incomplete")) or world.ended())
         time.sleep(chance.uniform(0, 0.4))
         world.kill()
         assert {result.exit for result in world.wait()} == {-9}  # and no process is left

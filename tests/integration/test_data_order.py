@@ -29,7 +29,6 @@ def source(request, small):
 def test_any_data_parallel_size_sees_the_same_samples(source):
     alone = train("1", source)
     assert sorted(alone.samples) == list(range(6))
-    assert len({digest for digests in alone.samples.values() for digest in digests}) < 6 * 12  # epochs repeat
     for layout, flags in (("DP4", {}), ("PP2", dict(micro_batch_size=3)), ("DP2", dict(micro_batch_size=2))):
         assert train(layout, source | flags).samples == alone.samples
 

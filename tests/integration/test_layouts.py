@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.integration.tiny import train
+from tests.integration.tiny import EXPERT_BIAS, train
 
 CLOSE = 1e-5
 
@@ -29,12 +29,16 @@ def test_thirty_iterations(layout, data, alone):
 
 
 OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layout)
-    "expert TP by allgather": ("TP2xEP2", {}, dict(expert_tensor_parallel_size=2, moe_token_dispatcher_type="allgather")),
+    "expert TP by allgather": (
+        "TP2xEP2", {}, dict(expert_tensor_parallel_size=2, moe_token_dispatcher_type="allgather")
+    ),
     "allgather": ("EP4", {}, dict(moe_token_dispatcher_type="allgather")),
     "replicated optimizer": ("PP2xEP2", {}, dict(use_distributed_optimizer=False)),
     "overlap": ("DP2", {}, dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=20000)),
     "overlap with EP": ("PP2xEP2", {}, dict(overlap_grad_reduce=True, overlap_param_gather=True)),
-    "recompute all": ("PP2", {}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+    "recompute all": (
+        "PP2", {}, dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    ),
     "recompute attention": ("TP2", {}, dict(recompute_granularity="selective")),
     "tied embeddings": ("PP2xEP2", dict(untie_embeddings_and_output_weights=False), {}),
     "tied embeddings, interleaved": ("interleaved", dict(untie_embeddings_and_output_weights=False), {}),
@@ -56,11 +60,7 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
         "PP2xEP2", dict(moe_expert_capacity_factor=0.8, moe_pad_expert_input_to_capacity=True), {}
     ),
     "grouped queries": ("TP2", dict(group_query_attention=True, num_query_groups=2), {}),
-    "expert bias": (
-        "PP2xEP2",
-        dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1),
-        {},
-    ),
+    "expert bias": ("PP2xEP2", EXPERT_BIAS, {}),
     "loss per token": ("PP2xEP2", dict(calculate_per_token_loss=True), {}),
     "loss per token, interleaved": ("interleaved", dict(calculate_per_token_loss=True), {}),
     "z-loss": ("TP2xEP2", dict(moe_z_loss_coeff=0.01), {}),

@@ -31,7 +31,7 @@ def test_every_damaged_file_is_named(kind, saved, data):
     files = [p for p in (saved / "iter_0000001").rglob("*") if p.is_file()]
     assert len(files) >= 9
     damages = [dict(path=str(path), kind=kind) for path in files]
-    for path, said in zip(files, refusals("EP2", saved, data, damages=damages)):
+    for path, said in zip(files, refusals("EP2", saved, data, damages=damages), strict=True):
         assert said and "--ckpt-step" in said, (path, said)
         # a bit flipped in the manifest's hash of a file speaks against that file
         assert path.name in said or (path.name, kind) == ("manifest.json", "flipped")
@@ -77,7 +77,7 @@ def test_another_model_is_named(saved, data):
     changes = [{name: value} for name, value in MODELS.items() if value is not None]
     changes.append(dict(group_query_attention=True, num_query_groups=2))
     names = [*(name for name, value in MODELS.items() if value is not None), "num_query_groups"]
-    for name, said in zip(names, refusals("1", saved, data, changes)):
+    for name, said in zip(names, refusals("1", saved, data, changes), strict=True):
         assert said and f"--{name.replace('_', '-')} is " in said, (name, said)
 
 

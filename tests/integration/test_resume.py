@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.integration.tiny import train
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16, FP16
+from tests.integration.tiny import EXPERT_BIAS, train
 
 REPLICATED = dict(use_distributed_optimizer=False)
 RUNS = {
@@ -17,11 +17,7 @@ RUNS = {
     "fp16 replicated": ("TP2xEP2", FP16 | REPLICATED),
     "fp32 saved asynchronously": ("EP2", dict(async_save=True)),
     "overlapped": ("DP2", BF16 | dict(overlap_grad_reduce=True, overlap_param_gather=True)),
-    "expert bias": (
-        "EP2",
-        BF16
-        | dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1),
-    ),
+    "expert bias": ("EP2", BF16 | EXPERT_BIAS),
     "tied embeddings": ("PP2xEP2", BF16 | dict(untie_embeddings_and_output_weights=False)),
     "biases": ("TP2xEP2", BF16 | dict(add_bias_linear=True, swiglu=False)),
     "SGD": ("EP2", BF16 | REPLICATED | dict(optimizer="sgd", lr=0.1)),

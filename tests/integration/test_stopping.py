@@ -80,7 +80,9 @@ def test_without_the_handler_a_signal_kills(data, tmp_path):
 
 
 def test_not_a_number_ends_the_program(data, tmp_path):
-    world = start("EP2", data | dict(lr=1e30, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0, train_iters=50, save=str(tmp_path)))
+    world = start(
+        "EP2", data | dict(lr=1e30, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0, train_iters=50, save=str(tmp_path))
+    )
     for rank, result in enumerate(world.wait()):
         assert result.exit == 1
         assert "Traceback" not in result.output

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.integration.tiny import FLAGS, LAYOUTS
+from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS
 from tests.worlds import run_world
 
-BIASES = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1)
 # clipping that bites, and a rate from the first step on
 SHARP = dict(clip_grad=0.01, lr_warmup_iters=0, train_iters=2)
 
@@ -16,14 +15,19 @@ def steps(layout, data, poison=None, poisoned_step=0, **flags):
     return run_world(size, "tests.integration.bodies:steps", flags=flags, poison=poison, poisoned_step=poisoned_step)
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, dict(bf16=True), dict(fp16=True, initial_loss_scale=256.0), dict(bf16=True, use_distributed_optimizer=False),
-              dict(use_distributed_optimizer=False)],
-    ids=["fp32", "bf16", "fp16", "bf16 replicated", "fp32 replicated"],
-)  # fmt: skip
+OPTIMIZERS = {
+    "fp32": {},
+    "bf16": dict(bf16=True),
+    "fp16": dict(fp16=True, initial_loss_scale=256.0),
+    "fp32 replicated": dict(use_distributed_optimizer=False),
+    "bf16 replicated": dict(bf16=True, use_distributed_optimizer=False),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
-def test_one_all_reduce_and_gradients_kept(layout, flags, data):
-    for worker in steps(layout, data, **flags):
+def test_one_all_reduce_and_gradients_kept(layout, optimizer, data):
+    for worker in steps(layout, data, **OPTIMIZERS[optimizer]):
         for step in worker:
             assert step["record"]["grad_norm"] > SHARP["clip_grad"]
             assert step["collectives"] == [["all_reduce", 4]]
@@ -35,7 +39,7 @@ def test_one_all_reduce_and_gradients_kept(layout, flags, data):
 @pytest.mark.parametrize("poison", ["weight", "loss"])
 def test_not_a_number_stops_all_and_moves_nothing(poison, data):
     said = set()
-    for (step,) in steps("PP2xEP2", data, poison, train_iters=1, **BIASES):
+    for (step,) in steps("PP2xEP2", data, poison, train_iters=1, **EXPERT_BIAS):
         said.add(step["refused"])
         assert step["weights"]["after"] == step["weights"]["before"]
         assert step["biases"]["after"] == step["biases"]["before"]
@@ -44,7 +48,7 @@ def test_not_a_number_stops_all_and_moves_nothing(poison, data):
 
 
 def test_or_is_skipped_on_request(data):
-    flags = dict(check_for_nan_in_loss_and_grad=False, train_iters=3, **BIASES)
+    flags = dict(check_for_nan_in_loss_and_grad=False, train_iters=3, **EXPERT_BIAS)
     for before, poisoned, after in steps("PP2xEP2", data, "loss", poisoned_step=1, **flags):
         assert [s["record"]["skipped"] for s in (before, poisoned, after)] == [False, True, False]
         assert poisoned["weights"]["after"] == poisoned["weights"]["before"]

@@ -40,6 +40,10 @@ FLAGS = dict(
     log_interval=1,
 )
 
+EXPERT_BIAS = dict(
+    moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1
+)
+
 _TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LAYOUTS = {  # name: (workers, flags)
     "1": (1, {}),

@@ -21,8 +21,8 @@ def ranges(draw):
 def flat_positions(shape, region):
     """Positions in the flattened tensor of the elements of a box, in the order of the box."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    spans = [range(o, o + n) for o, n in zip(region.offset, region.shape)]
-    return [sum(i * s for i, s in zip(index, strides)) for index in itertools.product(*spans)]
+    spans = [range(o, o + n) for o, n in zip(region.offset, region.shape, strict=True)]
+    return [sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*spans)]
 
 
 @given(ranges())
@@ -55,7 +55,7 @@ def two_boxes(draw):
 
 
 def elements(region):
-    return set(itertools.product(*(range(o, o + n) for o, n in zip(region.offset, region.shape))))
+    return set(itertools.product(*(range(o, o + n) for o, n in zip(region.offset, region.shape, strict=True))))
 
 
 @given(two_boxes())
@@ -71,4 +71,4 @@ def test_shifting_back_and_slices(boxes):
     one, other = boxes
     assert one.shifted(other.offset).shifted(tuple(-o for o in other.offset)) == one
     assert one.slices(one.offset) == tuple(slice(0, n) for n in one.shape)
-    assert one.slices() == tuple(slice(o, o + n) for o, n in zip(one.offset, one.shape))
+    assert one.slices() == tuple(slice(o, o + n) for o, n in zip(one.offset, one.shape, strict=True))
