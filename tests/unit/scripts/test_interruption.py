@@ -93,9 +93,7 @@ def test_slurm_requeues_what_saved_itself(tmp_path, code, requeued):
 
 @pytest.mark.parametrize("code, requeued", [(75, True), (143, True), (0, False)])
 def test_slurm_forwards_the_warning_before_the_time_limit(tmp_path, code, requeued):
-    slurm = Slurm(
-        tmp_path, f"trap 'sleep 0.3; exit {code}' TERM\ntouch running\nwhile true; do sleep 0.02; done"
-    )
+    slurm = Slurm(tmp_path, f"trap 'sleep 0.3; exit {code}' TERM\ntouch running\nwhile true; do sleep 0.02; done")
     job = slurm.submit()
     wait_until_exist(job, tmp_path / "running")
     job.send_signal(signal.SIGUSR1)

@@ -41,9 +41,7 @@ def test_wheel_holds_our_packages_and_nothing_else(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {name for name in names if ".dist-info/" not in name}
     assert files == {
-        str(path.relative_to(ROOT))
-        for name in ("megatron/training", "moc")
-        for path in (ROOT / name).rglob("*.py")
+        str(path.relative_to(ROOT)) for name in ("megatron/training", "moc") for path in (ROOT / name).rglob("*.py")
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

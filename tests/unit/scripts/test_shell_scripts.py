@@ -93,14 +93,9 @@ def test_a_blend_in_one_argument_becomes_many(data):
 
 
 def test_several_nodes_find_each_other_by_the_environment(data):
-    result = run(
-        TRAIN_SCRIPTS[0], "--dry-run", *data, NNODES="3", NODE_RANK="2", MASTER_ADDR="n0", MASTER_PORT="5"
-    )
+    result = run(TRAIN_SCRIPTS[0], "--dry-run", *data, NNODES="3", NODE_RANK="2", MASTER_ADDR="n0", MASTER_PORT="5")
     options, _ = flags_of(result.stdout)
-    assert (
-        options.items()
-        >= {"--nnodes": "3", "--node-rank": "2", "--master-addr": "n0", "--master-port": "5"}.items()
-    )
+    assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--master-addr": "n0", "--master-port": "5"}.items()
 
 
 @pytest.mark.parametrize(
@@ -148,9 +143,7 @@ def test_quickstart_keeps_a_finished_run(tmp_path):
     assert f"{tmp_path}/run-2/checkpoints" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--iters", "2"), ("--workers", "6"), ("--text", "/no/such"), ("--iters",)]
-)
+@pytest.mark.parametrize("arguments", [("--iters", "2"), ("--workers", "6"), ("--text", "/no/such"), ("--iters",)])
 def test_quickstart_refuses_in_one_sentence(arguments, tmp_path):
     result = run(ROOT / "scripts" / "quickstart.sh", "--dry-run", "--out", tmp_path, *arguments)
     assert result.returncode == 1

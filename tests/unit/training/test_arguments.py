@@ -134,9 +134,7 @@ def test_help_and_print_config_need_neither_torch_nor_megatron_core():
         "print(sorted({'torch', 'numpy', 'megatron.core'} & set(sys.modules)), file=sys.stderr)"
     )
     for flags in (["--help"], [*shlex.split(BASE), "--print-config"]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *flags], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, check=True)
         assert ast.literal_eval(done.stderr.strip()) == [] and done.stdout
 
 
@@ -432,9 +430,7 @@ def test_missing_flags_are_named(capsys, missing, sentence):
     assert re.search(sentence, refusal(capsys, "", without(missing)))
 
 
-@pytest.mark.parametrize(
-    "flag", ["--moe-router-topk 4", "--moe-grouped-gemm", "--moe-aux-loss-coeff 1", "--topk 1"]
-)
+@pytest.mark.parametrize("flag", ["--moe-router-topk 4", "--moe-grouped-gemm", "--moe-aux-loss-coeff 1", "--topk 1"])
 def test_flags_of_experts_need_experts(capsys, flag):
     assert "without --num-experts" in refusal(capsys, flag, DENSE)
 
@@ -468,9 +464,7 @@ def test_grouped_gemm_and_biases(capsys, monkeypatch):
 
 def test_split_is_not_for_separate_datasets(capsys, dataset):
     base = without("--mock-data")
-    assert "--split divides --data-path" in refusal(
-        capsys, f"--train-data-path {dataset} --split 9,1,0", base
-    )
+    assert "--split divides --data-path" in refusal(capsys, f"--train-data-path {dataset} --split 9,1,0", base)
     assert "comes without --train-data-path" in refusal(capsys, f"--valid-data-path {dataset}", base)
     assert "exclude" in refusal(capsys, f"--data-path {dataset} --train-data-path {dataset}", base)
     config = parse(f"--train-data-path {dataset} --valid-data-path {dataset}", base)
@@ -566,9 +560,7 @@ def test_keys_are_spelled_as_one_likes(tmp_path, content):
 
 
 def test_aliases_and_negations_are_keys_too(tmp_path):
-    path = write(
-        tmp_path, {"topk": 3, "no-load-optim": True, "disable_bias_linear": False, "moe": {"topk": 3}}
-    )
+    path = write(tmp_path, {"topk": 3, "no-load-optim": True, "disable_bias_linear": False, "moe": {"topk": 3}})
     with pytest.raises(ConfigError, match="gives moe_router_topk twice"):
         read_config_file(path)
     path = write(tmp_path, {"topk": 3, "no-load-optim": True, "disable_bias_linear": False})
@@ -632,10 +624,7 @@ def test_print_config_is_read_again(capsys, tmp_path, dataset):
 SIMPLE = {
     name: flag
     for name, flag in all_flags().items()
-    if not flag.required
-    and flag.parse is None
-    and flag.kind is not tuple
-    and not name.startswith("tokenizer")
+    if not flag.required and flag.parse is None and flag.kind is not tuple and not name.startswith("tokenizer")
 }
 
 

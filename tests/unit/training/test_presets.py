@@ -5,15 +5,11 @@ import pytest
 from megatron.training.config import compose
 from megatron.training.presets import PRESETS, count_parameters
 
-RUN = dict(
-    micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100
-)
+RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100)
 
 
 def shape(**values):
-    config = compose(
-        {**RUN, "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, **values}
-    )
+    config = compose({**RUN, "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, **values})
     return config.network, config.moe
 
 
