@@ -45,6 +45,7 @@ def pretrain(config: Config, providers: Providers) -> int:
 def train(run: Run, stop: StopRequests) -> int:
     """Runs the iterations that are left; returns the exit code."""
     collect_garbage_by_hand(run)
+    run.log.skip_time()
     while run.position.iteration < run.train_iters:
         record = iterate(run, stop)
         stopping = record.stop
