@@ -1,0 +1,1 @@
+"""When what is saved: which operator, at which detail, in this iteration."""

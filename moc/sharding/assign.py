@@ -1,0 +1,69 @@
+"""From items and two rules, one for experts and one for the rest, to the rank that saves each item."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moc.sharding.item import Item
+from moc.sharding.rules import RULES
+
+
+class ShardingError(ValueError):
+    """A rule broke its contract; the message names it."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The rules by which a checkpoint is shared out, by their names."""
+
+    experts: str
+    others: str
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "baseline": Scheme("baseline", "baseline"),
+    "EE": Scheme("equal", "baseline"),
+    "EE+EN": Scheme("equal", "equal"),
+    "EE+AN": Scheme("equal", "adaptive"),
+    "AE+AN": Scheme("adaptive", "adaptive"),
+}
+"""Those of MoC's Figure 10 by its names, and ``AE+AN``, which places experts adaptively too."""
+
+
+def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
+    """The rank that saves each item; the same on every rank, without communication.
+
+    What only one rank holds is saved by that rank and counts as its load; then experts are assigned, then the
+    rest, so that the rule for the rest sees everything before it.
+
+    Raises:
+        ShardingError: a rule is not known, or chose a rank that does not hold the item.
+    """
+    result: list[int | None] = [item.holders[0] if len(item.holders) == 1 else None for item in items]
+    load: Counter[int] = Counter()
+    for item, rank in zip(items, result, strict=True):
+        if rank is not None:
+            load[rank] += item.nbytes
+    for name, of_experts in ((scheme.experts, True), (scheme.others, False)):
+        if name not in RULES:
+            raise ShardingError(f"there is no sharding rule {name!r}: choose one of {', '.join(sorted(RULES))}")
+        indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == of_experts]
+        chosen = RULES[name]([items[i] for i in indices], dict(load))
+        if len(chosen) != len(indices):
+            raise ShardingError(f"the sharding rule {name} assigned {len(chosen)} of {len(indices)} items")
+        for index, rank in zip(indices, chosen, strict=True):
+            if rank not in items[index].holders:
+                raise ShardingError(f"the sharding rule {name} gives {items[index].operator} to rank {rank}")
+            result[index] = rank
+            load[rank] += items[index].nbytes
+    return result
+
+
+def loads(items: Sequence[Item], savers: Sequence[int], world: int) -> list[int]:
+    """Bytes that each of ``world`` ranks saves."""
+    result = [0] * world
+    for item, rank in zip(items, savers, strict=True):
+        result[rank] += item.nbytes
+    return result

@@ -1,0 +1,154 @@
+"""What a checkpoint holds, and which ranks hold it: items from operators, layout and number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from moc.sharding.item import Item
+from moc.sharding.layout import Layout, LayoutError
+from moc.sharding.zero import flat_ranges
+from moc.state.operators import Operator
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a checkpoint holds for each parameter; 2 + 12 of them in MoC (section 2.3, Figure 2).
+
+    Attributes:
+        weights: the compute weights: B_w.
+        master: the fp32 master weights; 0 where the compute weights are fp32 themselves.
+        moments: both of Adam's; together with ``master``: B_o.
+    """
+
+    weights: int = 2
+    master: int = 4
+    moments: int = 8
+
+    @property
+    def optimizer(self) -> int:
+        """B_o."""
+        return self.master + self.moments
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A part of an operator: the same place of the buffer on every tensor-parallel rank."""
+
+    operator: Operator
+    elements: int
+    sliced: bool
+    """Every tensor-parallel rank holds another slice; otherwise all hold the same."""
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Segments that lie behind each other in the flat buffers of some ranks: ``grid[slice][data-parallel place]``."""
+
+    segments: list[_Segment]
+    grid: list[tuple[int, ...]]
+
+    def copies(self, segment: _Segment) -> Iterator[tuple[int | None, list[tuple[int, ...]]]]:
+        """For each slice of a segment (None: there is but one) the ranks that hold it, by data-parallel place."""
+        if not segment.sliced:
+            yield None, list(zip(*self.grid, strict=True))
+            return
+        for number, ranks in enumerate(self.grid):
+            yield number, [(rank,) for rank in ranks]
+
+
+def contents(
+    operators: Sequence[Operator],
+    layout: Layout,
+    state: StateBytes | None = None,
+    *,
+    zero: bool = True,
+    chosen: Collection[str] | None = None,
+    keep_master: bool = False,
+) -> list[Item]:
+    """The items of a checkpoint.
+
+    A weight that embedding and output share is saved by the first pipeline stage.
+
+    Args:
+        operators: of the unpartitioned model, in order.
+        layout: where the ranks stand.
+        state: bytes of each parameter; by default those of 16-bit training with Adam.
+        zero: ZeRO-1 or ZeRO-2: each data-parallel rank holds a part of the optimizer state.  Otherwise all hold
+            all of it, and rules share it out as they do weights.
+        chosen: names of the experts that partial experts checkpointing saves now (MoC, section 3); None for all.
+        keep_master: save the master weights of the experts that were not chosen nevertheless.
+
+    Raises:
+        LayoutError: layers or experts cannot be spread evenly.
+    """
+    state = state or StateBytes()
+    items: list[Item] = []
+    for buffer in _buffers(operators, layout):
+        items.extend(_weights(buffer, state, chosen))
+        items.extend(_optimizer(buffer, state, zero, chosen, keep_master))
+    return items
+
+
+def _weights(buffer: _Buffer, state: StateBytes, chosen: Collection[str] | None) -> Iterator[Item]:
+    for segment in buffer.segments:
+        if not state.weights or not _is_chosen(segment.operator, chosen):
+            continue
+        for number, places in buffer.copies(segment):
+            yield Item(segment.operator.name, "weights", number, 0, segment.elements * state.weights, _together(places))
+
+
+def _optimizer(
+    buffer: _Buffer, state: StateBytes, zero: bool, chosen: Collection[str] | None, keep_master: bool
+) -> Iterator[Item]:
+    sizes = [segment.elements for segment in buffer.segments]
+    for index, part, start, stop in flat_ranges(sizes, len(buffer.grid[0]) if zero else 1):
+        segment = buffer.segments[index]
+        slot, size = "optimizer", state.optimizer
+        if not _is_chosen(segment.operator, chosen):
+            slot, size = "master", state.master * keep_master
+        if not size:
+            continue
+        for number, places in buffer.copies(segment):
+            holders = places[part] if zero else _together(places)
+            yield Item(segment.operator.name, slot, number, start * size, stop * size, holders)
+
+
+def _is_chosen(operator: Operator, chosen: Collection[str] | None) -> bool:
+    return chosen is None or operator.kind != "expert" or operator.name in chosen
+
+
+def _together(places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(rank for ranks in places for rank in ranks))
+
+
+def _buffers(operators: Sequence[Operator], layout: Layout) -> Iterator[_Buffer]:
+    num_layers = 1 + max((o.layer for o in operators if o.layer is not None), default=-1)
+    num_experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
+    if num_experts % layout.ep:
+        raise LayoutError(f"{num_experts} experts are not a multiple of ep = {layout.ep}")
+    one_for_all = layout.ep == 1 and layout.etp == layout.tp  # then experts are ordinary parameters to megatron-core
+    for stage in range(layout.pp):
+        here = [o for o in operators if _stage(o, layout, num_layers) == stage]
+        dense = [o for o in here if one_for_all or o.kind != "expert"]
+        yield _buffer(dense, [layout.replicas(tp, stage) for tp in range(layout.tp)])
+        for ep in range(0 if one_for_all else layout.ep):
+            mine = [o for o in here if o.kind == "expert" and o.expert * layout.ep // num_experts == ep]
+            yield _buffer(mine, [layout.expert_replicas(etp, ep, stage) for etp in range(layout.etp)])
+
+
+def _stage(operator: Operator, layout: Layout, num_layers: int) -> int:
+    if operator.layer is not None:
+        return layout.stage_of_layer(operator.layer, num_layers)
+    return layout.pp - 1 if operator.kind == "output" else 0
+
+
+def _buffer(operators: Sequence[Operator], grid: list[tuple[int, ...]]) -> _Buffer:
+    slices, segments = len(grid), []
+    for operator in operators:
+        unsliced = operator.unsliced if slices > 1 else 0
+        elements, rest = divmod(operator.parameters - unsliced, slices)
+        if rest:
+            raise LayoutError(f"{operator.name} does not divide into {slices} tensor-parallel slices")
+        segments += [_Segment(operator, elements, True), _Segment(operator, unsliced, False)]
+    return _Buffer([segment for segment in segments if segment.elements], grid)

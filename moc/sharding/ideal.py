@@ -1,0 +1,60 @@
+"""What no assignment can beat, and when partial experts checkpointing leaves ranks unequal (MoC, eqs. 8-9)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from moc.sharding.item import Item
+from moc.sharding.layout import Layout
+
+
+def ideal_bytes(items: Sequence[Item], layout: Layout) -> float:
+    """Bytes of the bottleneck rank if every byte could go to any rank of its pipeline stage.
+
+    With one stage, and everything saved, this is (P_ne + P_e) (B_w + B_o) / D_dp: MoC's eq. 8 with D_dp in place
+    of its D_ep.  The two agree where there is one expert-parallel group; where there are several, each rank holds
+    only 1 / D_dp of the optimizer state, and equal sharding of experts shares their weights out in the same way.
+    """
+    of_stage = [0] * layout.pp
+    for item in items:
+        of_stage[layout.stage(item.holders[0])] += item.nbytes
+    return max(of_stage) * layout.pp / layout.world
+
+
+def forced_bytes(items: Sequence[Item]) -> int:
+    """The most bytes that some rank is the only holder of: no assignment has a bottleneck below that."""
+    load: Counter[int] = Counter()
+    for item in items:
+        if len(item.holders) == 1:
+            load[item.holders[0]] += item.nbytes
+    return max(load.values(), default=0)
+
+
+def equation_8(non_expert: int, expert: int, weights: int, optimizer: int, dp: int, ep: int) -> float:
+    """MoC's eq. 8 as printed, in bytes: what each rank saves ideally when all experts are saved.
+
+    Args:
+        non_expert: P_ne, parameters outside of experts.
+        expert: P_e, parameters of experts.
+        weights: B_w, bytes of weights for each parameter.
+        optimizer: B_o, bytes of optimizer state for each parameter.
+        dp: D_dp, data-parallel ranks.
+        ep: D_ep, expert-parallel ranks.
+    """
+    return (non_expert + expert) * optimizer / ep + non_expert * weights / dp + expert * weights / ep
+
+
+def pec_leaves_ranks_unequal(k: int, moe_layers: int, dp: int, ep: int) -> bool:
+    """MoC's eq. 9: whether the chosen experts cannot be shared out equally.
+
+    Either they do not divide over expert-parallel ranks, or what falls to one of these does not divide over the
+    expert-parallel groups.
+
+    Args:
+        k: K_pec, experts saved in each layer.
+        moe_layers: N_moe, layers with experts.
+        dp: D_dp, data-parallel ranks.
+        ep: D_ep, expert-parallel ranks.
+    """
+    return (k * moe_layers) % ep != 0 or (k * moe_layers // ep) % (dp // ep) != 0

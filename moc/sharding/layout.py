@@ -1,0 +1,81 @@
+"""Which rank stands where in tensor, expert, data and pipeline parallelism: arithmetic, without process groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class LayoutError(ValueError):
+    """The sizes do not fit together; the message says which."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of all dimensions, in ranks.  Ranks are numbered in megatron-core's order "tp-cp-ep-dp-pp".
+
+    Attributes:
+        world: all ranks.
+        tp: ranks that share each layer outside of experts.
+        pp: pipeline stages.
+        ep: ranks over which the experts of a layer are spread.
+        expert_tp: ranks that share each expert; by default ``tp``.
+        vpp: virtual stages that each pipeline stage alternates between.
+    """
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = dict(world=self.world, tp=self.tp, pp=self.pp, ep=self.ep, expert_tp=self.etp, vpp=self.vpp)
+        for name, size in sizes.items():
+            if size < 1:
+                raise LayoutError(f"{name} must be at least 1, not {size}")
+        for product, names in ((self.tp * self.pp, "tp x pp"), (self.etp * self.ep * self.pp, "expert_tp x ep x pp")):
+            if self.world % product:
+                raise LayoutError(f"{self.world} ranks are not a multiple of {names} = {product}")
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share each expert."""
+        return self.tp if self.expert_tp is None else self.expert_tp
+
+    @property
+    def dp(self) -> int:
+        """Replicas of what is not an expert (of its slice, with tensor parallelism): D_dp."""
+        return self.world // (self.tp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of each expert, which is the number of expert-parallel groups: D_dp / D_ep."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    def rank(self, tp: int, dp: int, pp: int) -> int:
+        """The rank at these coordinates."""
+        return tp + self.tp * (dp + self.dp * pp)
+
+    def expert_rank(self, etp: int, ep: int, expert_dp: int, pp: int) -> int:
+        """The rank at these coordinates among experts."""
+        return etp + self.etp * (ep + self.ep * (expert_dp + self.expert_dp * pp))
+
+    def replicas(self, tp: int, pp: int) -> tuple[int, ...]:
+        """The ranks that hold one slice of one stage outside of experts, in data-parallel order."""
+        return tuple(self.rank(tp, dp, pp) for dp in range(self.dp))
+
+    def expert_replicas(self, etp: int, ep: int, pp: int) -> tuple[int, ...]:
+        """The ranks that hold one slice of the same experts, one in each expert-parallel group, in order."""
+        return tuple(self.expert_rank(etp, ep, group, pp) for group in range(self.expert_dp))
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // (self.world // self.pp)
+
+    def stage_of_layer(self, layer: int, num_layers: int) -> int:
+        """The pipeline stage that computes a layer; with virtual stages they take turns."""
+        chunks = self.pp * self.vpp
+        if num_layers % chunks:
+            raise LayoutError(f"{num_layers} layers are not a multiple of {chunks} pipeline stages")
+        return layer // (num_layers // chunks) % self.pp

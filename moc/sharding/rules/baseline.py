@@ -1,0 +1,17 @@
+"""What Megatron-DeepSpeed does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moc.sharding.item import Item
+from moc.sharding.rules.registry import rule
+
+
+@rule("baseline")
+def baseline(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
+    """The first holder saves: rank 0 what is not an expert, the first expert-parallel group experts.
+
+    MoC, section 4, Figure 7(a).
+    """
+    return [item.holders[0] for item in items]

@@ -1,0 +1,69 @@
+"""Operators: the parts of a model that are saved, frozen and replayed as wholes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One part of the unpartitioned model.
+
+    Attributes:
+        name: ``embedding``, ``layers.N.attention``, ``layers.N.mlp`` (dense or shared expert), ``layers.N.router``,
+            ``layers.N.expert.E`` or ``output``; global numbers, from 0.
+        kind: the word in its name that says what it is: ``embedding``, ``attention``, ``mlp``, ``router``,
+            ``expert`` or ``output``.
+        layer: its layer, None outside of the layers.
+        expert: its number in the layer, None unless it is an expert.
+        parameters: how many it has in the unpartitioned model.
+        unsliced: those of them that tensor parallelism does not slice but copies: norms, the router, learned
+            positions, biases that are added after the sum over slices.
+    """
+
+    name: str
+    kind: str
+    layer: int | None
+    expert: int | None
+    parameters: int
+    unsliced: int = 0
+
+
+_OUTSIDE = (
+    (re.compile(r"embedding\..+"), "embedding"),
+    (re.compile(r"decoder\.final_layernorm\..+"), "output"),
+    (re.compile(r"output_layer\..+"), "output"),
+)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_INSIDE = (
+    (re.compile(r"(?:input_layernorm|self_attention)\..+"), "attention"),
+    (re.compile(r"mlp\.router\..+"), "router"),
+    (re.compile(r"mlp\.experts\.experts\.(\d+)\..+"), "expert"),
+    # Only a dense layer's norm, but megatron-core's local layers name that of a layer with experts alike.
+    (re.compile(r"(?:pre_mlp_layernorm|mlp\.linear_fc[12]|mlp\.shared_experts)\..+"), "mlp"),
+)
+
+
+def operator_of(parameter_name: str) -> str:
+    """The name of the operator that a parameter belongs to.
+
+    A norm belongs to the operator that it feeds, the final norm to ``output``.  The norm before a router and its
+    experts feeds all of them; it belongs to ``layers.N.mlp``, which is nothing else where there is no shared
+    expert.  A weight that embedding and output share belongs to ``embedding``.
+
+    Args:
+        parameter_name: name in the unpartitioned model, as ``moc.state.parameters`` gives it.
+
+    Raises:
+        ValueError: the name fits no operator.
+    """
+    for pattern, name in _OUTSIDE:
+        if pattern.fullmatch(parameter_name):
+            return name
+    layer = _LAYER.fullmatch(parameter_name)
+    for pattern, kind in _INSIDE if layer else ():
+        inside = pattern.fullmatch(layer[2])
+        if inside:
+            return ".".join(["layers", layer[1], kind, *inside.groups()])
+    raise ValueError(f"the parameter {parameter_name} belongs to no operator that is known")

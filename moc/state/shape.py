@@ -1,0 +1,110 @@
+"""The shape of a model in plain numbers, and the operators that it has: without a model, torch or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moc.state.operators import Operator
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the number of parameters of each operator follows from.  Widths are in elements.
+
+    Attributes:
+        expert_layers: one entry per layer: 1 where it holds experts, 0 where it is dense.
+        hidden_size: width of the residual stream.
+        ffn_hidden_size: inner width of the dense feed-forward layers.
+        query_width: heads of queries times the width of one.
+        key_width: heads of keys (as many as of values) times the width of one.
+        head_width: width of one head.
+        vocab_size: rows of the embedding, with padding where there is some.
+        positions: learned positions; 0 where positions are not learned.
+        num_experts: experts in each layer that holds some.
+        expert_ffn_hidden_size: inner width of an expert.
+        shared_ffn_hidden_size: inner width of the shared experts of a layer together; 0 for none.
+        gated: the feed-forward layers and experts have a gate (SwiGLU).
+        linear_bias: linear layers have biases.
+        qkv_bias: the projection to queries, keys and values has one, even where the others have none.
+        norm_bias: norms have biases (LayerNorm).
+        qk_norm: queries and keys are normalised.
+        tied: embedding and output layer share their weight.
+    """
+
+    expert_layers: tuple[int, ...]
+    hidden_size: int
+    ffn_hidden_size: int
+    query_width: int
+    key_width: int
+    head_width: int
+    vocab_size: int
+    positions: int = 0
+    num_experts: int = 0
+    expert_ffn_hidden_size: int = 0
+    shared_ffn_hidden_size: int = 0
+    gated: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = False
+    norm_bias: bool = True
+    qk_norm: bool = False
+    tied: bool = True
+
+
+def model_operators(shape: ModelShape) -> list[Operator]:
+    """Every operator of a model, in the order of the forward pass."""
+    operators = [_embedding(shape)]
+    for layer, has_experts in enumerate(shape.expert_layers):
+        operators.append(_attention(shape, layer))
+        operators.append(_mlp(shape, layer, shape.shared_ffn_hidden_size if has_experts else shape.ffn_hidden_size))
+        if has_experts:
+            operators.append(_router(shape, layer))
+            operators.extend(_experts(shape, layer))
+    operators.append(_output(shape))
+    return operators
+
+
+def _embedding(shape: ModelShape) -> Operator:
+    words, positions = shape.vocab_size * shape.hidden_size, shape.positions * shape.hidden_size
+    return Operator("embedding", "embedding", None, None, words + positions, unsliced=positions)
+
+
+def _output(shape: ModelShape) -> Operator:
+    norm = _norm(shape, shape.hidden_size)
+    words = 0 if shape.tied else shape.vocab_size * shape.hidden_size
+    return Operator("output", "output", None, None, norm + words, unsliced=norm)
+
+
+def _attention(shape: ModelShape, layer: int) -> Operator:
+    into = shape.query_width + 2 * shape.key_width
+    sliced = shape.hidden_size * (into + shape.query_width) + into * (shape.linear_bias or shape.qkv_bias)
+    unsliced = _norm(shape, shape.hidden_size) + shape.hidden_size * shape.linear_bias
+    unsliced += 2 * _norm(shape, shape.head_width) * shape.qk_norm
+    return Operator(f"layers.{layer}.attention", "attention", layer, None, sliced + unsliced, unsliced)
+
+
+def _mlp(shape: ModelShape, layer: int, width: int) -> Operator:
+    sliced, unsliced = _feed_forward(shape, width) if width else (0, 0)
+    unsliced += _norm(shape, shape.hidden_size)
+    return Operator(f"layers.{layer}.mlp", "mlp", layer, None, sliced + unsliced, unsliced)
+
+
+def _router(shape: ModelShape, layer: int) -> Operator:
+    parameters = shape.num_experts * (shape.hidden_size + shape.linear_bias)
+    return Operator(f"layers.{layer}.router", "router", layer, None, parameters, unsliced=parameters)
+
+
+def _experts(shape: ModelShape, layer: int) -> Iterator[Operator]:
+    sliced, unsliced = _feed_forward(shape, shape.expert_ffn_hidden_size)
+    for expert in range(shape.num_experts):
+        yield Operator(f"layers.{layer}.expert.{expert}", "expert", layer, expert, sliced + unsliced, unsliced)
+
+
+def _feed_forward(shape: ModelShape, width: int) -> tuple[int, int]:
+    """Parameters of a feed-forward layer: those that tensor parallelism slices, and the others."""
+    into = (2 if shape.gated else 1) * width
+    return shape.hidden_size * (into + width) + into * shape.linear_bias, shape.hidden_size * shape.linear_bias
+
+
+def _norm(shape: ModelShape, width: int) -> int:
+    return width * (2 if shape.norm_bias else 1)

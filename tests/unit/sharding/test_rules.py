@@ -1,0 +1,128 @@
+"""Every item is saved by exactly one holder, the same everywhere, and greedy is as good as it is known to be."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.sharding import RULES, SCHEMES, Item, Scheme, ShardingError, assign, contents, loads, rule
+from moc.state.shape import model_operators
+from tests.unit.sharding.strategies import item_lists, models_in_layouts
+
+EVERY_SCHEME = [Scheme(a, b) for a in sorted(RULES) for b in sorted(RULES)]
+
+
+@pytest.mark.parametrize("scheme", EVERY_SCHEME, ids=str)
+@settings(max_examples=40)
+@given(items=item_lists())
+def test_every_item_is_saved_by_one_of_its_holders(scheme, items):
+    savers = assign(items, scheme)
+    assert len(savers) == len(items)
+    assert all(rank in item.holders for item, rank in zip(items, savers, strict=True))
+    assert sum(loads(items, savers, 8)) == sum(item.nbytes for item in items)
+    assert savers == assign(list(items), scheme)
+
+
+@settings(max_examples=20)
+@given(models_in_layouts(), st.booleans())
+def test_every_byte_of_a_model_is_saved_once(case, zero):
+    shape, layout = case
+    items = contents(model_operators(shape), layout, zero=zero)
+    for scheme in SCHEMES.values():
+        assert sum(loads(items, assign(items, scheme), layout.world)) == 14 * sum(
+            o.parameters for o in model_operators(shape)
+        )
+
+
+def test_the_result_does_not_depend_on_hash_seeds():
+    program = """
+from moc.sharding import *
+items = [Item(f"layers.{i}.mlp", "weights", 0, 0, i % 3 + 1, (0, 1, 2)) for i in range(20)]
+print(assign(items, SCHEMES["EE+AN"]))
+"""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": s}, capture_output=True, text=True
+        ).stdout
+        for s in ("1", "2")
+    }
+    assert len(texts) == 1 and texts.pop().startswith("[")
+
+
+def items(*sizes: int, holders=(0, 1), kind="mlp") -> list[Item]:
+    return [Item(f"layers.{i}.{kind}", "weights", 0, 0, size, holders) for i, size in enumerate(sizes)]
+
+
+def test_baseline_is_rank_0_and_the_first_expert_parallel_group():
+    here = items(5, 5, holders=(0, 1, 2, 3)) + items(3, holders=(0, 2), kind="expert.0")
+    here += items(3, holders=(1, 3), kind="expert.1")
+    assert assign(here, SCHEMES["baseline"]) == [0, 0, 0, 1]
+
+
+def test_equal_experts_leave_the_rest_where_it_was():
+    """MoC, Figure 7: half of what the first group saved goes to the second."""
+    here = items(5, 5, holders=(0, 1, 2, 3)) + items(3, 3, holders=(0, 2), kind="expert.0")
+    assert assign(here, SCHEMES["EE"]) == [0, 0, 0, 2]
+
+
+def test_equal_does_not_look_at_what_else_there_is_and_adaptive_does():
+    here = items(4, 4) + items(8, holders=(0,), kind="expert.0")
+    assert assign(here, SCHEMES["EE+EN"]) == [0, 1, 0]
+    assert assign(here, SCHEMES["EE+AN"]) == [1, 1, 0]
+
+
+def test_adaptive_takes_the_largest_first():
+    assert assign(items(2, 3, 7, 4), SCHEMES["EE+AN"]) == [0, 1, 0, 1]
+
+
+def test_ties_go_to_the_first_item_and_the_lowest_rank():
+    assert assign(items(4, 4, 4, 4, holders=(1, 2, 5)), SCHEMES["EE+AN"]) == [1, 2, 5, 1]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
+def test_greedy_is_within_grahams_bound_of_the_best(sizes, ranks):
+    here = items(*sizes, holders=tuple(range(ranks)))
+    best = min(max(loads(here, savers, ranks)) for savers in itertools.product(range(ranks), repeat=len(here)))
+    bottleneck = max(loads(here, assign(here, SCHEMES["EE+AN"]), ranks))
+    assert 3 * ranks * bottleneck <= (4 * ranks - 1) * best
+
+
+@given(st.lists(st.integers(1, 100), max_size=40), st.lists(st.integers(0, 200), min_size=4, max_size=4))
+def test_greedy_from_any_load_is_within_one_item_of_even(sizes, before):
+    here = items(*sizes, holders=(0, 1, 2, 3))
+    fixed = [Item(f"layers.0.expert.{r}", "optimizer", 0, 0, size, (r,)) for r, size in enumerate(before)]
+    bottleneck = max(loads(here + fixed, assign(here + fixed, SCHEMES["EE+AN"]), 4))
+    even = (sum(sizes) + sum(before)) / 4
+    assert bottleneck <= max([*before, even + 0.75 * max(sizes, default=0)])
+
+
+def test_a_rule_in_one_file_is_known_and_cannot_break_the_contract():
+    @rule("last")
+    def last(items, load):
+        return [item.holders[-1] for item in items]
+
+    @rule("nobody")
+    def nobody(items, load):
+        return [99 for _ in items]
+
+    @rule("lazy")
+    def lazy(items, load):
+        return []
+
+    try:
+        assert assign(items(1, 2), Scheme("last", "last")) == [1, 1]
+        with pytest.raises(ShardingError, match="the sharding rule nobody gives layers.0.mlp to rank 99"):
+            assign(items(1), Scheme("equal", "nobody"))
+        with pytest.raises(ShardingError, match="the sharding rule lazy assigned 0 of 1 items"):
+            assign(items(1), Scheme("equal", "lazy"))
+        with pytest.raises(ValueError, match="there are two sharding rules called last"):
+            rule("last")(last)
+    finally:
+        for name in ("last", "nobody", "lazy"):
+            del RULES[name]
+    with pytest.raises(ShardingError, match="no sharding rule 'last': choose one of adaptive, baseline, equal"):
+        assign(items(1), Scheme("equal", "last"))

@@ -1,0 +1,137 @@
+"""The table of MoC's setting: our reductions are at least the paper's, close to what no rule can beat."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import plan_checkpoint
+import pytest
+
+from tests.unit.tools.conftest import REPOSITORY
+
+WHOLE_SAVING = {1: 12, 2: 12, 3: 28}  # percent; section 6.2.1 gives the range, 12 to 28
+PEC = {1: 22, 2: 22, 3: 29}  # of 22 to 29
+
+
+def plan(capsys, *argv) -> dict:
+    assert plan_checkpoint.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def rows(capsys, *argv) -> dict:
+    return {row["k"]: row for row in plan(capsys, *argv)["rows"]}
+
+
+@pytest.mark.parametrize("case", [1, 2, 3])
+def test_reductions_are_at_least_those_of_the_paper(capsys, case):
+    table = rows(capsys, "--case", str(case))
+    assert list(table) == [*range(1, 17), None]
+    assert table[None]["reduction_percent"]["EE+EN"] >= WHOLE_SAVING[case]
+    for checkpoint in range(0, 16, 3):  # some of a rotation
+        first = rows(capsys, "--case", str(case), "--checkpoint", str(checkpoint))[1]
+        assert first["reduction_percent"]["EE+EN"] >= PEC[case]
+        assert 1 - first["bottleneck"]["EE+AN"] / first["bottleneck"]["EE+EN"] >= 0.061
+
+
+@pytest.mark.parametrize("case", [1, 2, 3])
+@pytest.mark.parametrize("more", [[], ["--keep-master"], ["--checkpoint", "5"], ["--no-zero"]], ids=str)
+def test_the_bottleneck_is_within_3_percent_of_what_whole_experts_allow(capsys, case, more):
+    for row in rows(capsys, "--case", str(case), *more).values():
+        assert 0 <= row["over_percent"] < 3
+
+
+def test_equal_sharding_of_experts_needs_several_expert_parallel_groups(capsys):
+    for case, helps in ((1, False), (2, False), (3, True)):
+        row = rows(capsys, "--case", str(case))[None]
+        assert (row["reduction_percent"]["EE"] > 0) == helps
+
+
+def test_a_new_rule_is_one_file(tmp_path):
+    """The example of docs/sharding.md, word by word."""
+    text = (REPOSITORY / "docs" / "sharding.md").read_text(encoding="utf-8")
+    example = text.split("```python\n")[1].split("```")[0]
+    for name in ("moc", "megatron", "tools"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "moc" / "sharding" / "rules" / "rotating.py").write_text(example)
+    argv = [tmp_path / "tools" / "plan_checkpoint.py", "--case", "3", "--others", "rotating"]
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True)
+    assert done.returncode == 0 and "equal+rotating" in done.stdout, done.stderr
+
+
+def test_volumes_are_those_of_the_paper(capsys):
+    """Figure 2's shares, and the 42 % and 0.42 of Figure 10(a) and Table 3, which keep all master weights."""
+    facts = plan(capsys, "--case", "1")
+    count = facts["parameters"]
+    both = count["experts"] + count["others"]
+    shares = [100 * count[kind] * size / both / 14 for size in (2, 12) for kind in ("experts", "others")]
+    assert [round(share) for share in shares] == [12, 2, 74, 12]
+    kept = rows(capsys, "--case", "1", "--keep-master")
+    assert kept[1]["total"] / kept[None]["total"] == pytest.approx(0.423, abs=0.002)
+
+
+def test_whole_layers_make_the_embedding_the_bottleneck(capsys):
+    whole = rows(capsys, "--case", "2", "--whole")[None]
+    assert whole["over_percent"] > 3
+
+
+def test_ranks_of_one_k(capsys):
+    result = plan(capsys, "--model", "gpt-350m-16e", "--world", "16", "--ep", "8", "--pec-k", "1")
+    row = result["rows"][0]
+    assert {name: max(sizes) for name, sizes in result["ranks"].items()} == row["bottleneck"]
+    assert all(sum(sizes) == row["total"] for sizes in result["ranks"].values())
+
+
+def test_any_model_and_layout(capsys):
+    argv = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
+    argv += ["--num-experts", "8", "--disable-bias-linear", "--vocab-size", "1000"]
+    facts = plan(capsys, *argv, "--world", "16", "--tp", "2", "--pp", "2", "--ep", "2")
+    assert facts["layout"] | {"dp": 4, "expert_dp": 2} == facts["layout"]
+    assert facts["rows"][-1]["total"] == 14 * sum(facts["parameters"].values())
+    dense = plan(capsys, *argv[:8], "--vocab-size", "1000", "--world", "4", "--fp32")
+    assert [row["k"] for row in dense["rows"]] == [None]
+    assert dense["rows"][0]["total"] == 12 * dense["parameters"]["others"]
+
+
+def test_a_rule_can_be_tried(capsys):
+    assert plan_checkpoint.main(["--case", "3", "--others", "baseline"]) == 0
+    assert "equal+baseline" in capsys.readouterr().out
+    assert plan_checkpoint.main(["--case", "3", "--experts", "baseline"]) == 0
+    assert "baseline+adaptive" in capsys.readouterr().out
+
+
+def test_table_for_people(capsys):
+    assert plan_checkpoint.main(["--case", "3", "--pec-k", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "16 ranks: DP 16, TP 1, PP 1, EP 8 in 2 groups" in text
+    assert "2,313.9" in text and "unequal" in text
+    assert text.count("\n") > 16 + 16
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--case", "1", "--ep", "2"], "drop --world and --ep"),
+        (["--model", "tiny", "--pec-k", "9"], "--pec-k must be from 1 to 8"),
+        (["--model", "tiny", "--world", "6", "--ep", "4"], "6 ranks are not a multiple of expert_tp x ep x pp = 4"),
+        (["--model", "tiny", "--others", "fair"], "choose one of adaptive, baseline, equal"),
+        (["--model", "tiny", "--fp32", "--keep-master"], "drop --keep-master"),
+        (["--model", "tiny", "--checkpoint", "-1"], "--checkpoint must be at least 0"),
+        (
+            ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "4"],
+            "--vocab-size",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_sentence(capsys, argv, sentence):
+    assert plan_checkpoint.main(argv) == 1
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_it_needs_no_torch():
+    program = "import sys, plan_checkpoint; plan_checkpoint.main(['--case', '3']); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(REPOSITORY / "tools")}, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("False\n"), done.stderr
