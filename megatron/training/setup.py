@@ -10,7 +10,7 @@ from megatron.core.timers import Timers
 from megatron.training.auxiliary import AuxiliaryLosses
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
-from megatron.training.config import Config, global_batch_size, num_microbatches, train_iterations
+from megatron.training.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
 from megatron.training.data import Batch, BatchStream, Datasets
 from megatron.training.initialize import World
 from megatron.training.logging import Log
@@ -115,6 +115,8 @@ def set_up(config: Config, world: World, providers: Providers, stop: StopRequest
     streams = _streams(config, world, datasets, micro_batches)
     readers = sum_over_workers({split: float(s is not None) for split, s in streams.items()}, world)
     splits = {split for split, count in readers.items() if count}
+    if "train" not in splits:
+        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
     stop.check_set_up(world)
     phases.done("data")
     log.events.write(

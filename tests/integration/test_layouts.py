@@ -65,6 +65,16 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
     "loss per token, interleaved": ("interleaved", dict(calculate_per_token_loss=True), {}),
     "z-loss": ("TP2xEP2", dict(moe_z_loss_coeff=0.01), {}),
     "SGD": ("PP2xEP2", dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False), {}),
+    "attention within documents": (
+        "PP2xEP2",
+        dict(
+            reset_attention_mask=True,
+            reset_position_ids=True,
+            eod_mask_loss=True,
+            position_embedding_type="learned_absolute",
+        ),
+        {},
+    ),
     "micro batches of two": ("DP2", dict(micro_batch_size=2), {}),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ def check_together(config: Config) -> None:
     _check_tensor_parallelism(config)
     _check_pipeline(config)
     _check_sequence(config)
+    _check_document_borders(config)
     _check_schedule(config)
     _check_packages(config)
     _check_experts(config)
@@ -28,6 +29,21 @@ def check_together(config: Config) -> None:
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
         f"--optimizer {config.regularization.optimizer} cannot be spread over workers: drop "
         "--use-distributed-optimizer.",
+    )
+
+
+def _check_document_borders(config: Config) -> None:
+    if not config.data.reset_attention_mask:
+        return
+    refuse(  # the mask comes with the data, which only the first and the last stage read
+        config.parallel.pipeline_model_parallel_size > 2 or config.virtual_pipeline_model_parallel_size,
+        "--reset-attention-mask reaches only the first and the last of the pipeline's stages: drop it, or make "
+        "--pipeline-model-parallel-size at most 2 without virtual stages.",
+    )
+    refuse(
+        config.transformer_impl == "transformer_engine",
+        "Transformer Engine's attention is causal and takes no mask: drop --reset-attention-mask, or choose "
+        "--transformer-impl local.",
     )
 
 

@@ -273,6 +273,10 @@ PP2 = "--pipeline-model-parallel-size 2"
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
 
 REFUSED = [
+    (
+        "--reset-attention-mask --pipeline-model-parallel-size 4 --num-layers 4 --transformer-impl local",
+        "--reset-attention-mask reaches only the first and the last",
+    ),
     # experts
     ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts 6 .* --expert-model-parallel-size 4"),
     ("--tensor-model-parallel-size 2", "--sequence-parallel: add it"),
