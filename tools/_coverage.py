@@ -1,0 +1,146 @@
+"""Whether boxes of tensors make up the whole optimizer state of a model: nothing is missing, nothing there twice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from _checkpoint import Box
+
+from megatron.training.config.layer_pattern import expand
+from moc.state.operators import operator_of
+from moc.state.region import Region
+
+SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
+"""What each optimizer keeps for every parameter."""
+
+
+def coverage_problems(boxes: Iterable[Box], state: dict) -> list[str]:
+    """What is missing or there more than once, one sentence each.
+
+    Args:
+        boxes: those of all files.
+        state: the content of training_state.json.
+    """
+    tensors: dict[str, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+    for box in boxes:
+        tensors[box.name][box.slot].append(box)
+    problems = list(_missing_slots(tensors, state.get("optimizer")))
+    if tensors and state.get("optimizer"):
+        problems += _missing_operators(tensors, state.get("shape"))
+    for name in sorted(tensors):
+        problems += _problems_of_tensor(name, tensors[name])
+    return problems
+
+
+def _missing_operators(tensors: Iterable[str], shape: dict) -> list[str]:
+    there = {operator_or_other(name) for name in tensors}
+    try:
+        wanted = list(_operators(shape["num_layers"], shape["num_experts"] or 0, shape["moe_layer_freq"]))
+    except (LookupError, TypeError, ZeroDivisionError):
+        return ["training_state.json: does not describe the shape of a model"]
+    return [f"{operator}: no file holds any optimizer state of it" for operator in wanted if operator not in there]
+
+
+def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterator[str]:
+    """The operators that a model of this shape has."""
+    holds_experts = expand(frequency, layers) if experts else (0,) * layers
+    yield "embedding"
+    for layer in range(layers):
+        yield from (f"layers.{layer}.attention", f"layers.{layer}.mlp")
+        if holds_experts[layer]:
+            yield f"layers.{layer}.router"
+            yield from (f"layers.{layer}.expert.{expert}" for expert in range(experts))
+    yield "output"
+
+
+def operator_or_other(name: str) -> str:
+    """The operator of a tensor; ``other`` where it belongs to none that is known."""
+    try:
+        return operator_of(name)
+    except ValueError:
+        return "other"
+
+
+def _missing_slots(tensors: dict[str, dict[str, list[Box]]], optimizer: str | None) -> Iterator[str]:
+    found = {slot for slots in tensors.values() for slot in slots}
+    for slot in SLOTS.get(optimizer, ()):
+        if tensors and slot not in found:
+            yield f"{slot}: no file holds it for any tensor"
+    for name in sorted(tensors):
+        if missing := sorted(found - tensors[name].keys()):
+            yield f"{name}: has no {' and no '.join(missing)}"
+
+
+def _problems_of_tensor(name: str, slots: dict[str, list[Box]]) -> Iterator[str]:
+    shapes = {box.global_shape for boxes in slots.values() for box in boxes}
+    if len(shapes) > 1:
+        yield f"{name}: its boxes are of tensors of different shapes, {' and '.join(map(str, sorted(shapes)))}"
+        return
+    for slot, boxes in sorted(slots.items()):
+        for problem in _problems_of_boxes([box for box in boxes if box.region.numel]):
+            yield f"{name}: {slot} {problem}"
+
+
+def _problems_of_boxes(boxes: list[Box]) -> Iterator[str]:
+    if not boxes:
+        return
+    whole = Region((0,) * len(boxes[0].global_shape), boxes[0].global_shape)
+    for box in boxes:
+        if box.region.intersect(whole) != box.region:
+            yield f"{_place(box.region)} in {box.file} reaches out of the tensor, which is {_place(whole)}"
+            return
+    overlaps = list(_overlaps(boxes))
+    if overlaps:
+        first, second, common = overlaps[0]
+        more = f" (and {len(overlaps) - 1} more overlaps)" if len(overlaps) > 1 else ""
+        yield f"overlaps at {_place(common)} in {first.file} and {second.file}{more}"
+    if overlaps or sum(box.region.numel for box in boxes) != whole.numel:
+        if holes := _holes(whole, boxes):
+            lost = sum(hole.numel for hole in holes)
+            yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
+
+
+def _overlaps(boxes: list[Box]) -> Iterator[tuple[Box, Box, Region]]:
+    axes = range(len(boxes[0].region.offset))
+    axis = max(axes, key=lambda axis: len({box.region.offset[axis] for box in boxes}), default=None)
+    if axis is None:  # scalars
+        yield from ((boxes[0], other, other.region) for other in boxes[1:])
+        return
+    open_boxes: list[Box] = []  # those that reach beyond where the next one starts
+    for box in sorted(boxes, key=lambda box: box.region.offset[axis]):
+        start = box.region.offset[axis]
+        open_boxes = [other for other in open_boxes if other.region.offset[axis] + other.region.shape[axis] > start]
+        for other in open_boxes:
+            if common := other.region.intersect(box.region):
+                yield other, box, common
+        open_boxes.append(box)
+
+
+def _holes(whole: Region, boxes: list[Box]) -> list[Region]:
+    rest = [whole]
+    for box in boxes:
+        rest = [piece for part in rest for piece in _without(part, box.region)]
+    return sorted(rest, key=lambda region: region.offset)
+
+
+def _without(region: Region, cut: Region) -> Iterator[Region]:
+    """Boxes that together are a region less another one."""
+    common = region.intersect(cut)
+    if common is None:
+        yield region
+        return
+    offset, shape = list(region.offset), list(region.shape)
+    for axis, (start, length) in enumerate(zip(common.offset, common.shape, strict=True)):
+        before, after = start - offset[axis], offset[axis] + shape[axis] - start - length
+        if before:
+            yield Region(tuple(offset), (*shape[:axis], before, *shape[axis + 1 :]))
+        if after:
+            yield Region(
+                (*offset[:axis], start + length, *offset[axis + 1 :]), (*shape[:axis], after, *shape[axis + 1 :])
+            )
+        offset[axis], shape[axis] = start, length
+
+
+def _place(region: Region) -> str:
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(region.offset, region.shape, strict=True)) + "]"
