@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import time
 from collections.abc import Mapping, Sequence
 
 import yaml
 
 from megatron.training.config.composed import Config, all_flags, compose, group_classes
 from megatron.training.config.flag import ConfigError, Flag, flags_of, refuse
+from megatron.training.first_worker import is_first_worker, let_first_worker_speak
 from megatron.training.presets import PRESETS
 
 # Ways to say one thing: the word of a stronger source displaces all of these in the weaker ones.
@@ -22,8 +22,6 @@ _ALTERNATIVES = (
     {"data_path", "mock_data"},
     {"bf16", "fp16"},
 )
-
-_FIRST_WORKER_SPEAKS_WITHIN = 3.0  # seconds
 
 
 def parse_config(argv: Sequence[str] | None = None) -> Config:
@@ -42,7 +40,7 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
     except ConfigError as error:
         parser.error(str(error))
     if given.get("print_config"):
-        if _is_first_worker():
+        if is_first_worker():
             print(config.to_yaml(), end="")
         parser.exit(0)
     return config
@@ -81,13 +79,8 @@ class _Parser(argparse.ArgumentParser):
     """Under a launcher all workers find the same mistake: the first one says it, and ends the job."""
 
     def error(self, message):
-        if not _is_first_worker():
-            time.sleep(_FIRST_WORKER_SPEAKS_WITHIN)
+        let_first_worker_speak()
         super().error(message)
-
-
-def _is_first_worker() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _refuse_unknown(words: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
 import pretrain_gpt_moe as program
-from megatron.training import checkpoint_writer, errors, loop, setup, stopping
+from megatron.training import checkpoint_writer, errors, first_worker, loop, setup, stopping
 from megatron.training.checkpoint_files import CheckpointError
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import compose
@@ -28,7 +28,7 @@ from megatron.training.logging import Log
 from megatron.training.step import NonFiniteError
 from moc.state.parameters import unpartitioned_parameters, unwrap
 
-errors._FIRST_WORKER_SPEAKS_WITHIN = 0.0  # there is no launcher that would end the others
+first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
 
 
 def train(flags: dict) -> dict:

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training import arguments
+from megatron.training import first_worker
 from megatron.training.arguments import build_parser, parse_config, read_config_file
 from megatron.training.config import (
     ConfigError,
@@ -510,7 +510,7 @@ def test_huggingface_needs_its_package(capsys, monkeypatch):
 def test_other_workers_let_the_first_one_speak(capsys, monkeypatch):
     waits = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(arguments.time, "sleep", waits.append)
+    monkeypatch.setattr(first_worker.time, "sleep", waits.append)
     refusal(capsys, "--lr 0")
     assert waits and waits[0] > 0
     with pytest.raises(SystemExit):
