@@ -22,7 +22,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.training.config import Config
 from megatron.training.model import compute_dtype
-from moc.state.optimizer import members
+from moc.state.optimizer import drop_frozen_gradients, members
 
 
 class VotedOptimizer:
@@ -113,7 +113,8 @@ class VotedOptimizer:
             self._scale_gradients(self._gradient_factor(square_norm))
             self.core.step_with_ready_grads()
             for module, bias in zip(self._biases, self._next_biases, strict=True):
-                module.expert_bias.copy_(bias)
+                if module.weight.requires_grad:  # else the router is frozen
+                    module.expert_bias.copy_(bias)
         self.core.zero_grad()  # frees the scaled copies; the reduced gradients stay in the buffers
         for member in members(self.core):
             if getattr(member, "grad_scaler", None):
@@ -145,6 +146,7 @@ def _take_reduced_gradients(member: MegatronOptimizer) -> None:
         member._copy_model_grads_to_main_grads()
     else:
         member.prepare_grads()
+    drop_frozen_gradients(member)
 
 
 def _counts_for_norm(member: MegatronOptimizer) -> bool:

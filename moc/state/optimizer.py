@@ -7,7 +7,7 @@ fp32 masters beside 16-bit weights, and replicated fp32, where master and weight
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 MASTER = "master"
+_TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
@@ -29,6 +30,8 @@ class OwnedSlice:
         slots: 1-D live fp32 tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``,
             ``exp_avg_sq``); writing into them restores the optimizer.
         sharded: whether the data-parallel peers own other ranges (ZeRO), rather than copies of this one.
+        counter: the dict whose ``step`` counts the updates that the moments have seen, if they are counted: the
+            parameter's own (torch), or its group's (Transformer Engine's and apex's fused Adam).
     """
 
     parameter: torch.nn.Parameter
@@ -36,6 +39,7 @@ class OwnedSlice:
     stop: int
     slots: dict[str, torch.Tensor]
     sharded: bool
+    counter: dict = field(default_factory=dict)
 
 
 def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -49,12 +53,13 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     for member in members(optimizer):
         moments = _MOMENTS[member.config.optimizer]
         sharded = isinstance(member, DistributedOptimizer)
+        groups = {main: group for group in member.optimizer.param_groups for main in group["params"]}
         for parameter, main in _parameters_and_masters(member):
             state = _primed_state(member.optimizer, main, moments)
             span = member._get_model_param_range_map(parameter)["param"] if sharded else None
             start, stop = (span.start, span.end) if span else (0, parameter.numel())
             slots = {MASTER: main.detach().view(-1)} | {m: state[m].view(-1) for m in moments}
-            yield OwnedSlice(parameter, start, stop, slots, sharded)
+            yield OwnedSlice(parameter, start, stop, slots, sharded, _counter(member, state, groups[main]))
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
@@ -63,7 +68,7 @@ def get_step(optimizer: MegatronOptimizer) -> int:
     Raises:
         ValueError: parameters have seen different numbers of updates.
     """
-    steps = {int(holder["step"]) for holder in _step_holders(optimizer) if "step" in holder}
+    steps = {int(counter.get("step", 0)) for counter in _counters(optimizer)}
     if len(steps) > 1:
         raise ValueError(f"parameters have seen different numbers of updates: {sorted(steps)}")
     return steps.pop() if steps else 0
@@ -71,18 +76,41 @@ def get_step(optimizer: MegatronOptimizer) -> int:
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Sets the number of updates for every parameter."""
-    for holder in _step_holders(optimizer):
-        if isinstance(holder.get("step"), torch.Tensor):
-            holder["step"] = torch.full_like(holder["step"], float(step))
-        elif "step" in holder:
-            holder["step"] = step
+    for counter in _counters(optimizer):
+        write_step(counter, step)
 
 
-def _step_holders(optimizer: MegatronOptimizer) -> Iterator[dict]:
-    # torch keeps "step" with each parameter, Transformer Engine's and apex's fused Adam with each group
+def write_step(counter: dict, step: int) -> None:
+    """Sets the number of updates in a dict that counts them."""
+    if isinstance(counter.get("step"), torch.Tensor):
+        counter["step"] = torch.full_like(counter["step"], float(step))
+    else:
+        counter["step"] = step
+
+
+def drop_frozen_gradients(member: MegatronOptimizer) -> None:
+    """Takes the gradients of parameters that need none from an optimizer, which then passes them over.
+
+    A gradient of zeros would not do: momentum and weight decay would go on.
+    """
+    for parameter, main in _parameters_and_masters(member):
+        if not parameter.requires_grad:
+            main.grad = None
+
+
+def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
     for member in members(optimizer):
-        yield from member.optimizer.state.values()
-        yield from member.optimizer.param_groups
+        inner = member.optimizer
+        for group in inner.param_groups:
+            for main in group["params"]:
+                yield _counter(member, inner.state[main], group)
+
+
+def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
+    if member.config.optimizer != "adam":
+        return {}
+    # torch counts for each parameter; Transformer Engine's and apex's fused Adam for each group, from the first update
+    return state if isinstance(member.optimizer, _TORCH_ADAMS) else group
 
 
 def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -103,6 +131,6 @@ def _primed_state(inner: torch.optim.Optimizer, main: torch.Tensor, moments: tup
     for moment in moments:
         if state.get(moment) is None:
             state[moment] = torch.zeros_like(main, memory_format=torch.preserve_format).detach()
-    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and "step" not in state:
+    if isinstance(inner, _TORCH_ADAMS) and "step" not in state:
         state["step"] = torch.tensor(0.0)
     return state

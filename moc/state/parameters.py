@@ -57,13 +57,27 @@ def unpartitioned_parameters(model: torch.nn.Module) -> dict[str, list[Piece]]:
     Raises:
         ValueError: megatron-core does not describe some parameter.
     """
-    described = model.sharded_state_dict(metadata=dict(_ONE_TENSOR_PER_LAYER_AND_EXPERT))
+    described = _described(model)
     pieces = {}
     for name, parameter in model.named_parameters():
         if name not in described:
             raise ValueError(f"megatron-core's sharded_state_dict does not describe the parameter {name}")
         pieces[name] = [_piece(t, parameter) for t in _tensors(described[name])]
     return pieces
+
+
+def unpartitioned_buffers(model: torch.nn.Module) -> dict[str, list[Piece]]:
+    """Describes, as :func:`unpartitioned_parameters` does, the buffers that megatron-core saves with the model."""
+    described = _described(model)
+    return {
+        name: [_piece(t, buffer) for t in _tensors(described[name])]
+        for name, buffer in model.named_buffers()
+        if name in described
+    }
+
+
+def _described(model: torch.nn.Module) -> dict:
+    return model.sharded_state_dict(metadata=dict(_ONE_TENSOR_PER_LAYER_AND_EXPERT))
 
 
 def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
@@ -73,7 +87,7 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
     return [entry]
 
 
-def _piece(tensor: ShardedTensor, parameter: torch.nn.Parameter) -> Piece:
+def _piece(tensor: ShardedTensor, parameter: torch.Tensor) -> Piece:
     view = tensor.data.detach()
     return Piece(
         name=tensor.key,

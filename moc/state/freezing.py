@@ -1,0 +1,86 @@
+"""Frozen operators: they pass gradients on to their inputs, and stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from moc.state.fragments import Pieces
+from moc.state.operators import operator_of
+from moc.state.optimizer import drop_frozen_gradients, members
+from moc.state.parameters import unwrap
+
+
+class FreezingError(RuntimeError):
+    """Operators cannot be frozen; the message says why, and what to change."""
+
+
+class Freezer:
+    """Freezes and activates operators of this rank's model chunks between iterations.
+
+    Args:
+        chunks: the model chunks.
+        optimizer: their optimizer.
+        pieces: the places of their parameters in the unpartitioned model.
+    """
+
+    def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, pieces: Pieces):
+        self._chunks, self._optimizer = chunks, optimizer
+        self._operators = {  # of each parameter that has a place in the gradient buffers
+            parameter: {operator_of(piece.name) for piece in described}
+            for parameter, described in pieces.items()
+            if hasattr(parameter, "main_grad")
+        }
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.frozen: frozenset[str] = frozenset()
+
+    def freeze(self, operators: Iterable[str]) -> None:
+        """See :meth:`moc.state.training_state.TrainingState.freeze`."""
+        operators = set(operators)
+        if operators and any(
+            c.ddp_config.overlap_grad_reduce or c.ddp_config.overlap_param_gather for c in self._chunks
+        ):
+            raise FreezingError(
+                "operators cannot be frozen while communication overlaps with computation: "
+                "turn off --overlap-grad-reduce and --overlap-param-gather"
+            )
+        self._keep_frozen(self.frozen | operators)
+
+    def activate(self, operators: Iterable[str]) -> None:
+        """See :meth:`moc.state.training_state.TrainingState.activate`."""
+        self._keep_frozen(self.frozen - set(operators))
+
+    def _keep_frozen(self, wanted: frozenset[str]) -> None:
+        for owners in self._operators.values():
+            if owners & wanted and not owners <= wanted:
+                raise FreezingError(
+                    f"{', '.join(sorted(owners))} share one parameter, and can only be frozen or activated together: "
+                    "drop --moe-grouped-gemm, or name all of them"
+                )
+        for parameter, owners in self._operators.items():
+            parameter.requires_grad_(not owners & wanted)
+        self.frozen = wanted
+        if wanted and not self._hooks:
+            self._hooks = [*self._optimizer_hooks(), *self._embedding_hooks()]
+        elif not wanted:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    def _optimizer_hooks(self):
+        for member in members(self._optimizer):
+            yield member.optimizer.register_step_pre_hook(lambda *_, member=member: drop_frozen_gradients(member))
+
+    def _embedding_hooks(self):
+        for model in map(unwrap, self._chunks):
+            if getattr(model, "embedding", None) is not None:
+                yield model.embedding.register_forward_hook(_let_gradients_through)
+
+
+def _let_gradients_through(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    # recomputed layers get weight gradients only if their input needs a gradient, which a frozen embedding's does not
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()

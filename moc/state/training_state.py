@@ -1,0 +1,199 @@
+"""The one interface between training and fault tolerance: what there is to save, load, freeze and activate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from moc.state.fragments import Fragment, buffer_pieces, fragments_of, parameter_pieces
+from moc.state.freezing import Freezer
+from moc.state.operators import operator_of
+from moc.state.optimizer import MASTER, OwnedSlice, owned_slices, write_step
+
+PARAM, GRAD = "param", "grad"
+
+
+class Detail(Enum):
+    """How much of an operator."""
+
+    FULL = "full"
+    """Master weights and moments (fp32; with ZeRO-1 the slices of this rank), from which the weights follow; and the
+    biases of routers, which no optimizer owns, as slot ``param`` (fp32)."""
+
+    COMPUTE = "compute"
+    """Slot ``param``: the weights that the model computes with (in its dtype, whole on every data-parallel rank), and
+    the biases of routers."""
+
+    GRAD = "grad"
+    """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 the slices of this rank,
+    outside of which megatron-core leaves what is not reduced), still multiplied by fp16's loss scale."""
+
+
+class TrainingState:
+    """The state of this rank's model chunks and their optimizer, by operator.
+
+    Nothing here communicates but :meth:`gather_weights`.  All methods are for the time between iterations; gradients
+    can be read from their reduction until the next iteration starts.
+
+    Args:
+        chunks: the model chunks, built by megatron-core and wrapped for data parallelism.
+        optimizer: megatron-core's optimizer of them, replicated or ZeRO-1, in fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: a parameter belongs to no operator that is known.
+    """
+
+    def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer):
+        self._chunks, self._optimizer = chunks, optimizer
+        self._parameters, self._buffers = parameter_pieces(chunks), buffer_pieces(chunks)
+        self._pieces = self._parameters | self._buffers
+        self._masters = {owned.parameter: (owned.start, owned.slots[MASTER]) for owned in owned_slices(optimizer)}
+        self._freezer = Freezer(chunks, optimizer, self._parameters)
+
+    def operators(self) -> list[str]:
+        """Names of the operators of which this rank holds a part, in model order."""
+        names = (operator_of(piece.name) for pieces in self._parameters.values() for piece in pieces)
+        return list(dict.fromkeys(names))
+
+    def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
+        """Yields what lives on this rank of some operators, as views of live memory, in model order.
+
+        Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.
+
+        Args:
+            operators: names; those that live elsewhere are passed over.
+            detail: how much of them.
+        """
+        wanted = set(operators)
+        for part in self._slices(detail):
+            for fragment in fragments_of(part, self._pieces[part.parameter]):
+                if fragment.operator in wanted:
+                    yield fragment
+
+    @torch.no_grad()
+    def load(self, fragment: Fragment, values: torch.Tensor) -> None:
+        """Writes values into the live memory of a fragment, and keeps weights and masters consistent.
+
+        With a ``master``, the same elements of the model's weight are set to it, rounded to their dtype; with
+        a ``param``, those elements of the master that this rank owns are set to the weight.  So the next update finds
+        each in line with the other, and if both are loaded, the later counts: load ``COMPUTE`` first.  With ZeRO-1
+        a master is a slice, and the rest of the weight is on the data-parallel peers: after all of them have loaded,
+        :meth:`gather_weights` must follow.  Whoever loads ``COMPUTE`` on every rank needs no gather.
+
+        Args:
+            fragment: one that :meth:`fragments` gave, of any detail.
+            values: ``fragment.region.numel`` elements in any shape, of the dtype of ``fragment.view``, on any device.
+
+        Raises:
+            ValueError: another number of elements, or another dtype.
+        """
+        view = fragment.view
+        if values.numel() != view.numel() or values.dtype != view.dtype:
+            raise ValueError(
+                f"{fragment.slot} of {fragment.name} at {fragment.region.offset} takes {view.numel()} elements of "
+                f"{view.dtype}, not {values.numel()} of {values.dtype}"
+            )
+        view.copy_(values.reshape(-1))
+        if fragment.slot == MASTER:
+            _flat(fragment.tensor)[fragment.start : fragment.start + view.numel()].copy_(view)
+        elif fragment.slot == PARAM and fragment.tensor in self._masters:
+            first, master = self._masters[fragment.tensor]
+            start, stop = max(first, fragment.start), min(first + master.numel(), fragment.start + view.numel())
+            if start < stop:
+                master[start - first : stop - first].copy_(view[start - fragment.start : stop - fragment.start])
+
+    def gather_weights(self) -> None:
+        """Collects, with ZeRO-1, the rest of every weight from the data-parallel peers; a collective of them.
+
+        Needed after masters were loaded; does nothing with a replicated optimizer.
+        """
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+
+    def steps(self) -> dict[str, int]:
+        """Updates that the moments of each operator have seen, which Adam corrects its bias by.
+
+        Returns:
+            Operators of which this rank's optimizer owns a slice; none with SGD.
+        """
+        counted = {}
+        for operator, counter in self._counters():
+            if "step" in counter:
+                counted[operator] = int(counter["step"])
+        return counted
+
+    def set_steps(self, steps: Mapping[str, int]) -> None:
+        """Sets the number of updates of operators; those that live elsewhere are passed over.
+
+        Transformer Engine's and apex's fused Adam counts for all operators together: the last one counts.
+        """
+        for operator, counter in self._counters():
+            if operator in steps:
+                write_step(counter, steps[operator])
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The operators that are frozen, whether they live on this rank or not."""
+        return self._freezer.frozen
+
+    def freeze(self, operators: Iterable[str]) -> None:
+        """Freezes operators, until they are activated; to be called with the same operators on all ranks.
+
+        A frozen operator computes forward and the gradients of its inputs; those of all other operators stay
+        bit-identical.  It computes no gradients of its weights (but for the router's, a matrix of experts times
+        hidden size: megatron-core always multiplies it out), and takes no update: weights, moments, decay, count of
+        updates and a router's biases stand still.  Its gradients enter neither the norm nor the count of zeros.
+        Its place in megatron-core's gradient buffers holds zeros, which are reduced with the bucket that it is part
+        of; ZeRO-1's gather carries its unchanged weights along.  A fused Adam, which counts updates for a whole group
+        of parameters, goes on counting.
+
+        Args:
+            operators: names; those that live elsewhere are left to the ranks that hold them.
+
+        Raises:
+            FreezingError: gradients or weights are communicated while the model computes, or an operator shares
+                a parameter with one that is not to be frozen.  Nothing has changed.
+        """
+        self._freezer.freeze(operators)
+
+    def activate(self, operators: Iterable[str]) -> None:
+        """Lets frozen operators learn again, from the state that they have now; the others stay as they are.
+
+        Raises:
+            FreezingError: as :meth:`freeze`.
+        """
+        self._freezer.activate(operators)
+
+    def _slices(self, detail: Detail) -> Iterator[OwnedSlice]:
+        if detail is Detail.COMPUTE:
+            yield from map(_whole, self._parameters)
+        else:
+            owned = {part.parameter: part for part in owned_slices(self._optimizer)}
+            held = [owned[parameter] for parameter in self._parameters if parameter in owned]
+            yield from held if detail is Detail.FULL else map(_gradient, held)
+        if detail is not Detail.GRAD:
+            yield from map(_whole, self._buffers)
+
+    def _counters(self) -> Iterator[tuple[str, dict]]:
+        for part in owned_slices(self._optimizer):
+            for operator in {operator_of(piece.name) for piece in self._pieces[part.parameter]}:
+                yield operator, part.counter
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+def _whole(tensor: torch.Tensor) -> OwnedSlice:
+    return OwnedSlice(tensor, 0, tensor.numel(), {PARAM: _flat(tensor)}, sharded=False)
+
+
+def _gradient(owned: OwnedSlice) -> OwnedSlice:
+    values = _flat(owned.parameter.main_grad)[owned.start : owned.stop]
+    return dataclasses.replace(owned, slots={GRAD: values})

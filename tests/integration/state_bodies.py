@@ -1,0 +1,198 @@
+"""What workers of a test's world do to the training state."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+import pretrain_gpt_moe as program
+from megatron.training import loop
+from megatron.training.model import build_model
+from megatron.training.optimizer import build_optimizer
+from moc.state.freezing import FreezingError
+from moc.state.training_state import Detail, TrainingState
+from tests.integration.bodies import digest, with_run
+from tests.integration.state_files import boxes, first_copies, label, load, save_split, write
+
+
+def save_and_reload(flags: dict, directory: str, seed: int) -> dict:
+    """Trains two steps, saves a random split of the state, and loads it into fresh objects.
+
+    Returns:
+        ``boxes`` of the first copies by detail; digests of all fragments ``before`` and ``after``, those of the
+        ``fresh`` objects in between, and the steps with each.
+    """
+
+    def use(run) -> dict:
+        state = _state(run)
+        _steps(run, 2)
+        save_split(state, Path(directory), random.Random(seed))
+        fresh = _fresh_state(run)
+        told = {"boxes": boxes(state), "before": _told(state), "fresh": _told(fresh)}
+        load(fresh, Path(directory))
+        return told | {"after": _told(fresh)}
+
+    return with_run(flags, use)
+
+
+def load_and_save(flags: dict, source: str, target: str) -> None:
+    """Loads what another layout saved, and saves it again."""
+
+    def use(run) -> None:
+        state = _state(run)
+        load(state, Path(source))
+        write(Path(target), run.world.rank, [f for d in (Detail.FULL, Detail.COMPUTE) for f in first_copies(state, d)])
+
+    with_run(flags, use)
+
+
+def load_compute(flags: dict) -> dict:
+    """Sets weights by ``COMPUTE`` while the masters are stale.
+
+    Returns:
+        Digests of the weights as ``loaded`` and ``after`` an update of frozen operators; of all state ``before stock
+        step`` and after one that megatron-core takes by itself; and how what does not fit is ``refused``.
+    """
+
+    def use(run) -> dict:
+        state = _state(run)
+        operators = state.operators()
+        for fragment in state.fragments(operators, Detail.COMPUTE):
+            values = torch.full_like(fragment.view, 0.25) + torch.arange(len(fragment.view), device="cpu") % 7 / 64
+            state.load(fragment, values.to(fragment.view.dtype))
+        loaded = _digests(state, operators, Detail.COMPUTE)
+        state.freeze(operators)
+        _steps(run, 1)
+        fragment = next(state.fragments(operators, Detail.COMPUTE))
+        refused = []
+        for values in (fragment.view[1:], fragment.view.double()):
+            try:
+                state.load(fragment, values)
+            except ValueError as error:
+                refused.append(str(error))
+        told = {"loaded": loaded, "after": _digests(state, operators, Detail.COMPUTE), "refused": refused}
+        told["before stock step"] = _told(state)
+        run.stepper.optimizer.core.step()
+        return told | {"after stock step": _told(state)}
+
+    return with_run(flags, use)
+
+
+def freeze_and_activate(flags: dict, pattern: str) -> dict:
+    """From one state, two steps in three ways: with nothing frozen, with some operators frozen, and after these were
+    activated.
+
+    Returns:
+        ``frozen``: the operators; ``start``: digests and steps before; ``never``, ``while``, ``again``: after each
+        way, with the ``gradients`` and the ``record`` of its first step, and norm and zeros ``recounted`` from them.
+    """
+
+    def use(run) -> dict:
+        state = _state(run)
+        _steps(run, 1)
+        frozen = [name for name in state.operators() if re.fullmatch(pattern, name)]
+        position, kept, steps = run.position, _copies(state), state.steps()
+        told = {"frozen": frozen, "start": _told(state), "never": _two_steps(run, state)}
+        for way, change in (("while", state.freeze), ("again", state.activate)):
+            run.position = position
+            for fragment in state.fragments(state.operators(), Detail.FULL):
+                state.load(fragment, kept[label(fragment)])
+            state.gather_weights()
+            state.set_steps(steps)
+            change(frozen)
+            told[way] = _two_steps(run, state)
+        return told
+
+    return with_run(flags, use)
+
+
+def count_flops(flags: dict, patterns: list[str]) -> list[dict]:
+    """Floating-point operations of forward and backward with each set of operators frozen; and their matrices' size."""
+
+    def use(run) -> list[dict]:
+        state, told = _state(run), []
+        for pattern in patterns:
+            frozen = [name for name in state.operators() if re.fullmatch(pattern, name)]
+            state.freeze(frozen)
+            run.stepper.optimizer.zero_grad()
+            with FlopCounterMode(display=False) as counter:
+                run.stepper.schedule.forward_backward(run.batches("train", 0))
+            state.activate(frozen)
+            matrices = [f for f in state.fragments(frozen, Detail.COMPUTE) if len(f.global_shape) > 1]
+            elements = sum(fragment.region.numel for fragment in matrices)
+            told.append({"flops": counter.get_total_flops(), "matrices": elements})
+        return told
+
+    return with_run(flags, use)
+
+
+def freeze_refused(flags: dict) -> str | None:
+    """What freezing says, if it refuses; nothing has changed then."""
+
+    def use(run) -> str | None:
+        state = _state(run)
+        try:
+            state.freeze(["output"])
+        except FreezingError as error:
+            assert not state.frozen and all(p.requires_grad for c in run.stepper.chunks for p in c.parameters())
+            return str(error)
+        return None
+
+    return with_run(flags, use)
+
+
+def _state(run) -> TrainingState:
+    return TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+
+
+def _fresh_state(run) -> TrainingState:
+    config = run.config.replace("rng", seed=run.config.rng.seed + 1)
+    chunks = build_model(config, run.vocab_size, program.providers().model)
+    return TrainingState(chunks, build_optimizer(config, chunks).core)
+
+
+def _steps(run, count: int) -> list:
+    records = []
+    for _ in range(count):
+        batches = run.batches("train", run.position.consumed_samples)
+        records.append(run.stepper.step(run.position.iteration, batches))
+        run.position = loop.advance(run.position, records[-1])
+    return records
+
+
+def _two_steps(run, state: TrainingState) -> dict:
+    record = _steps(run, 1)[0]
+    gradients = _digests(state, state.operators(), Detail.GRAD)
+    recounted = _recounted(state, record.loss_scale)
+    _steps(run, 1)
+    first = {"gradients": gradients, "record": dataclasses.asdict(record), "recounted": recounted}
+    return _told(state) | first
+
+
+def _recounted(state: TrainingState, loss_scale: float) -> list[float]:
+    active = set(state.operators()) - state.frozen
+    views = [f.view.double() for f in state.fragments(active, Detail.GRAD) if f.first_copy]
+    sums = torch.stack([sum((v.square().sum() for v in views), torch.zeros(())).double(),
+                        sum(((v == 0).sum() for v in views), torch.zeros(())).double()])  # fmt: skip
+    dist.all_reduce(sums)
+    return [sums[0].sqrt().item() / loss_scale, sums[1].item()]
+
+
+def _told(state: TrainingState) -> dict:
+    operators = state.operators()
+    state_digests = _digests(state, operators, Detail.FULL) | _digests(state, operators, Detail.COMPUTE)
+    return {"digests": state_digests, "steps": state.steps()}
+
+
+def _digests(state: TrainingState, operators, detail: Detail) -> dict[str, str]:
+    return {f"{f.operator} {label(f)}": digest(f.view) for f in state.fragments(operators, detail)}
+
+
+def _copies(state: TrainingState) -> dict[str, torch.Tensor]:
+    return {label(f): f.view.clone() for f in state.fragments(state.operators(), Detail.FULL)}

@@ -1,0 +1,51 @@
+"""Counts of updates, which Adam corrects its bias by, wherever an optimizer keeps them."""
+
+import pytest
+import torch
+
+from megatron.training import cpu
+
+cpu.install()
+
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
+
+from moc.state.optimizer import get_step, owned_slices, set_step  # noqa: E402
+
+
+class CountingByGroup(torch.optim.Optimizer):
+    """Counts as Transformer Engine's and apex's fused Adam do: in the group, from the first update on."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+def wrapped(make, name):
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    inner = make([{"params": parameters}])
+    return inner, ChainedOptimizer([FP32Optimizer(inner, OptimizerConfig(optimizer=name, lr=0.1), lambda *_: None)])
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, CountingByGroup])
+def test_a_fresh_optimizer_goes_on_counting_where_a_saved_one_stopped(make):
+    inner, optimizer = wrapped(make, "adam")
+    list(owned_slices(optimizer))  # makes the moments, as saving and loading do
+    assert get_step(optimizer) == 0
+    set_step(optimizer, 7)
+    assert get_step(optimizer) == 7
+    inner.step()
+    assert get_step(optimizer) == 8
+
+
+def test_sgd_counts_nothing():
+    inner, optimizer = wrapped(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), "sgd")
+    set_step(optimizer, 7)
+    inner.step()
+    assert get_step(optimizer) == 0
+    assert "step" not in inner.param_groups[0]
