@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 
 from megatron.training.checkpoint_files import CheckpointError
@@ -22,6 +23,7 @@ def reported():
     try:
         yield
     except (ConfigError, TokenizerError, CheckpointError, NonFiniteError) as error:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this at once
         let_first_worker_speak()
         rank = os.environ.get("RANK", "0")
         print(f"pretrain_gpt_moe.py: error (worker {rank}): {error}", file=sys.stderr, flush=True)
