@@ -40,10 +40,6 @@ class StopRequests:
         """Whether this worker asks to stop."""
         return self.signal is not None or (self._deadline is not None and time.monotonic() > self._deadline)
 
-    def exit_code(self, signalled: bool) -> int:
-        """``EXIT_REQUEUE`` after a signal to any worker, else ``EXIT_DONE``."""
-        return EXIT_REQUEUE if signalled else EXIT_DONE
-
     def anybody_in(self, world: World) -> bool:
         """Whether any worker was asked by a signal; a collective call."""
         return sum_over_workers({"signal": float(self.signal is not None)}, world)["signal"] > 0
