@@ -236,7 +236,7 @@ def _header(path: Path) -> tuple[dict, int]:
 
 
 def _box(file: str, tensor: dict, entry: list) -> Box:
-    name, slot, global_shape, offset = entry
+    name, slot, global_shape, offset, *_digest = entry
     shape = tensor["shape"]
     if not all(isinstance(n, int) for n in (*global_shape, *offset, *shape)) or not isinstance(name, str):
         raise TypeError("a box has no place")

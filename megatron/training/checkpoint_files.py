@@ -14,15 +14,16 @@ from pathlib import Path
 
 import xxhash
 
+from moc.store.durable import sync_directory, write_durably
+from moc.store.errors import CheckpointError
+
+__all__ = ["CheckpointError", "write_durably"]
+
 MANIFEST = "manifest.json"
 STATE = "training_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 _FORMAT = "moc-megatron dense checkpoint 1"
 _NAME = re.compile(r"^iter_(\d{7,})$")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is missing, incomplete, damaged, or does not fit; the message names what, and the remedy."""
 
 
 def directory_of(root: str | Path, iteration: int) -> Path:
@@ -168,23 +169,3 @@ def damaged(what: str) -> CheckpointError:
 
 def _remedy() -> str:
     return "load an older checkpoint with --ckpt-step"
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a small file atomically; it is on disk when this returns."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,28 +1,69 @@
-"""safetensors files of regions: each entry is a box of a named tensor of the unpartitioned model.
+"""safetensors files of regions: each entry is a box of a named tensor of the unpartitioned model, with its hash.
 
 Whoever wrote a file, under whatever layout, a reader asks for any box of any tensor and gets it put together from
-the entries that overlap it.  Nothing is unpickled, and only the bytes that are needed are read.
+the entries that overlap it.  Nothing is unpickled, and only the bytes that are needed are read.  The format is
+described in ``docs/format_v1.md``.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import xxhash
 
 from moc.state.region import Region
+from moc.store.blobs import Blob, LocalBlob
 
 _INDEX = "regions"
+_PAGE = 4096  # the data begin at a multiple, so that they can be mapped and written by pages
+_NO_DIGEST = "0" * 32
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class MissingRegionError(RuntimeError):
     """Files do not hold all of a tensor that is asked for; the message names it."""
+
+
+class DamagedRegionError(MissingRegionError):
+    """Files hold it, but its bytes are not those that were written; the message names file and tensor."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A box of one slot of a named tensor.
+
+    Attributes:
+        name: tensor name in the unpartitioned model.
+        slot: what of it: ``master``, ``exp_avg``, ...
+        global_shape: shape of the whole tensor.
+        region: the box.
+        dtype: of its elements.
+    """
+
+    name: str
+    slot: str
+    global_shape: tuple[int, ...]
+    region: Region
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.region.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -43,40 +84,170 @@ class RegionTensor:
     region: Region
     values: torch.Tensor
 
-
-def write_regions(path: Path, entries: Iterable[RegionTensor]) -> None:
-    """Writes one file; its values are copied to the host as they come."""
-    tensors, index = {}, {}
-    for number, entry in enumerate(entries):
-        key = str(number)
-        tensors[key] = entry.values.detach().reshape(entry.region.shape).cpu().contiguous()
-        index[key] = [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset)]
-    save_file(tensors, path, metadata={_INDEX: json.dumps(index)})
+    @property
+    def entry(self) -> Entry:
+        """What it is, without the values."""
+        return Entry(self.name, self.slot, self.global_shape, self.region, self.values.dtype)
 
 
-@dataclass(frozen=True)
-class _Source:
-    path: Path
-    key: str
-    global_shape: tuple[int, ...]
-    region: Region
+class FileLayout:
+    """Where each entry stands in a file, known before any of its bytes are.
+
+    Attributes:
+        entries: the entries, in the order of the file: wide dtypes first, so that all are aligned.
+        spans: the bytes [start, stop) of each, from the beginning of the file.
+        header_bytes: all before the data.
+        nbytes: size of the file.
+    """
+
+    def __init__(self, entries: Iterable[Entry]):
+        self.entries = tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
+        self.header_bytes = 0
+        unpadded = len(self.header([_NO_DIGEST] * len(self.entries)))
+        self.header_bytes = -(-unpadded // _PAGE) * _PAGE
+        spans, position = [], self.header_bytes
+        for entry in self.entries:
+            spans.append((position, position + entry.nbytes))
+            position += entry.nbytes
+        self.spans, self.nbytes = tuple(spans), position
+
+    def header(self, digests: Sequence[str]) -> bytes:
+        """The bytes before the data.
+
+        Args:
+            digests: xxh3-128 of the bytes of each entry, in hex.
+        """
+        index, described, position = {}, {}, 0
+        for number, (entry, digest) in enumerate(zip(self.entries, digests, strict=True)):
+            key, end = str(number), position + entry.nbytes
+            index[key] = [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset), digest]
+            described[key] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.region.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps({"__metadata__": {_INDEX: json.dumps(index)}, **described}).encode()
+        text = text.ljust(self.header_bytes - 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> None:
+    """Writes one file; its values are copied to the host one after the other."""
+    tensors = sorted(tensors, key=lambda tensor: -tensor.values.dtype.itemsize)
+    layout, digests = FileLayout(tensor.entry for tensor in tensors), []
+    with open(path, "wb") as file:
+        file.seek(layout.header_bytes)
+        for tensor in tensors:
+            values = bytes_of(tensor.values.detach().cpu())
+            digests.append(digest_of(values))
+            file.write(values)
+        file.seek(0)
+        file.write(layout.header(digests))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the host, without a copy if it is contiguous."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def digest_of(data) -> str:
+    """xxh3-128 of a buffer, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """An entry of a file.
+
+    Attributes:
+        blob: the file.
+        entry: what it is.
+        start: its first byte in the file.
+        digest: xxh3-128 of its bytes in hex, None if the file does not say.
+    """
+
+    blob: Blob
+    entry: Entry
+    start: int
+    digest: str | None
+
+    def damage(self) -> str | None:
+        """What is wrong with its bytes, if anything is."""
+        if self.digest in (None, digest_of(self.data())):
+            return None
+        entry = self.entry
+        return (
+            f"{self.blob.name} is damaged: {entry.slot} of {entry.name} at {entry.region.offset} "
+            "does not match its hash"
+        )
+
+    def data(self) -> memoryview:
+        """Its bytes."""
+        return self.blob.read(self.start, self.start + self.entry.nbytes)
+
+    def values(self) -> torch.Tensor:
+        """Its values, in the shape of its box; they may be part of a mapped file."""
+        if not self.entry.region.numel:
+            return torch.empty(self.entry.region.shape, dtype=self.entry.dtype)
+        flat = torch.from_numpy(numpy.frombuffer(self.data(), dtype=numpy.uint8))
+        return flat.view(self.entry.dtype).view(self.entry.region.shape)
+
+
+def read_sources(blob: Blob) -> list[Source]:
+    """The entries of a file.
+
+    Raises:
+        MissingRegionError: it is not a file of regions.
+    """
+    try:
+        length = int.from_bytes(blob.read(0, 8), "little")
+        if not 2 <= length <= blob.size - 8:
+            raise ValueError(f"its header cannot have {length} bytes")
+        header = json.loads(bytes(blob.read(8, 8 + length)))
+        index = json.loads(header["__metadata__"][_INDEX])
+        sources = [_source(blob, 8 + length, header[key], *about) for key, about in index.items()]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise MissingRegionError(f"{blob.name} is not a file of regions ({error})") from None
+    return sources
+
+
+def _source(blob: Blob, data: int, described: dict, name, slot, global_shape, offset, digest=None) -> Source:
+    entry = Entry(
+        name, slot, tuple(global_shape), Region(tuple(offset), tuple(described["shape"])), _DTYPES[described["dtype"]]
+    )
+    start, stop = described["data_offsets"]
+    if stop - start != entry.nbytes or data + stop > blob.size or start < 0:
+        raise ValueError(f"{slot} of {name} does not lie inside of it: it is truncated")
+    return Source(blob, entry, data + start, digest)
 
 
 class RegionReader:
     """Answers for any box of any tensor in a set of files.
 
     Args:
-        paths: files that :func:`write_regions` made; together they hold each element at most once.
+        files: what :func:`write_regions` or a snapshot made; together they hold each element at most once.
+        verify: whether to compare entries with their hashes before they are used.
 
     Raises:
         MissingRegionError: a file is not of this kind.
     """
 
-    def __init__(self, paths: Iterable[Path]):
-        self._sources: dict[tuple[str, str], list[_Source]] = defaultdict(list)
-        self._files = {}
-        for path in paths:
-            self._add(Path(path))
+    def __init__(self, files: Iterable[Path | Blob], verify: bool = False):
+        self._sources: dict[tuple[str, str], list[Source]] = defaultdict(list)
+        self._verify, self._verified = verify, set()
+        for file in files:
+            for source in read_sources(_blob(file)):
+                self._sources[source.entry.name, source.entry.slot].append(source)
+
+    def __contains__(self, tensor: tuple[str, str]) -> bool:
+        """Whether the files hold any of a slot of a tensor, given as (name, slot)."""
+        return tensor in self._sources
+
+    def sources(self) -> Iterable[Source]:
+        """Every entry, in the order of the files."""
+        for sources in self._sources.values():
+            yield from sources
 
     def global_shape(self, name: str, slot: str) -> tuple[int, ...]:
         """Shape of a tensor as it was saved.
@@ -87,35 +258,62 @@ class RegionReader:
         sources = self._sources.get((name, slot))
         if not sources:
             raise MissingRegionError(f"no file holds {slot} of {name}")
-        return sources[0].global_shape
+        return sources[0].entry.global_shape
+
+    def will_read(self, name: str, slot: str, region: Region) -> None:
+        """Says that a box will be read soon."""
+        for source, _ in self._overlapping(name, slot, region):
+            source.blob.will_read(source.start, source.start + source.entry.nbytes)
+
+    def get(self, name: str, slot: str, region: Region) -> torch.Tensor:
+        """A box of a tensor, on the host; a view of the file where one entry holds all of it.
+
+        Raises:
+            MissingRegionError: the files do not hold all of the box.
+            DamagedRegionError: what they hold does not match its hash.
+        """
+        for source, common in self._overlapping(name, slot, region):
+            if common == region:
+                return self._values(source)[common.slices(source.entry.region.offset)]
+        source = next(iter(self._sources.get((name, slot), ())), None)
+        into = torch.empty(region.shape, dtype=source.entry.dtype if source else torch.float32)
+        self.read(name, slot, region, into)
+        return into
 
     def read(self, name: str, slot: str, region: Region, into: torch.Tensor) -> None:
         """Fills ``into`` (``region.numel`` elements, any device) with a box of a tensor.
 
         Raises:
             MissingRegionError: the files do not hold all of the box.
+            DamagedRegionError: what they hold does not match its hash.
         """
         self.global_shape(name, slot)
         target, filled = into.view(region.shape), 0
-        for source in self._sources[name, slot]:
-            common = region.intersect(source.region)
-            if common is not None:
-                stored = self._files[source.path].get_slice(source.key)
-                target[common.slices(region.offset)] = stored[common.slices(source.region.offset)].to(into.device)
-                filled += common.numel
+        for source, common in self._overlapping(name, slot, region):
+            target[common.slices(region.offset)].copy_(self._values(source)[common.slices(source.entry.region.offset)])
+            filled += common.numel
         if filled != region.numel:
             raise MissingRegionError(
                 f"files hold {filled} of {region.numel} elements of {slot} of {name} at {region.offset}"
             )
 
-    def _add(self, path: Path) -> None:
+    def _overlapping(self, name: str, slot: str, region: Region):
+        for source in self._sources.get((name, slot), ()):
+            if (common := region.intersect(source.entry.region)) is not None:
+                yield source, common
+
+    def _values(self, source: Source) -> torch.Tensor:
+        if self._verify and source not in self._verified:
+            if damage := source.damage():
+                raise DamagedRegionError(damage)
+            self._verified.add(source)
+        return source.values()
+
+
+def _blob(file: Path | Blob) -> Blob:
+    if isinstance(file, (str, Path)):
         try:
-            file = safe_open(path, framework="pt")
-            index = json.loads(file.metadata()[_INDEX])
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise MissingRegionError(f"{path} is not a file of regions ({error})") from None
-        self._files[path] = file
-        for key, (name, slot, global_shape, offset) in index.items():
-            shape = tuple(file.get_slice(key).get_shape())
-            source = _Source(path, key, tuple(global_shape), Region(tuple(offset), shape))
-            self._sources[name, slot].append(source)
+            return LocalBlob(Path(file))
+        except OSError as error:
+            raise MissingRegionError(f"{file} is not a file of regions ({error})") from None
+    return file

@@ -1,0 +1,146 @@
+"""``manifest.json``: what a checkpoint holds; written last, so that it makes the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import xxhash
+
+from moc.store.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = "moc-megatron checkpoint 1"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a rank's file has to be.
+
+    Attributes:
+        bytes: its size.
+        header_bytes: all before the data.
+        header_xxh3_128: hash of those, in hex; they hold the hashes of the data.
+    """
+
+    bytes: int
+    header_bytes: int
+    header_xxh3_128: str
+
+
+@dataclass(frozen=True)
+class OperatorEntry:
+    """What is saved of an operator.
+
+    Attributes:
+        detail: ``full`` or ``compute``.
+        step: updates that its moments have seen; None where nothing counts them.
+        elements: how many each slot has.
+    """
+
+    detail: str
+    step: int | None
+    elements: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written: its file, and what that holds of each operator."""
+
+    name: str
+    file: FileEntry
+    operators: Mapping[str, OperatorEntry]
+
+    def to_json(self) -> str:
+        """JSON text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Part:
+        """The inverse of :meth:`to_json`; KeyError, TypeError or ValueError if it is none."""
+        plain = json.loads(text)
+        return cls(plain["name"], FileEntry(**plain["file"]), _operators(plain["operators"]))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See ``docs/format_v1.md``."""
+
+    iteration: int
+    policy: str
+    writers: int
+    files: Mapping[str, FileEntry]
+    operators: Mapping[str, OperatorEntry]
+    layout: Mapping[str, int] = field(default_factory=dict)
+    state: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it names the files of all ranks that wrote; in a node's memory it may name only some."""
+        return len(self.files) == self.writers
+
+    @property
+    def bytes(self) -> int:
+        """Size of its files."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``."""
+        plain = {"format": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps({**plain, "xxh3_128": _digest(plain)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> Manifest:
+        """Reads a manifest.
+
+        Args:
+            text: of the file.
+            name: what to call the file in a message.
+
+        Raises:
+            CheckpointError: it is damaged, or of another format.
+        """
+        try:
+            plain = json.loads(text)
+            digest, written = plain.pop("xxh3_128"), plain.pop("format")
+            if written != FORMAT:
+                raise CheckpointError(f"{name} is of format {written!r}; this program reads {FORMAT!r}")
+            if digest != _digest({"format": written, **plain}):
+                raise CheckpointError(f"{name} is damaged: it does not match its hash")
+            files = {file: FileEntry(**entry) for file, entry in plain.pop("files").items()}
+            return cls(files=files, operators=_operators(plain.pop("operators")), **plain)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{name} is damaged ({error})") from None
+
+
+def merge(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
+    """Files and operators of all parts together.
+
+    Raises:
+        CheckpointError: two ranks say different things of one operator.
+    """
+    files, operators = {}, {}
+    for part in parts:
+        files[part.name] = part.file
+        for name, entry in part.operators.items():
+            operators[name] = entry if name not in operators else _add(name, operators[name], entry)
+    return files, operators
+
+
+def _add(name: str, one: OperatorEntry, other: OperatorEntry) -> OperatorEntry:
+    steps = {entry.step for entry in (one, other) if entry.step is not None}
+    if one.detail != other.detail or len(steps) > 1:
+        raise CheckpointError(f"the ranks disagree about {name}: {one.detail}, {other.detail}, updates {sorted(steps)}")
+    elements = dict(Counter(one.elements) + Counter(other.elements))
+    return OperatorEntry(one.detail, steps.pop() if steps else None, elements)
+
+
+def _operators(plain: dict) -> dict[str, OperatorEntry]:
+    return {name: OperatorEntry(**entry) for name, entry in plain.items()}
+
+
+def _digest(plain: dict) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
