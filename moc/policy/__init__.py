@@ -1,1 +1,27 @@
-"""When what is saved: which operator, at which detail, in this iteration."""
+"""When what is saved: which operator, at which detail, in this iteration.
+
+Every file in this directory is imported, so a new policy is a new file and nothing else.
+"""
+
+import importlib
+import pkgutil
+
+from moc.policy.interval import Every, Interval, IntervalTuner, interval_named
+from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.policy.registry import POLICIES, policy, policy_named
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "POLICIES",
+    "Every",
+    "Interval",
+    "IntervalTuner",
+    "Load",
+    "Policy",
+    "SnapshotPlan",
+    "interval_named",
+    "policy",
+    "policy_named",
+]

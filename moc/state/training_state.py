@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from moc.state.detail import Detail
 from moc.state.fragments import Fragment, buffer_pieces, fragments_of, parameter_pieces
 from moc.state.freezing import Freezer
 from moc.state.operators import operator_of
 from moc.state.optimizer import MASTER, OwnedSlice, owned_slices, write_step
 
 PARAM, GRAD = "param", "grad"
-
-
-class Detail(Enum):
-    """How much of an operator."""
-
-    FULL = "full"
-    """Master weights and moments (fp32; with ZeRO-1 the slices of this rank), from which the weights follow; and the
-    biases of routers, which no optimizer owns, as slot ``param`` (fp32)."""
-
-    COMPUTE = "compute"
-    """Slot ``param``: the weights that the model computes with (in its dtype, whole on every data-parallel rank), and
-    the biases of routers."""
-
-    GRAD = "grad"
-    """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 the slices of this rank,
-    outside of which megatron-core leaves what is not reduced), still multiplied by fp16's loss scale."""
 
 
 class TrainingState:

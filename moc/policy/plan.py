@@ -1,0 +1,92 @@
+"""What one snapshot holds, and what a policy is: a pure function from an iteration to such a plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
+
+from moc.policy.interval import Interval
+from moc.state.detail import Detail
+from moc.state.operators import Operator
+
+Load = Mapping[int, Sequence[int]]
+"""By layer (global number): the tokens that each of its experts has been given since training began."""
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """What is saved of the whole model at one moment; the same on every rank.  Which rank saves it is not its business.
+
+    Attributes:
+        iteration: iterations completed when it is taken.
+        policy: name of the policy that made it.
+        operators: by name of the operator, how much of it; in model order, and read-only.
+        complete: training can be recovered from this snapshot alone; where False, it takes earlier ones too.
+
+    Raises:
+        ValueError: nothing to save.
+    """
+
+    iteration: int
+    policy: str
+    operators: Mapping[str, Detail] = field(hash=False)
+    complete: bool
+
+    def __post_init__(self):
+        if not self.operators:
+            raise ValueError(
+                f"policy {self.policy} plans an empty snapshot for iteration {self.iteration}: its plan() must return "
+                "None where there is nothing to save"
+            )
+        object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
+
+    def of(self, detail: Detail) -> tuple[str, ...]:
+        """Names of the operators that are saved at a detail, in model order."""
+        return tuple(name for name, planned in self.operators.items() if planned is detail)
+
+    @property
+    def details(self) -> tuple[Detail, ...]:
+        """The details that occur, in the order of :class:`~moc.state.detail.Detail`."""
+        occurring = set(self.operators.values())
+        return tuple(detail for detail in Detail if detail in occurring)
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """When what is saved.
+
+    A policy is a frozen dataclass; settings of its own are further fields, with defaults.  Every rank asks its own copy
+    and acts on the answer without a word to the others, so an answer may follow from the fields, the arguments and
+    what the interval was told (the same on all ranks), and from nothing else: no clock, no random numbers, no rank.
+
+    Attributes:
+        operators: all operators of the model, in model order (:func:`moc.state.shape.model_operators`).
+        interval: when a snapshot is due.
+        name: of the policy; set by :func:`moc.policy.registry.policy`.
+    """
+
+    operators: Sequence[Operator]
+    interval: Interval
+    name: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
+        """What to save now.
+
+        Args:
+            iteration: iterations completed.
+            load: tokens by layer and expert; None where nobody counts them.
+
+        Returns:
+            The plan, or None where nothing is to be saved.
+        """
+
+    def everything(self, iteration: int) -> SnapshotPlan:
+        """All of the model, due or not: for the last iteration, and for a job that is told to stop."""
+        return self._full(iteration, (operator.name for operator in self.operators))
+
+    def _full(self, iteration: int, names: Iterable[str]) -> SnapshotPlan:
+        return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete=True)

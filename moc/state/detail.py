@@ -1,0 +1,21 @@
+"""How much of an operator is saved; here alone, so that plans can be made without torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Detail(Enum):
+    """How much of an operator."""
+
+    FULL = "full"
+    """Master weights and moments (fp32; with ZeRO-1 the slices of this rank), from which the weights follow; and the
+    biases of routers, which no optimizer owns, as slot ``param`` (fp32)."""
+
+    COMPUTE = "compute"
+    """Slot ``param``: the weights that the model computes with (in its dtype, whole on every data-parallel rank), and
+    the biases of routers."""
+
+    GRAD = "grad"
+    """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 the slices of this rank,
+    outside of which megatron-core leaves what is not reduced), still multiplied by fp16's loss scale."""

@@ -1,0 +1,45 @@
+"""What every policy promises, tried with every one that is found."""
+
+import copy
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.policy import POLICIES, Every, policy_named
+from moc.state.detail import Detail
+from moc.state.shape import ModelShape, model_operators
+
+
+@st.composite
+def questions(draw):
+    """(operators, interval, iteration, load or None)."""
+    expert_layers = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
+    experts = draw(st.integers(1, 6))
+    shape = ModelShape(expert_layers, 8, 16, 8, 8, 4, 100, num_experts=experts, expert_ffn_hidden_size=16)
+    tokens = st.lists(st.integers(0, 1000), min_size=experts, max_size=experts)
+    counted = {layer: draw(tokens) for layer, has_experts in enumerate(expert_layers) if has_experts}
+    load = draw(st.sampled_from([None, counted]))
+    return model_operators(shape), draw(st.integers(1, 10)), draw(st.integers(0, 100)), load
+
+
+@given(st.sampled_from(sorted(POLICIES)), questions())
+def test_plans_follow_from_the_question_alone(name, question):
+    operators, interval, iteration, load = question
+    asked = copy.deepcopy(load)
+    one, other = (policy_named(name)(copy.deepcopy(operators), Every(interval)) for _ in range(2))
+    # The other one has been asked before, and for something else.
+    other.plan(iteration + 1, None), other.plan(iteration, load)
+    assert one.plan(iteration, load) == other.plan(iteration, load)
+    assert load == asked
+
+
+@given(st.sampled_from(sorted(POLICIES)), questions())
+def test_plans_name_operators_of_the_model_in_its_order(name, question):
+    operators, interval, iteration, load = question
+    policy = policy_named(name)(operators, Every(interval))
+    for plan in filter(None, (policy.plan(iteration, load), policy.everything(iteration))):
+        assert (plan.iteration, plan.policy) == (iteration, name)
+        assert list(plan.operators) == [operator.name for operator in operators if operator.name in plan.operators]
+        in_full = set(plan.of(Detail.FULL)) == {operator.name for operator in operators}
+        # Where something is missing, or is there without its optimizer state, earlier snapshots are needed.
+        assert not plan.complete or in_full

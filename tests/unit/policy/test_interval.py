@@ -1,0 +1,273 @@
+"""The interval: as short as the budget allows, measured, and the same on every rank."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.policy import Every, IntervalTuner, interval_named
+from moc.policy.interval import BLOCK, BLOCKS, PROFILE_BLOCKS, REFRESH, SNAPSHOTS, WARM_UP
+from tests.unit.policy.clock import Clock
+
+BUDGETS = st.sampled_from([0.01, 0.03, 0.1])
+seconds = st.floats(0.001, 1000)
+observations = st.lists(
+    st.tuples(seconds, st.one_of(st.just(0.0), seconds), st.booleans(), st.booleans()), max_size=400
+)
+
+
+@st.composite
+def clocks(draw):
+    """Cheap and dear snapshots, over in less than an iteration or after a hundred."""
+    iteration_s = draw(st.floats(0.1, 10))
+    return Clock(
+        IntervalTuner(draw(BUDGETS)),
+        iteration_s,
+        stall_s=iteration_s * draw(st.sampled_from([0, 0.01, 0.1, 1, 3])),
+        persist_s=iteration_s * draw(st.sampled_from([0, 0.5, 3, 20, 100])),
+        slowdown=draw(st.sampled_from([0, 0.02, 0.2])),
+        noise=draw(st.sampled_from([0, 0.01])),
+    )
+
+
+def ideal(clock):
+    """The shortest interval whose overhead is within the budget, and at which the one before is persisted."""
+    flight = max(1, math.ceil((clock.persist_s - clock.stall_s) / (clock.iteration_s * (1 + clock.slowdown))))
+    # The slowdown lasts until the snapshot is persisted, for which its stall is time too.
+    disturbed_s = max(0.0, clock.persist_s - clock.stall_s) / (1 + clock.slowdown)
+    cost = clock.stall_s + clock.slowdown * disturbed_s
+    return max(flight, math.ceil(cost / (clock.interval.budget * clock.iteration_s)))
+
+
+def close(interval, clock):
+    wanted = ideal(clock)
+    # An iteration in which the snapshot ends counts as a whole; so d and C may be larger by a part of one.
+    return abs(interval - wanted) <= 1 + 0.1 * wanted + clock.slowdown / clock.interval.budget
+
+
+def settled(**costs):
+    clock = Clock(IntervalTuner(0.03), **costs).snapshots(SNAPSHOTS)
+    assert clock.interval.settled and close(clock.interval.interval, clock)
+    return clock
+
+
+@settings(max_examples=60, deadline=None)
+@given(clocks())
+def test_steady_overhead_is_within_the_budget(clock):
+    clock.snapshots(SNAPSHOTS)
+    before, clock.lost_s = clock.starts[-1], 0.0
+    clock.snapshots(8)
+    overhead = clock.lost_s / ((clock.starts[-1] - before) * clock.iteration_s)
+    noise = 3 * clock.noise / math.sqrt(BLOCK)
+    assert overhead <= clock.interval.budget * 1.05 + noise
+
+
+@settings(max_examples=60, deadline=None)
+@given(clocks())
+def test_no_shorter_interval_would_do(clock):
+    clock.snapshots(SNAPSHOTS + 2)
+    assert close(clock.interval.interval, clock)
+    assert clock.interval.overhead <= clock.interval.budget * (1 + 1e-9)
+    gaps = [
+        after - before for before, after in zip(clock.starts[SNAPSHOTS:], clock.starts[SNAPSHOTS + 1 :], strict=False)
+    ]
+    assert all(gap <= ideal(clock) * 1.1 + 2 + BLOCK + clock.slowdown / clock.interval.budget for gap in gaps)
+
+
+@given(observations, BUDGETS)
+def test_whatever_is_measured_the_interval_is_positive_and_nothing_starts_in_flight(measured, budget):
+    tuner = IntervalTuner(budget)
+    for iteration, (iteration_s, stall_s, snapshot, busy) in enumerate(measured, 1):
+        tuner.observe(iteration_s, stall_s, snapshot, busy)
+        assert isinstance(tuner.interval, int) and tuner.interval >= 1
+        assert not (busy and tuner.due(iteration))
+
+
+@given(observations, BUDGETS, st.data())
+def test_ranks_that_are_told_the_same_answer_the_same(measured, budget, data):
+    tuners = [IntervalTuner(budget) for _ in range(3)]
+    for iteration, observation in enumerate(measured, 1):
+        for tuner in tuners:
+            tuner.observe(*observation)
+        # How often one asks makes no difference.
+        for _ in range(data.draw(st.integers(0, 3))):
+            tuners[0].due(iteration), tuners[0].interval, tuners[0].state_dict()
+        assert len({(tuner.due(iteration), tuner.interval, tuner.overhead) for tuner in tuners}) == 1
+
+
+@given(observations, observations, BUDGETS)
+def test_state_survives_json_and_brings_all_ranks_to_one_point(before, after, budget):
+    survivor, replacement = IntervalTuner(budget), IntervalTuner(budget)
+    for observation in before:
+        survivor.observe(*observation)
+    state = json.loads(json.dumps(survivor.state_dict()))
+    was = survivor.interval, survivor.iteration_s, survivor.snapshot_s
+    for tuner in (survivor, replacement):
+        tuner.load_state_dict(state)
+        assert tuner.state_dict() == state
+        assert (tuner.interval, tuner.iteration_s, tuner.snapshot_s) == was
+    for iteration, observation in enumerate(after):
+        for tuner in (survivor, replacement):
+            tuner.observe(*observation)
+        assert survivor.due(iteration) == replacement.due(iteration)
+        assert survivor.state_dict() == replacement.state_dict()
+
+
+def test_a_resumed_run_keeps_its_interval_and_does_not_save_at_once():
+    clock = settled(stall_s=1.5)
+    resumed = Clock(IntervalTuner(0.03), stall_s=1.5)
+    resumed.interval.load_state_dict(clock.interval.state_dict())
+    assert resumed.interval.settled
+    resumed.snapshots(2)
+    assert resumed.starts == [50, 100]
+
+
+def test_nothing_is_saved_before_iterations_are_known():
+    clock = Clock(IntervalTuner(), stall_s=2).snapshots(SNAPSHOTS)
+    assert clock.starts[0] == WARM_UP + PROFILE_BLOCKS * BLOCK
+    assert [b - a for a, b in zip(clock.starts, clock.starts[1:], strict=False)] == [BLOCK + 1, BLOCK + 1]
+
+
+@pytest.mark.parametrize("dear, cheap", [({"stall_s": 6}, {"stall_s": 0.6}), ({"persist_s": 90}, {"persist_s": 3})])
+@pytest.mark.parametrize("upwards", [True, False])
+def test_a_lasting_change_of_the_cost_counts_with_the_second_snapshot(dear, cheap, upwards):
+    first, then = (cheap, dear) if upwards else (dear, cheap)
+    clock = settled(**first)
+    clock.snapshots(3)
+    was = clock.interval.interval
+    for name, value in then.items():
+        setattr(clock, name, value)
+    clock.snapshots(2)
+    assert close(clock.interval.interval, clock)
+    assert (clock.interval.interval > 2 * was) if upwards else (2 * clock.interval.interval < was)
+
+
+@pytest.mark.parametrize("factor", [0.25, 4])
+@pytest.mark.parametrize("costs", [{"stall_s": 1.0}, {"persist_s": 30.0}, {"persist_s": 30.0, "slowdown": 0.1}])
+def test_a_lasting_change_of_the_iteration_time_is_followed(factor, costs):
+    clock = settled(**costs)
+    clock.iteration_s *= factor
+    clock.run(BLOCKS * REFRESH + 5 * ideal(clock)).snapshots(1)
+    assert clock.interval.iteration_s == pytest.approx(clock.iteration_s)
+    assert close(clock.interval.interval, clock)
+
+
+@pytest.mark.parametrize("hiccup", [range(0, 1), range(20, 21), range(3, 5)])
+def test_a_hiccup_does_not_count(hiccup):
+    clock = settled(stall_s=0.9, persist_s=8, slowdown=0.05)
+    clock.snapshots(2)
+    was = clock.interval.interval
+    clock.run(60, dict.fromkeys(hiccup, 500.0)).snapshots(1)
+    assert abs(clock.interval.interval - was) <= 1
+
+
+def test_one_slow_snapshot_does_not_count():
+    clock = settled(stall_s=0.9)
+    was = clock.interval.interval
+    clock.stall_s = 300.0
+    clock.snapshots(1)
+    assert clock.interval.interval == was
+    clock.stall_s = 0.9
+    clock.snapshots(1)
+    assert clock.interval.interval == was
+
+
+def test_slowdown_in_bursts_counts():
+    """Two of twenty iterations in flight take 4 s in place of 1: 6 s that no median of iterations would show."""
+    tuner, since = IntervalTuner(0.03), None
+    for iteration in range(2000):
+        flight = since is not None and since < 20
+        tuner.observe(4.0 if flight and since in (5, 6) else 1.0, 0.0, since == 0, flight and since < 19)
+        since = None if since is None else since + 1
+        if tuner.due(iteration):
+            since = 0
+    assert tuner.snapshot_s == pytest.approx(6.0) and tuner.interval == 200
+
+
+def test_a_stall_after_the_flight_counts():
+    tuner, since = IntervalTuner(0.03), None
+    for iteration in range(1000):
+        stall = 1.5 if since == 1 else 0.0
+        tuner.observe(1.0 + stall, stall, since == 0, False)
+        since = None if since is None else since + 1
+        if tuner.due(iteration):
+            since = 0
+    assert tuner.interval == 50
+
+
+def test_iterations_that_happen_to_be_shorter_do_not_pay_for_a_stall():
+    clock = settled(stall_s=1.5, persist_s=45)
+    clock.iteration_s = 0.9
+    clock.snapshots(3)
+    assert clock.interval.snapshot_s == pytest.approx(1.5)
+
+
+def test_snapshots_that_cost_nothing_are_taken_in_every_iteration():
+    clock = settled()
+    before = len(clock.starts)
+    clock.run(10 * REFRESH)
+    assert clock.interval.interval == 1
+    assert len(clock.starts) - before > 0.9 * 10 * REFRESH
+
+
+def test_an_unplanned_snapshot_is_measured_too():
+    tuner = IntervalTuner(0.03)
+    for iteration in range(100):
+        tuner.observe(1.0 + (iteration % 20 == 0), float(iteration % 20 == 0), iteration % 20 == 0, False)
+    assert tuner.settled and tuner.interval == 34
+
+
+def test_a_snapshot_that_another_overtakes_is_not_measured():
+    clock = settled(stall_s=0.9)
+    was = clock.interval.state_dict()
+    for _ in range(SNAPSHOTS + 1):
+        clock.interval.observe(100.0, 99.0, snapshot=True, busy=True)
+    assert clock.interval.state_dict()["snapshots"] == was["snapshots"][-SNAPSHOTS:]
+
+
+@pytest.mark.parametrize("budget", [0, -0.03, math.nan, math.inf])
+def test_the_budget_must_be_positive(budget):
+    with pytest.raises(ValueError, match="take a fraction above 0, such as 0.03"):
+        IntervalTuner(budget)
+
+
+@pytest.mark.parametrize(
+    "iteration_s, stall_s", [(0, 0), (-1, 0), (1, -1), (math.nan, 0), (1, math.nan), (math.inf, 0)]
+)
+def test_impossible_times_are_refused(iteration_s, stall_s):
+    with pytest.raises(ValueError, match="cannot have been measured"):
+        IntervalTuner().observe(iteration_s, stall_s, False, False)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"iteration_s": [1.0]}, {"iteration_s": [0.0], "snapshots": []}, {"iteration_s": [1.0], "snapshots": [3]}],
+)
+def test_a_foreign_state_is_refused_and_changes_nothing(state):
+    clock = settled(stall_s=1.5)
+    was = clock.interval.state_dict()
+    with pytest.raises(ValueError, match="no state of an interval tuner"):
+        clock.interval.load_state_dict(state)
+    assert clock.interval.state_dict() == was
+
+
+def test_a_fixed_interval_is_a_multiple():
+    every = Every(5)
+    every.observe(1.0, 100.0, True, True)
+    assert [iteration for iteration in range(16) if every.due(iteration)] == [5, 10, 15]
+    every.load_state_dict(every.state_dict())
+
+
+def test_intervals_by_name():
+    assert interval_named("7") == Every(7)
+    assert interval_named("auto", 0.05).budget == 0.05
+
+
+@pytest.mark.parametrize(
+    "text, message", [("0", "take 1 or more"), ("-3", "auto or a number"), ("1.5", "auto or a number"), ("", "auto or")]
+)
+def test_impossible_intervals_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        interval_named(text)

@@ -1,0 +1,111 @@
+"""Plans, the policy ``full``, and how policies are found."""
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.policy import POLICIES, Every, IntervalTuner, Policy, SnapshotPlan, policy, policy_named
+from moc.policy.full import Full
+from moc.state.detail import Detail
+from moc.state.shape import ModelShape, model_operators
+from tests.unit.policy.clock import Clock
+
+ROOT = Path(__file__).parents[3]
+OPERATORS = tuple(model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)))
+MIXED = SnapshotPlan(
+    7, "sparse", {"output": Detail.COMPUTE, "embedding": Detail.FULL, "layers.0.mlp": Detail.COMPUTE}, complete=False
+)
+
+
+def run(code, cwd=ROOT):
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+def test_operators_by_detail_keep_their_order():
+    assert MIXED.of(Detail.COMPUTE) == ("output", "layers.0.mlp")
+    assert MIXED.of(Detail.FULL) == ("embedding",)
+    assert MIXED.of(Detail.GRAD) == ()
+    assert MIXED.details == (Detail.FULL, Detail.COMPUTE)
+
+
+def test_a_plan_does_not_change():
+    wanted = {"embedding": Detail.FULL}
+    plan = SnapshotPlan(7, "full", wanted, complete=True)
+    wanted["output"] = Detail.FULL
+    assert plan.of(Detail.FULL) == ("embedding",)
+    assert plan == SnapshotPlan(7, "full", {"embedding": Detail.FULL}, complete=True) and len({plan, plan}) == 1
+    with pytest.raises(TypeError):
+        plan.operators["output"] = Detail.FULL
+    with pytest.raises(FrozenInstanceError):
+        plan.iteration = 8
+
+
+def test_an_empty_plan_is_refused():
+    with pytest.raises(ValueError, match="policy sparse plans an empty snapshot for iteration 7: .* must return None"):
+        SnapshotPlan(7, "sparse", {}, complete=False)
+
+
+@given(st.integers(1, 20), st.integers(0, 100))
+def test_full_saves_everything_at_every_nth_iteration(interval, iteration):
+    plan = Full(OPERATORS, Every(interval)).plan(iteration, None)
+    assert (plan is not None) == (iteration > 0 and iteration % interval == 0)
+    if plan:
+        assert plan.of(Detail.FULL) == tuple(plan.operators) == tuple(operator.name for operator in OPERATORS)
+        assert (plan.iteration, plan.policy, plan.complete) == (iteration, "full", True)
+        assert plan == Full(OPERATORS, Every(interval)).plan(iteration, {1: [5, 0, 9, 1]})
+
+
+def test_full_follows_the_tuner():
+    tuner = IntervalTuner()
+    clock, full = Clock(tuner, stall_s=1.0), Full(OPERATORS, tuner)
+    for iteration in range(1, 200):
+        clock.run(1)
+        assert (full.plan(iteration) is not None) == (iteration in clock.starts)
+    assert len(clock.starts) > 3
+
+
+def test_everything_is_saved_whether_due_or_not():
+    full = Full(OPERATORS, Every(10))
+    assert full.plan(3) is None
+    assert full.everything(3).operators == full.plan(10).operators
+
+
+def test_policies_are_found_by_name():
+    assert policy_named("full") is POLICIES["full"] is Full and Full.name == "full"
+    with pytest.raises(ValueError, match="no policy called fuller: choose one of .*full"):
+        policy_named("fuller")
+
+
+def test_two_policies_cannot_have_one_name():
+    with pytest.raises(ValueError, match="two policies called full"):
+        policy("full")(Full)
+
+
+def test_a_policy_must_plan():
+    @dataclass(frozen=True)
+    class Nothing(Policy):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Nothing(OPERATORS, Every(1))
+
+
+def test_policies_need_no_torch():
+    assert run("import sys, moc.policy, moc.state.shape; print('torch' in sys.modules)").split() == ["False"]
+
+
+def test_the_policy_of_the_docs_is_found_and_works(tmp_path):
+    page = (ROOT / "docs" / "policies.md").read_text()
+    path = re.search(r"For example `(moc/policy/\w+\.py)`", page)[1]
+    file, use = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    shutil.copytree(ROOT / "moc", tmp_path / "moc", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / path).write_text(file)
+    printed = run(use, cwd=tmp_path)
+    assert f"prints\n\n    {printed}" in page
