@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.training.checkpoint_files import CheckpointError
+from moc.store.errors import CheckpointError
 
 
 def on_first(action: Callable, what: str):
@@ -36,11 +36,37 @@ def on_first(action: Callable, what: str):
     return result
 
 
+def agreed(action: Callable[[], None], what: str) -> None:
+    """Runs ``action`` on every worker; a collective call.
+
+    Args:
+        action: what to do.
+        what: begins the message if the file system refuses.
+
+    Raises:
+        CheckpointError: on all workers, if the action raised one on any of them, or an OSError.
+    """
+    problem = None
+    try:
+        action()
+    except CheckpointError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{what}: {error}; check the path, its permissions and free space"
+    if problem := first_of_any(problem):
+        raise CheckpointError(problem)
+
+
 def first_of_any(value):
     """The first value over all workers that is not None, or None; a collective call."""
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return next((v for v in gathered if v is not None), None)
+    return next((v for v in gather(value) if v is not None), None)
+
+
+def gather(value, group=None) -> list:
+    """The values of all workers of a group (default: all), by rank in the group; a collective call of them."""
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def first_line(error: Exception) -> str:

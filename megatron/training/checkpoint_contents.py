@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron.training.agreement import first_line
 from megatron.training.config import Config, global_batch_size, train_iterations
 from megatron.training.initialize import World
 from megatron.training.optimizer import VotedOptimizer
 from moc.state.optimizer import get_step, members
 from moc.state.parameters import unwrap
+from moc.store.errors import CheckpointError
 
 _SHAPE = {  # what must be the same for weights to fit, by flag group
     "network": ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -61,6 +64,53 @@ def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
     for member in members(optimizer.core):
         if saved and getattr(member, "grad_scaler", None):
             member.grad_scaler.load_state_dict({**saved, "scale": torch.tensor(saved["scale"])})
+
+
+def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
+    """Gives the schedule of learning rate and weight decay its saved state.
+
+    Args:
+        scheduler: the schedule.
+        saved: its state, as saved.
+        where: the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: the flags ask for another schedule.
+    """
+    try:
+        scheduler.load_state_dict(saved)
+    except AssertionError as mismatch:
+        raise CheckpointError(
+            f"the learning-rate schedule differs from the one in {where} ({first_line(mismatch)}): pass "
+            "--use-checkpoint-opt-param-scheduler to keep the old one, --override-opt-param-scheduler for the new"
+        ) from None
+
+
+def check_optimizer(config: Config, saved: str | None, where: object) -> None:
+    """Raises ``CheckpointError`` where a checkpoint holds the state of another optimizer, or none."""
+    optimizer = config.regularization.optimizer
+    if saved != optimizer:
+        raise CheckpointError(
+            f"{where} holds state of optimizer {saved}, not of {optimizer}: change --optimizer, or pass --no-load-optim"
+        )
+
+
+def check_shape(config: Config, saved: dict, where: object) -> None:
+    """Raises ``CheckpointError`` where a checkpoint holds another model."""
+    for name, value in shape(config).items():
+        if saved.get(name) != value:
+            flag = "--" + name.replace("_", "-")
+            raise CheckpointError(f"{where} holds another model: {flag} is {saved.get(name)} there and {value} here")
+
+
+def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
+    """Says what makes samples come in another order than in the run that saved."""
+    for name, value in sample_order(config, world).items():
+        if name in saved and saved[name] != value:
+            say(
+                f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: from here on samples come in "
+                "another order, and some may come twice or never"
+            )
 
 
 def shape(config: Config) -> dict:

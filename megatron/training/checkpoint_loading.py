@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel
@@ -22,10 +21,10 @@ from megatron.training.checkpoint_files import CheckpointError
 from megatron.training.config import Config, global_batch_size
 from megatron.training.initialize import World
 from megatron.training.optimizer import VotedOptimizer
-from moc.state.fragments import Fragment, optimizer_fragments
+from moc.state.fragments import optimizer_fragments
 from moc.state.optimizer import set_step
 from moc.state.parameters import unwrap
-from moc.state.region import Region
+from moc.store.fill import values_for
 from moc.store.regions import MissingRegionError, RegionReader
 
 
@@ -61,7 +60,7 @@ class CheckpointLoader:
         manifest = self._verified_manifest(directory)
         state = json.loads((directory / files.STATE).read_text()) if manifest else None
         if state:
-            self._check_shape(state["shape"], directory)
+            contents.check_shape(self._config, state["shape"], directory)
         elif checkpoint.load_optim and not checkpoint.finetune:
             raise CheckpointError(
                 f"{directory} holds no optimizer state of ours: pass --no-load-optim, or --finetune to start anew"
@@ -76,7 +75,7 @@ class CheckpointLoader:
         if not state:
             iteration = int(loaded.get("iteration", 0))
             return Position(iteration, iteration * global_batch_size(self._config, self._world.size))
-        self._warn_of_other_samples(state["sample_order"])
+        contents.warn_of_other_samples(self._config, self._world, state["sample_order"], self._say)
         return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
 
     def _look(self) -> str | None:
@@ -105,22 +104,6 @@ class CheckpointLoader:
             raise files.damaged(damage)
         return manifest
 
-    def _check_shape(self, saved: dict, directory: Path) -> None:
-        for name, value in contents.shape(self._config).items():
-            if saved.get(name) != value:
-                flag = "--" + name.replace("_", "-")
-                raise CheckpointError(
-                    f"{directory} holds another model: {flag} is {saved.get(name)} there and {value} here"
-                )
-
-    def _warn_of_other_samples(self, saved: dict) -> None:
-        for name, value in contents.sample_order(self._config, self._world).items():
-            if name in saved and saved[name] != value:
-                self._say(
-                    f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: from here on samples come in "
-                    "another order, and some may come twice or never"
-                )
-
     def _load_weights(self, directory: Path) -> dict:
         register_safe_globals()  # what stock Megatron-LM's common.pt holds beside tensors
         try:
@@ -132,48 +115,19 @@ class CheckpointLoader:
         return loaded
 
     def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
-        optimizer = self._config.regularization.optimizer
-        if state["optimizer"] != optimizer:
-            raise CheckpointError(
-                f"{directory} holds state of optimizer {state['optimizer']}, not of {optimizer}: "
-                "change --optimizer, or pass --no-load-optim"
-            )
+        contents.check_optimizer(self._config, state["optimizer"], directory)
         paths = [directory / name for name in manifest["files"] if name.startswith(writer.OPTIMIZER)]
         if missing := first_of_any(self._fill_optimizer(paths)):
             raise CheckpointError(f"{directory} is incomplete: {missing}")
         set_step(self._optimizer.core, state["optimizer_step"])
         contents.restore_grad_scaler(self._optimizer, state["grad_scaler"])
-        try:
-            self._scheduler.load_state_dict(state["scheduler"])
-        except AssertionError as mismatch:
-            raise CheckpointError(
-                f"the learning-rate schedule differs from the one in {directory} ({first_line(mismatch)}): pass "
-                "--use-checkpoint-opt-param-scheduler to keep the old one, --override-opt-param-scheduler for the new"
-            ) from None
+        contents.restore_scheduler(self._scheduler, state["scheduler"], directory)
 
     def _fill_optimizer(self, paths: list[Path]) -> str | None:
         try:
             reader = RegionReader(paths)
             for fragment in optimizer_fragments(self._chunks, self._optimizer.core):
-                _fill(fragment, reader)
+                fragment.view.view(fragment.region.shape).copy_(values_for(fragment, reader))
         except MissingRegionError as missing:
             return str(missing)
         return None
-
-
-def _fill(fragment: Fragment, reader: RegionReader) -> None:
-    region, view = fragment.region, fragment.view
-    if fragment.padded:
-        whole = Region((0,) * len(fragment.global_shape), reader.global_shape(fragment.name, fragment.slot))
-        common = region.intersect(whole)
-        if common != region:  # vocabulary rows that only this layout pads with
-            view.zero_()
-            if common is None:
-                return
-            part = torch.empty(common.shape, dtype=view.dtype, device=view.device)
-            reader.read(fragment.name, fragment.slot, common, into=part)
-            view.view(region.shape)[common.slices(region.offset)] = part
-            return
-    elif (saved := reader.global_shape(fragment.name, fragment.slot)) != fragment.global_shape:
-        raise MissingRegionError(f"{fragment.name} has shape {saved} there and {fragment.global_shape} here")
-    reader.read(fragment.name, fragment.slot, region, into=view)

@@ -70,6 +70,17 @@ class Checkpoints:
         self._queue = AsyncCallsQueue()
         self.last_saved: int | None = None
 
+    def newest(self) -> int | None:
+        """The iteration that :meth:`load` would go on from; None if it would begin at 0, or find nothing."""
+        checkpoint = self._config.checkpoint
+        if checkpoint.load is None or checkpoint.finetune:
+            return None
+        look = functools.partial(files.latest_iteration, checkpoint.load)
+        if checkpoint.ckpt_step is not None:
+            directory = files.directory_of(checkpoint.load, checkpoint.ckpt_step)
+            look = lambda: checkpoint.ckpt_step if directory.is_dir() else None  # noqa: E731
+        return on_first(look, "cannot look for a checkpoint")
+
     def load(self) -> Position | None:
         """Loads what ``--load`` and ``--ckpt-step`` name.
 

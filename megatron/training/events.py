@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class EventLog:
     """
 
     def __init__(self, directory: str | Path | None):
-        self._file = None
+        self._file, self._lock = None, threading.Lock()  # savers report from threads of their own
         if directory is not None:
             path = Path(directory)
             path.mkdir(parents=True, exist_ok=True)
@@ -27,8 +28,10 @@ class EventLog:
         """Appends one event; ``type`` and ``time`` (Unix seconds) come first."""
         if self._file is not None:
             record = {"type": event, "time": round(time.time(), 3), **fields}
-            self._file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
-            self._file.flush()
+            line = json.dumps({k: _finite(v) for k, v in record.items()}) + "\n"
+            with self._lock:
+                self._file.write(line)
+                self._file.flush()
 
     def close(self) -> None:
         """Closes the file; later events are dropped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import replace
 
 from megatron.training.config import Config
@@ -35,7 +36,7 @@ def pretrain(config: Config, providers: Providers) -> int:
     try:
         code = train(run, stop)
     except NonFiniteError:
-        run.checkpoints.finish()  # all workers are here alike: what is being saved is still good
+        wait_for_saves(run)  # all workers are here alike: what is being saved is still good
         raise
     run.log.close()
     shut_down()
@@ -60,10 +61,12 @@ def train(run: Run, stop: StopRequests) -> int:
 
 
 def iterate(run: Run, stop: StopRequests) -> StepRecord:
-    """Computes, commits and reports one iteration."""
+    """Computes, commits, protects and reports one iteration."""
+    begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
     run.position = advance(run.position, record)
+    run.snapshots.take(run.position, step_s=time.perf_counter() - begun)
     run.log.iteration(record, run.position.consumed_samples)
     run.checkpoints.poll()
     if due(run.config.training.manual_gc_interval, run):
@@ -123,9 +126,21 @@ def save(run: Run) -> None:
     run.log.skip_time()
 
 
+def secure(run: Run) -> None:
+    """The run ends here: all of its state goes to storage."""
+    run.snapshots.secure(run.position)
+    run.checkpoints.finish()
+
+
+def wait_for_saves(run: Run) -> None:
+    """Waits until all that is being saved is saved."""
+    run.snapshots.finish()
+    run.checkpoints.finish()
+
+
 def leave(run: Run, stop: StopRequests) -> int:
     """Ends before all iterations are done."""
-    run.checkpoints.finish()
+    secure(run)
     signalled = stop.anybody_in(run.world)
     code = EXIT_REQUEUE if signalled else EXIT_DONE
     reason = "signal" if signalled else "limit"
@@ -137,7 +152,7 @@ def leave(run: Run, stop: StopRequests) -> int:
 def finish(run: Run, stop: StopRequests) -> int:
     """All iterations are done: save, and report the final losses."""
     save(run)
-    run.checkpoints.finish()
+    secure(run)
     run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)
     run.log.message("training is done")
     if report_loss(run, "valid", 0, stop):

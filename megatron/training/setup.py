@@ -18,6 +18,8 @@ from megatron.training.model import ModelProvider, build_model
 from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.phases import Phases
 from megatron.training.schedule import ForwardStep, Schedule
+from megatron.training.snapshot_setup import begin
+from megatron.training.snapshots import NoSnapshots, Snapshots
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -54,6 +56,7 @@ class Run:
     world: World
     stepper: Stepper
     checkpoints: Checkpoints
+    snapshots: Snapshots | NoSnapshots
     log: Log
     streams: dict[str, BatchStream | None]
     splits: set[str]
@@ -92,6 +95,11 @@ def set_up(config: Config, world: World, providers: Providers, stop: StopRequest
     stop.check_set_up(world)
     phases.done("model")
 
+    checkpoints = Checkpoints(config, world, chunks, optimizer, scheduler, log.message)
+    position, snapshots = begin(config, world, chunks, optimizer, scheduler, vocab_size, checkpoints, log)
+    stop.check_set_up(world)
+    phases.done("load")
+
     sizes = config.training.micro_batch_size, config.data.seq_length
     stepper = Stepper(
         world=world,
@@ -105,12 +113,8 @@ def set_up(config: Config, world: World, providers: Providers, stop: StopRequest
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
+        rider=snapshots,
     )
-    checkpoints = Checkpoints(config, world, chunks, optimizer, scheduler, log.message)
-    position = checkpoints.load() or Position()
-    stop.check_set_up(world)
-    phases.done("load")
-
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     streams = _streams(config, world, datasets, micro_batches)
     readers = sum_over_workers({split: float(s is not None) for split, s in streams.items()}, world)
@@ -126,7 +130,7 @@ def set_up(config: Config, world: World, providers: Providers, stop: StopRequest
         parameters=count_parameters(chunks),
         startup_s=phases.seconds,
     )
-    return Run(config, world, stepper, checkpoints, log, streams, splits, train_iters, vocab_size, position)
+    return Run(config, world, stepper, checkpoints, snapshots, log, streams, splits, train_iters, vocab_size, position)
 
 
 def samples_wanted(config: Config, train_iters: int, batch: int) -> tuple[int, int, int]:

@@ -63,6 +63,17 @@ class StepRecord:
     auxiliary: dict[str, float] = field(default_factory=dict)
 
 
+class Rider:
+    """What takes part in the vote beside the step itself; this one has nothing to say."""
+
+    def ballot(self) -> dict[str, float]:
+        """What this worker has to say in the vote; all workers name the same values."""
+        return {}
+
+    def voted(self, tally: dict[str, float]) -> None:
+        """Hears the sums over all workers, right before the update changes the state; may raise on all alike."""
+
+
 @dataclass(frozen=True)
 class Stepper:
     """The parts of a worker that compute an iteration."""
@@ -78,6 +89,7 @@ class Stepper:
     count_zeros: bool = False
     params_norm: bool = False
     refuse_non_finite: bool = True
+    rider: Rider = field(default_factory=Rider)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
         """Computes iteration ``iteration`` (counted from 0) and commits it.
@@ -100,6 +112,7 @@ class Stepper:
         vote = self._vote(reports, stop)
         record = self._decide(iteration, vote)
 
+        self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
         self.optimizer.apply(vote["square_norm"])
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)
@@ -111,6 +124,7 @@ class Stepper:
             **sum_losses(reports, self.world),
             "stop": float(stop),
             **self.auxiliary.take(),
+            **self.rider.ballot(),
         }
         if self.count_zeros:
             ballot["zeros"] = self.optimizer.count_zeros()

@@ -1,6 +1,6 @@
 """Who saves what: every byte of a checkpoint by exactly one of the ranks that hold it."""
 
-from moc.sharding.assign import SCHEMES, Scheme, ShardingError, assign, loads
+from moc.sharding.assign import SCHEMES, Scheme, ShardingError, assign, loads, scheme_named
 from moc.sharding.contents import StateBytes, contents
 from moc.sharding.ideal import equation_8, forced_bytes, ideal_bytes, pec_leaves_ranks_unequal
 from moc.sharding.item import Item, cut_large
@@ -25,4 +25,5 @@ __all__ = [
     "loads",
     "pec_leaves_ranks_unequal",
     "rule",
+    "scheme_named",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moc.sharding.item import Item
-from moc.sharding.rules import RULES
+from moc.sharding.rules import RULES, Rule
 
 
 class ShardingError(ValueError):
@@ -32,6 +32,34 @@ SCHEMES: Mapping[str, Scheme] = {
 """Those of MoC's Figure 10 by its names, and ``AE+AN``, which places experts adaptively too."""
 
 
+def scheme_named(text: str) -> Scheme:
+    """The scheme that a flag names.
+
+    Args:
+        text: a name in :data:`SCHEMES`, or two rules: ``EXPERTS_RULE,OTHERS_RULE``.
+
+    Raises:
+        ShardingError: it is neither.
+    """
+    if text in SCHEMES:
+        return SCHEMES[text]
+    rules = [name.strip() for name in text.split(",")]
+    if len(rules) != 2:
+        raise ShardingError(
+            f"there is no sharding scheme {text!r}: choose one of {', '.join(SCHEMES)}, or name two rules, one for "
+            f"experts and one for the rest, as in equal,adaptive"
+        )
+    for name in rules:
+        _known(name)
+    return Scheme(*rules)
+
+
+def _known(name: str) -> Rule:
+    if name not in RULES:
+        raise ShardingError(f"there is no sharding rule {name!r}: choose one of {', '.join(sorted(RULES))}")
+    return RULES[name]
+
+
 def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
     """The rank that saves each item; the same on every rank, without communication.
 
@@ -47,10 +75,9 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
         if rank is not None:
             load[rank] += item.nbytes
     for name, of_experts in ((scheme.experts, True), (scheme.others, False)):
-        if name not in RULES:
-            raise ShardingError(f"there is no sharding rule {name!r}: choose one of {', '.join(sorted(RULES))}")
+        choose = _known(name)
         indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == of_experts]
-        chosen = RULES[name]([items[i] for i in indices], dict(load))
+        chosen = choose([items[i] for i in indices], dict(load))
         if len(chosen) != len(indices):
             raise ShardingError(f"the sharding rule {name} assigned {len(chosen)} of {len(indices)} items")
         for index, rank in zip(indices, chosen, strict=True):

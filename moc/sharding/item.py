@@ -14,7 +14,7 @@ class Item:
 
     Attributes:
         operator: its name.
-        slot: what of it: ``weights`` (the compute copy), ``optimizer`` or, of that, ``master`` alone.
+        slot: what of it: ``weights`` (the compute copy), ``optimizer`` or, of that, ``master`` alone; ``gradients``.
         slice: which of its tensor-parallel slices; None for what every tensor-parallel rank holds alike.
         start: first byte.
         stop: the byte after the last.

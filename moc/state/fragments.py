@@ -34,6 +34,8 @@ class Fragment:
         padded: see :class:`moc.state.parameters.Piece`.
         tensor: the local parameter or buffer of the model that it belongs to.
         start: position of its first element in that tensor, flattened.
+        replica: number of this copy: see :class:`moc.state.parameters.Piece`.
+        sharded: the data-parallel peers hold other ranges (ZeRO), rather than copies of this one.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Fragment:
     padded: bool
     tensor: torch.Tensor
     start: int
+    replica: tuple[int, ...]
+    sharded: bool
 
     @property
     def operator(self) -> str:
@@ -101,4 +105,6 @@ def fragments_of(owned: OwnedSlice, pieces: list[Piece]) -> Iterator[Fragment]:
                     padded=piece.padded,
                     tensor=owned.parameter,
                     start=position,
+                    replica=piece.replica,
+                    sharded=owned.sharded,
                 )

@@ -60,6 +60,13 @@ class Place(ABC):
             CheckpointError: another process has it.
         """
 
+    def check_owner(self) -> None:  # noqa: B027 - where a lock lasts as long as its process, there is nothing to ask
+        """Asks whether the place still is this process's, if it was ever locked; before anything is made of it.
+
+        Raises:
+            CheckpointError: another process has taken it since.
+        """
+
 
 class LocalPlace(Place):
     """A directory of this machine.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from moc.store import manifest as manifests
 from moc.store.errors import CheckpointError
@@ -12,7 +12,7 @@ from moc.store.places import Place
 from moc.store.regions import digest_of
 
 _DIRECTORY = re.compile(r"^iter_(\d{7,})$")
-_HIDDEN_PART = re.compile(r"^\.rank_\d+\.json$")
+_SET_ASIDE = f"{manifests.NAME}.superseded"
 
 
 def directory_of(iteration: int) -> str:
@@ -51,10 +51,6 @@ class Store:
             raise CheckpointError(f"{self.place.path(path)} is of iteration {manifest.iteration}: somebody moved it")
         return manifest
 
-    def begin(self, iteration: int) -> None:
-        """Makes room for a checkpoint: one that is there for this iteration goes, manifest first."""
-        self.remove(iteration)
-
     def write_file(self, iteration: int, rank: int, parts: Iterable) -> None:
         """Writes the file of a rank, durably."""
         self.place.write(f"{directory_of(iteration)}/{file_of(rank)}", parts)
@@ -81,32 +77,53 @@ class Store:
         return parts
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes a checkpoint of what was written for an iteration, atomically."""
+        """Makes a checkpoint of what was written for an iteration, atomically; then removes what it does not name.
+
+        Raises:
+            CheckpointError: another job has taken the place; so it is with all that removes.
+        """
+        self.place.check_owner()
         directory = directory_of(manifest.iteration)
         self.place.write(f"{directory}/{manifests.NAME}", [manifest.to_json().encode()])
         for name in self.place.names(directory):
-            if _HIDDEN_PART.match(name):
+            if name != manifests.NAME and name not in manifest.files:
                 self.place.remove(f"{directory}/{name}")
 
     def remove(self, iteration: int) -> None:
         """Removes a checkpoint; its manifest first, so that a kill midway leaves none rather than half of one."""
+        self.place.check_owner()
         directory = directory_of(iteration)
         self.place.remove(f"{directory}/{manifests.NAME}")
         self.place.remove(directory)
 
+    def set_aside(self, iteration: int) -> None:
+        """Takes a checkpoint out of the row without deleting its files, which stay until they are written anew."""
+        self.place.check_owner()
+        directory = directory_of(iteration)
+        text = self.place.read(f"{directory}/{manifests.NAME}")
+        self.place.write(f"{directory}/{_SET_ASIDE}", [text])
+        self.place.remove(f"{directory}/{manifests.NAME}")
+
     def clear_unpublished(self) -> None:
-        """Removes what killed saves have left behind."""
+        """Removes what killed saves have left behind; what was set aside stays."""
         for iteration in self._directories():
-            if not self._published(iteration):
+            names = self.place.names(directory_of(iteration))
+            if manifests.NAME not in names and _SET_ASIDE not in names:
                 self.remove(iteration)
 
-    def retain(self, keep: Callable[[list[int]], Iterable[int]]) -> None:
-        """Removes the published checkpoints that ``keep`` does not choose, the oldest first."""
-        published = self.iterations()
-        kept = set(keep(published))
-        for iteration in published:
-            if iteration not in kept:
-                self.remove(iteration)
+    def clear(self) -> None:
+        """Removes every checkpoint, and all else that is here but for the lock."""
+        self.place.check_owner()
+        for iteration in self.iterations():
+            self.remove(iteration)
+        for name in self.place.names():
+            if not name.startswith("."):
+                self.place.remove(name)
+
+    def retain(self, newest: int, upto: int) -> None:
+        """Removes all but the newest checkpoints of those up to an iteration, the oldest first."""
+        for iteration in [i for i in self.iterations() if i <= upto][:-newest]:
+            self.remove(iteration)
 
     def damage_in_header(self, iteration: int, name: str, entry: FileEntry) -> str | None:
         """What is wrong with size or header of a file, if anything is; its data are compared as they are read."""
@@ -130,13 +147,3 @@ class Store:
 
     def _published(self, iteration: int) -> bool:
         return manifests.NAME in self.place.names(directory_of(iteration))
-
-
-def newest(count: int, every: int | None = None) -> Callable[[list[int]], list[int]]:
-    """Which checkpoints to keep: the newest ``count``, and those whose iteration ``every`` divides."""
-
-    def keep(published: list[int]) -> list[int]:
-        multiples = [iteration for iteration in published if every and iteration % every == 0]
-        return published[-count:] + multiples
-
-    return keep

@@ -22,6 +22,7 @@ from megatron.training.config.network import Network
 from megatron.training.config.parallel import Parallel
 from megatron.training.config.regularization import Regularization
 from megatron.training.config.rng import Rng
+from megatron.training.config.snapshot import Snapshot
 from megatron.training.config.together import check_together
 from megatron.training.config.tokenizer import Tokenizer
 from megatron.training.config.training import Training
@@ -41,6 +42,7 @@ class Config:
     data: Data
     tokenizer: Tokenizer
     checkpoint: Checkpoint
+    snapshot: Snapshot
     validation: Validation
     logging: Logging
     rng: Rng
@@ -55,6 +57,12 @@ class Config:
     def virtual_pipeline_model_parallel_size(self) -> int | None:
         """Stages that each worker alternates between, or None without an interleaved schedule."""
         return virtual_stages({**vars(self.parallel), "num_layers": self.network.num_layers})
+
+    @property
+    def snapshot_dir(self) -> str | None:
+        """Directory or URL of the snapshots."""
+        save = self.checkpoint.save
+        return self.snapshot.ckpt_dir or (f"{save}/snapshots" if save else None)
 
     @property
     def sequence_parallel(self) -> bool:

@@ -25,10 +25,26 @@ def check_together(config: Config) -> None:
     _check_schedule(config)
     _check_packages(config)
     _check_experts(config)
+    _check_snapshots(config)
     refuse(
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
         f"--optimizer {config.regularization.optimizer} cannot be spread over workers: drop "
         "--use-distributed-optimizer.",
+    )
+
+
+def _check_snapshots(config: Config) -> None:
+    snapshot, save = config.snapshot, config.checkpoint.save
+    refuse(
+        snapshot.ckpt_policy and not (snapshot.ckpt_dir or save),
+        "--ckpt-policy needs a directory for snapshots: add --ckpt-dir or --save.",
+    )
+    refuse(
+        snapshot.persist_interval
+        and snapshot.snapshot_interval.isdecimal()
+        and snapshot.persist_interval % int(snapshot.snapshot_interval),
+        f"--persist-interval {snapshot.persist_interval} is not a multiple of --snapshot-interval "
+        f"{snapshot.snapshot_interval}: change one of them.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 from moc.sharding.item import Item
@@ -30,9 +31,26 @@ def largest_to_least_loaded(items: Sequence[Item], load: Mapping[int, int]) -> l
     """
     total = dict(load)
     saver = [0] * len(items)
+    heaps: dict[int, list[tuple[int, int]]] = {}  # by identity of the holders: hashing a thousand ranks takes long
     for index in sorted(range(len(items)), key=lambda i: -items[i].nbytes):
         item = items[index]
-        rank = min(item.holders, key=lambda r: (total.get(r, 0), r))
+        heap = heaps.get(id(item.holders))
+        if heap is None:
+            heap = heaps[id(item.holders)] = sorted((total.get(rank, 0), rank) for rank in item.holders)
+        rank = _least_loaded(heap, total)
         total[rank] = total.get(rank, 0) + item.nbytes
         saver[index] = rank
     return saver
+
+
+def _least_loaded(heap: list[tuple[int, int]], total: Mapping[int, int]) -> int:
+    """The rank with the least load, the lowest of several; brings that part of the heap up to date.
+
+    Loads only grow.  So what the heap has of a rank is at most its load, and where the top is up to date, no rank has
+    less.
+    """
+    while True:
+        seen, rank = heap[0]
+        if seen == total.get(rank, 0):
+            return rank
+        heapq.heapreplace(heap, (total[rank], rank))

@@ -1,0 +1,354 @@
+"""Snapshots beside training: what each worker has done of them travels with the vote of every iteration.
+
+    take            copies begin right after the update, into a buffer that holds no snapshot which is still needed
+    vote            tells how far all have come: copied by all, and it is safe in memory; written by all, and it is
+                    published in storage
+    before apply    the copies must be done, since the update changes what they read; training waits for them if
+                    they are not, and the wait is counted
+
+No collective is added to an iteration.  Buffers rotate as :mod:`moc.snapshot.rotation` says, the same on all workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from megatron.training.agreement import first_of_any
+from megatron.training.checkpoint_contents import Position
+from megatron.training.initialize import World
+from megatron.training.logging import Log
+from megatron.training.step import Rider, sum_over_workers
+from moc.policy import Policy, SnapshotPlan
+from moc.snapshot.contents import Contents
+from moc.snapshot.rotation import Rotation
+from moc.snapshot.saver import Saver, Snapshot
+from moc.store.errors import CheckpointError
+from moc.store.publish import assemble
+from moc.store.store import Store
+
+SLOTS = 3
+"""Buffers: one that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
+
+_WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
+
+
+class NoSnapshots(Rider):
+    """Without ``--ckpt-policy``."""
+
+    def take(self, position: Position, step_s: float) -> None:
+        """Takes none."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def secure(self, position: Position) -> None:
+        """Nothing to bring to storage."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where snapshots go.
+
+    Attributes:
+        storage: the checkpoints in ``--ckpt-dir``.
+        memory: those in this node's memory, or None with ``--ckpt-tier disk``.
+        leads_node: this worker publishes in this node's memory.
+        node: the workers of this node.
+        persist_interval: with a memory tier, iterations between snapshots that go to storage too.
+        keep: checkpoints to keep in storage.
+    """
+
+    storage: Store
+    memory: Store | None
+    leads_node: bool
+    node: tuple[int, ...]
+    persist_interval: int | None
+    keep: int
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """One that is not everywhere yet where it is to go."""
+
+    plan: SnapshotPlan
+    state: dict
+    snapshot: Snapshot
+
+
+class Snapshots(Rider):
+    """Takes them; all methods are for all workers alike.
+
+    Args:
+        world: this worker's place.
+        policy: when what is saved.
+        contents: what this worker saves of it.
+        saver: copies and writes this worker's part.
+        tiers: where to.
+        describe: what is not a tensor, for a position.
+        layout: sizes of the layout, for the manifest.
+        blocking: wait until a snapshot is safe.
+        recovered: iteration of the snapshot in memory from which this run goes on, if it does.
+        newest: iteration of the snapshot from which this run goes on, in memory or in storage.
+        log: where to report.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        contents: Contents,
+        saver: Saver,
+        tiers: Tiers,
+        describe: Callable[[Position], dict],
+        layout: dict[str, int],
+        blocking: bool,
+        recovered: int | None,
+        newest: int | None,
+        log: Log,
+    ):
+        self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
+        self._describe, self._layout, self._blocking, self._log = describe, layout, blocking, log
+        self._operators = {operator.name: operator for operator in policy.operators}
+        self._rotation = Rotation.of(SLOTS, keep=tiers.memory is not None, recovered=recovered)
+        self._copying: deque[_Taken] = deque()
+        self._writing: deque[_Taken] = deque()
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="snapshot-publish")
+        self._publishing: list[Future] = []
+        self._failure: str | None = None
+        self._newest = newest
+        self._stored = None if recovered else newest
+        self._in_memory: _Taken | None = None
+        self._persist_due = tiers.persist_interval or 0
+        self._started, self._was_busy = False, False
+        self._iteration_s, self._stall_s = 0.0, 0.0  # of this worker, until the next vote
+        self._agreed_s, self._agreed_stall_s = 0.0, 0.0  # means over workers, by the last vote
+
+    def reserve(self) -> None:
+        """Makes the buffers that are free now, before training needs them.
+
+        Raises:
+            CheckpointError: on all workers, if one of them has not so much memory.
+        """
+        fragments = self._contents.fragments(self._policy.everything(0).operators)
+        failure = None
+        try:
+            for number, slot in enumerate(self._rotation.slots):
+                if slot.free:
+                    self._saver.reserve(number, fragments)
+        except CheckpointError as error:
+            failure = str(error)
+        if failure := first_of_any(failure):
+            raise CheckpointError(failure)
+
+    def take(self, position: Position, step_s: float) -> None:
+        """Begins a snapshot where the policy wants one; the state must be that after an update.
+
+        Args:
+            position: how far the run has come.
+            step_s: seconds that the iteration took.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        begun = time.perf_counter()
+        if self._agreed_s:
+            self._policy.interval.observe(self._agreed_s, self._agreed_stall_s, self._started, self._was_busy)
+        plan = self._policy.plan(position.iteration)
+        self._started = plan is not None
+        if plan is not None:
+            with self._stalling():
+                self._start(plan, position)
+                if self._blocking:
+                    self.finish()
+        self._was_busy = bool(self._copying or self._writing)
+        self._iteration_s = step_s + time.perf_counter() - begun
+
+    def ballot(self) -> dict[str, float]:
+        """How far this worker has come; see :class:`Rider`."""
+        copying, writing = _head(self._copying), _head(self._writing)
+        copied = copying is not None and copying.snapshot.sealed.done()
+        written = writing is not None and writing.snapshot.persisted.done()
+        stall_s, self._stall_s = self._stall_s, 0.0
+        return {
+            "snapshot_failed": float(self._find_failure() is not None),
+            "snapshot_copied": float(copied),
+            "snapshot_written": float(written),
+            "snapshot_bytes": float(copying.snapshot.layout.nbytes if copied else 0),
+            "snapshot_copy_s": copying.snapshot.capture.seconds if copied and not self._failed(copying) else 0.0,
+            "snapshot_seal_s": copying.snapshot.seal_s if copied else 0.0,
+            "snapshot_written_bytes": float(writing.snapshot.layout.nbytes if written else 0),
+            "snapshot_write_s": writing.snapshot.persist_s if written else 0.0,
+            "snapshot_stall_s": stall_s,
+            "snapshot_iteration_s": self._iteration_s,
+        }
+
+    def voted(self, tally: dict[str, float]) -> None:
+        """Acts on how far all have come, and waits for copies of what the update is about to change.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        self._hear(tally)
+        with self._stalling():
+            for taken in self._copying:
+                taken.snapshot.capture.wait()
+
+    def finish(self) -> None:
+        """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
+        while self._copying or self._writing:
+            self._wait_and_vote()
+        wait(self._publishing)
+        self._wait_and_vote()
+
+    def secure(self, position: Position) -> None:
+        """The run ends here in good order: its state goes to storage, and the node gets its memory back.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        if position.iteration not in (0, self._newest):
+            self._start(self._policy.everything(position.iteration), position)
+        self.finish()
+        if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
+            self._write(self._in_memory)
+            self.finish()
+        if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
+            self._tiers.memory.clear()
+
+    @contextlib.contextmanager
+    def _stalling(self):
+        begun = time.perf_counter()
+        yield
+        self._stall_s += time.perf_counter() - begun
+
+    def _start(self, plan: SnapshotPlan, position: Position) -> None:
+        while self._rotation.free() is None:
+            self._wait_and_vote()
+        to_storage = self._tiers.memory is None
+        slot, self._newest = self._rotation.free(), plan.iteration
+        self._rotation = self._rotation.begin(plan.iteration, to_storage)
+        try:
+            fragments = self._contents.fragments(plan.operators)
+            entries = self._contents.entries(plan.operators, fragments)
+            snapshot = self._saver.take(slot, plan.iteration, fragments, entries)
+        except CheckpointError as error:
+            self._failure = str(error)  # the next vote tells the others
+            return
+        taken = _Taken(plan, self._describe(position), snapshot)
+        self._copying.append(taken)
+        if to_storage:
+            self._saver.persist(snapshot)
+            self._writing.append(taken)
+
+    def _write(self, taken: _Taken) -> None:
+        """Lets a snapshot that all have in memory go to storage too."""
+        self._rotation = self._rotation.persist(taken.plan.iteration)
+        self._saver.persist(taken.snapshot)
+        self._writing.append(taken)
+
+    def _wait_and_vote(self) -> None:
+        heads = [_head(self._copying), _head(self._writing)]
+        wait([taken.snapshot.sealed for taken in heads if taken])
+        if heads[0] is None and heads[1] is not None:
+            wait([heads[1].snapshot.persisted])
+        self._hear(sum_over_workers(self.ballot(), self._world))
+
+    def _hear(self, tally: dict[str, float]) -> None:
+        self._rotation = self._rotation.voted()
+        self._agreed_s = tally["snapshot_iteration_s"] / self._world.size
+        self._agreed_stall_s = tally["snapshot_stall_s"] / self._world.size
+        if self._agreed_stall_s > _WORTH_TELLING_S:
+            self._log.events.write("stall", iteration=self._newest, cause="snapshot", seconds=self._agreed_stall_s)
+        if tally["snapshot_failed"]:
+            raise CheckpointError(first_of_any(self._find_failure()))
+        if tally["snapshot_copied"] == self._world.size:
+            self._all_copied(self._copying.popleft(), tally)
+        if tally["snapshot_written"] == self._world.size:
+            self._all_written(self._writing.popleft(), tally)
+
+    def _all_copied(self, taken: _Taken, tally: dict[str, float]) -> None:
+        iteration, memory = taken.plan.iteration, self._tiers.memory
+        self._rotation = self._rotation.complete(iteration)
+        self._log.events.write(
+            "snapshot",
+            iteration=iteration,
+            tier="disk" if memory is None else "memory",
+            bytes=int(tally["snapshot_bytes"]),
+            copy_s=tally["snapshot_copy_s"] / self._world.size,
+            hash_s=tally["snapshot_seal_s"] / self._world.size,
+        )
+        if memory is None:
+            return
+        if self._tiers.leads_node:
+            # at once: no worker may write over the snapshot before this one until the next vote
+            with self._remembering_failure():
+                self._publish(memory, taken, self._tiers.node)
+                memory.retain(newest=1, upto=iteration)
+        self._in_memory = taken
+        if self._is_due_in_storage(iteration):
+            self._write(taken)
+
+    def _is_due_in_storage(self, iteration: int) -> bool:
+        every = self._tiers.persist_interval
+        if every is None or iteration < self._persist_due or self._rotation.persisting:
+            return False
+        self._persist_due = (iteration // every + 1) * every
+        return True
+
+    def _all_written(self, taken: _Taken, tally: dict[str, float]) -> None:
+        self._rotation = self._rotation.persisted(taken.plan.iteration)
+        self._stored = taken.plan.iteration
+        if self._world.rank == 0:
+            amount, seconds = int(tally["snapshot_written_bytes"]), tally["snapshot_write_s"] / self._world.size
+            self._publishing = [future for future in self._publishing if not future.done() or future.exception()]
+            self._publishing.append(self._publisher.submit(self._publish_in_storage, taken, amount, seconds))
+
+    def _publish_in_storage(self, taken: _Taken, amount: int, seconds: float) -> None:
+        begun, storage, iteration = time.perf_counter(), self._tiers.storage, taken.plan.iteration
+        self._publish(storage, taken, range(self._world.size))
+        storage.retain(newest=self._tiers.keep, upto=iteration)
+        self._log.events.write(
+            "persist", iteration=iteration, bytes=amount, write_s=seconds, publish_s=time.perf_counter() - begun
+        )
+        self._log.message(f"saved snapshot of iteration {iteration} to {storage.place.name}")
+
+    def _publish(self, store: Store, taken: _Taken, ranks) -> None:
+        plan = taken.plan
+        try:
+            parts = store.reported(plan.iteration, ranks)
+            planned = [self._operators[name] for name in plan.operators]
+            store.publish(
+                assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, taken.state)
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of iteration {plan.iteration} cannot be published in {store.place.name} "
+                f"({error.strerror or error}): make room or repair it, and start again; earlier ones are untouched"
+            ) from error
+
+    @contextlib.contextmanager
+    def _remembering_failure(self):
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            self._failure = str(error)  # the next vote tells the others
+
+    def _find_failure(self) -> str | None:
+        futures = [taken.snapshot.sealed for taken in self._copying]
+        futures += [taken.snapshot.persisted for taken in self._writing]
+        for future in futures + self._publishing:
+            if self._failure is None and future.done() and future.exception():
+                self._failure = str(future.exception())
+        return self._failure
+
+    def _failed(self, taken: _Taken) -> bool:
+        return taken.snapshot.sealed.exception() is not None
+
+
+def _head(queue: deque[_Taken]) -> _Taken | None:
+    return queue[0] if queue else None

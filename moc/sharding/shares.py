@@ -1,0 +1,327 @@
+"""From live fragments to the part of a checkpoint that each rank saves: the link between ``moc.state`` and the rules.
+
+    told = describe(state.fragments(operators, detail), detail)     # for each detail that a policy may ask for
+    # once: all-gather pack(told) among the ranks of a pipeline stage, which are all that may hold copies
+    stage = Stage({rank: unpack(text) for rank, text in gathered.items()})
+    parts = shares(stage, {operator: detail, ...}, scheme)          # for each plan, without communication
+    mine = share_of(state.fragments(...), parts.get(rank, []))
+
+Nothing here communicates, and nothing needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from moc.sharding.assign import Scheme, ShardingError, assign
+from moc.sharding.item import Item, cut_large
+from moc.state.detail import Detail
+from moc.state.region import boxes_of_range
+
+if TYPE_CHECKING:  # which imports torch and megatron-core
+    from moc.state.fragments import Fragment
+
+_OPTIMIZER = "optimizer"
+_SLOTS = {"param": "weights", "grad": "gradients"}
+"""How :class:`Item` calls the slots of fragments; all others are of the optimizer."""
+
+
+class Holding(NamedTuple):
+    """What one rank holds of one operator, as far as the others need to know it.
+
+    An operator makes one of these for what every tensor-parallel rank holds alike, one for this rank's slices, and one
+    for what it alone is to save, as far as it has any of them; and a router's biases make one more.
+
+    Attributes:
+        operator: its name.
+        detail: value of the :class:`~moc.state.detail.Detail`.
+        slot: as in :class:`~moc.sharding.item.Item`.
+        copy: names what it is: equal on those ranks that hold the same boxes of the same tensors in the same slots.
+            Empty for what this rank is to save whatever the rules say: its slices of ZeRO's optimizer state.
+        nbytes: size in bytes.
+        total: bytes that the same slots of these tensors have in the unpartitioned model; 0 where ``copy`` is empty.
+    """
+
+    operator: str
+    detail: str
+    slot: str
+    copy: str
+    nbytes: int
+    total: int
+
+
+class Part(NamedTuple):
+    """The bytes [start, stop) of an operator's holding that is called ``copy``: see :class:`Holding`."""
+
+    operator: str
+    copy: str
+    start: int
+    stop: int
+
+
+def describe(fragments: Iterable[Fragment], detail: Detail) -> list[Holding]:
+    """This rank's candidates.
+
+    Of what has copies, those on the first stage that holds any are candidates: embeddings tied across stages are
+    saved where the embedding is.  Of what ZeRO shards, the first copy is saved, and there is nothing to choose; it is
+    described nevertheless, because it counts as load.
+
+    Args:
+        fragments: all that live on this rank of some operators, of one detail.
+        detail: that detail.
+
+    Returns:
+        At most four for each operator, however many tensors it has.
+    """
+    return [group.holding(detail.value) for group in _groups(fragments)]
+
+
+def pack(holdings: Sequence[Holding]) -> bytes:
+    """Holdings for the wire: some 15 bytes for each.
+
+    A rank with 300 operators in two details (DeepSeek-MoE-16B in one stage, with 8 expert-parallel ranks) sends
+    about 9 kB, so 1,000 ranks of a stage gather some 9 MB, once for as long as model and layout stay.
+    """
+    copies, alone = (_deflated([h for h in holdings if bool(h.copy) == has_copies]) for has_copies in (True, False))
+    return len(copies).to_bytes(4, "big") + copies + alone
+
+
+def unpack(text: bytes) -> list[Holding]:
+    """The holdings that :func:`pack` packed; what has copies comes first."""
+    middle = 4 + int.from_bytes(text[:4], "big")
+    return [*_inflated(text[4:middle]), *_inflated(text[middle:])]
+
+
+def _deflated(holdings: Sequence[Holding]) -> bytes:
+    return zlib.compress(json.dumps(holdings, separators=(",", ":")).encode())
+
+
+@functools.lru_cache(maxsize=64)  # replicas tell the same of their copies, if they hold the same experts
+def _inflated(text: bytes) -> tuple[Holding, ...]:
+    return tuple(Holding(*row) for row in json.loads(zlib.decompress(text)))
+
+
+class Stage:
+    """What the ranks of one pipeline stage hold together.
+
+    Args:
+        told: by rank, what :func:`describe` told there, of all details together; of every rank of the stage.
+
+    Raises:
+        ShardingError: the holdings of an operator overlap, or some of it is missing.
+    """
+
+    def __init__(self, told: Mapping[int, Sequence[Holding]]):
+        ranks: dict[Holding, list[int]] = defaultdict(list)
+        for rank in sorted(told):
+            for holding in told[rank]:
+                ranks[holding].append(rank)
+        slots: dict[tuple[str, str, str], list[Holding]] = defaultdict(list)
+        for holding in sorted(ranks, key=lambda holding: not holding.copy):  # the order that unpack() gives
+            slots[holding.operator, holding.detail, holding.slot].append(holding)
+        known = {holders: holders for holders in map(tuple, ranks.values())}  # thousands of operators share a few
+        self._items: dict[tuple[str, str], list[Item]] = defaultdict(list)
+        self._copies: dict[tuple[str, str, str, int | None], str | None] = {}
+        for (operator, detail, slot), holdings in slots.items():
+            for number, holding in _numbered(holdings):
+                together = known[tuple(ranks[holding])]
+                for holders in [together] if holding.copy else [(rank,) for rank in together]:
+                    item = Item(operator, slot, number, 0, holding.nbytes, holders)
+                    self._items[operator, detail].append(item)
+                self._copies[operator, detail, slot, number] = holding.copy or None
+
+    def items(self, plan: Mapping[str, Detail]) -> list[Item]:
+        """What a checkpoint holds, before anything is cut; the same on every rank.
+
+        Args:
+            plan: operators and how much of each; those that live on other stages are passed over.
+        """
+        wanted = {(operator, detail.value) for operator, detail in plan.items()}
+        return [item for key, items in self._items.items() if key in wanted for item in items]
+
+    def copy(self, item: Item, detail: Detail) -> str | None:
+        """What :class:`Holding` calls ``copy``, of an item of a plan with this detail, or of a piece of one.
+
+        Returns:
+            None for what only one rank is to save.
+        """
+        return self._copies[item.operator, detail.value, item.slot, item.slice]
+
+
+def shares(stage: Stage, plan: Mapping[str, Detail], scheme: Scheme) -> dict[int, list[Part]]:
+    """What each rank of a stage saves of what has copies; the same on every rank, without communication.
+
+    Operators stay whole, as in MoC's section 4, but for those that are larger than an even share of their holders
+    (:func:`moc.sharding.cut_large`).
+
+    Args:
+        stage: what its ranks hold.
+        plan: operators to save, and how much of each; those that live on other stages are passed over.
+        scheme: the rules.
+
+    Returns:
+        Parts by rank; together they are every byte of every copy exactly once.
+
+    Raises:
+        ShardingError: as :func:`moc.sharding.assign`.
+    """
+    items = cut_large(stage.items(plan))
+    result: dict[int, list[Part]] = defaultdict(list)
+    for item, rank in zip(items, assign(items, scheme), strict=True):
+        copy = stage.copy(item, plan[item.operator])
+        if copy is not None:
+            result[rank].append(Part(item.operator, copy, item.start, item.stop))
+    return dict(result)
+
+
+def share_of(fragments: Iterable[Fragment], parts: Sequence[Part]) -> list[Fragment]:
+    """The fragments that this rank saves, as views of live memory; cut where an operator was cut.
+
+    Args:
+        fragments: all that live on this rank of what the plan asks for, each operator at the plan's detail.
+        parts: what :func:`shares` found for this rank.
+
+    Returns:
+        Boxes of the unpartitioned model: the parts, and this rank's slices of ZeRO's optimizer state.
+
+    Raises:
+        ShardingError: a part is of something that is not among the fragments.
+    """
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for part in parts:
+        spans[part.operator, part.copy].append((part.start, part.stop))
+    result = []
+    for group in _groups(fragments):
+        mine = [(0, group.nbytes)] if group.alone else spans.pop((group.operator, group.copy), [])
+        for start, stop in _joined(mine):
+            result.extend(group.between(start, stop))
+    if spans:
+        operator = next(iter(spans))[0]
+        raise ShardingError(
+            f"this rank is to save a part of {operator} which is not among its fragments: model, layout or detail are "
+            f"not those that were described; describe and gather them again"
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class _Box:
+    """The slots of one box of a tensor."""
+
+    slots: list[Fragment]
+
+    @property
+    def element_bytes(self) -> int:
+        return sum(fragment.view.element_size() for fragment in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        return self.element_bytes * self.slots[0].region.numel
+
+    @property
+    def total(self) -> int:
+        return self.element_bytes * math.prod(self.slots[0].global_shape)
+
+    @property
+    def name(self) -> list:
+        """What it is, for a hash."""
+        first = self.slots[0]
+        sizes = [(fragment.slot, fragment.view.element_size()) for fragment in self.slots]
+        return [first.name, first.region.offset, first.region.shape, sizes]
+
+    def between(self, start: int, stop: int) -> Iterator[Fragment]:
+        """The elements which begin in the bytes [start, stop), if an element's slots lie beside each other."""
+        size, region = self.element_bytes, self.slots[0].region
+        first, last = (min(max(-(-position // size), 0), region.numel) for position in (start, stop))
+        for position, box in boxes_of_range(region.shape, first, last):
+            for fragment in self.slots:
+                yield dataclasses.replace(
+                    fragment,
+                    region=box.shifted(region.offset),
+                    view=fragment.view[position : position + box.numel],
+                    start=fragment.start + position,
+                )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What of an operator has the same holders: boxes behind each other, in an order that all of these agree upon."""
+
+    operator: str
+    slot: str
+    alone: bool
+    boxes: list[_Box]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box.nbytes for box in self.boxes)
+
+    @property
+    def copy(self) -> str:
+        if self.alone:
+            return ""
+        return xxhash.xxh3_64_hexdigest(json.dumps([box.name for box in self.boxes]).encode())
+
+    def holding(self, detail: str) -> Holding:
+        total = 0 if self.alone else sum(box.total for box in self.boxes)
+        return Holding(self.operator, detail, self.slot, self.copy, self.nbytes, total)
+
+    def between(self, start: int, stop: int) -> Iterator[Fragment]:
+        for box in self.boxes:
+            yield from box.between(start, stop)
+            start, stop = start - box.nbytes, stop - box.nbytes
+
+
+def _groups(fragments: Iterable[Fragment]) -> Iterator[_Group]:
+    boxes: dict[tuple, list[Fragment]] = defaultdict(list)
+    for fragment in fragments:
+        if fragment.first_copy if fragment.sharded else fragment.replica[0] == 0:
+            is_whole = not fragment.sharded and fragment.region.shape == fragment.global_shape
+            kind = fragment.operator, _SLOTS.get(fragment.slot, _OPTIMIZER), fragment.sharded, is_whole
+            boxes[kind, fragment.name, fragment.region].append(fragment)
+    groups: dict[tuple, list[_Box]] = defaultdict(list)
+    for (kind, _, _), slots in boxes.items():
+        groups[kind].append(_Box(sorted(slots, key=lambda f: f.slot)))
+    for (operator, slot, sharded, _), found in groups.items():
+        yield _Group(operator, slot, sharded, sorted(found, key=lambda box: box.name))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges, where those that touch are one."""
+    current: tuple[int, int] | None = None
+    for start, stop in sorted(spans):
+        if current and current[1] == start:
+            current = current[0], stop
+            continue
+        if current:
+            yield current
+        current = start, stop
+    if current:
+        yield current
+
+
+def _numbered(holdings: Sequence[Holding]) -> Iterator[tuple[int | None, Holding]]:
+    """The distinct holdings of a slot of an operator with the numbers of their slices, if they fit together."""
+    alone = [holding for holding in holdings if not holding.copy]
+    whole = [holding for holding in holdings if holding.copy and holding.nbytes == holding.total]
+    slices = [holding for holding in holdings if holding.copy and holding.nbytes != holding.total]
+    held, total = sum(holding.nbytes for holding in slices), slices[0].total if slices else 0
+    mixed = bool(alone) == bool(whole or slices)
+    if mixed or len(whole) > 1 or held != total or any(holding.total != total for holding in slices):
+        raise ShardingError(
+            f"what ranks hold of the {holdings[0].slot} of {holdings[0].operator} does not fit together ({len(whole)} "
+            f"versions of what all hold alike, slices of {held} of {total} bytes): every rank of the pipeline stage "
+            f"must describe the same model, and once"
+        )
+    return itertools.chain(((None, holding) for holding in alone + whole), enumerate(slices))

@@ -1,0 +1,1 @@
+"""From device memory to host memory, beside the computation."""

@@ -1,0 +1,80 @@
+"""Host memory that snapshots are copied into, made once and reused."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy
+import torch
+
+from moc.store.errors import CheckpointError
+
+
+class Buffer:
+    """Shared memory of a fixed size, all of it in place: whoever writes to it later cannot run out of memory.
+
+    Args:
+        nbytes: its size.
+        path: a file in a memory file system, under which it outlives the process; without one it goes with the
+            process.
+        pin: lock its pages for the device (CUDA), so that copies run beside everything else.
+
+    Raises:
+        CheckpointError: there is not so much memory.
+    """
+
+    def __init__(self, nbytes: int, path: Path | None = None, pin: bool = False):
+        self.nbytes, self.path = nbytes, path
+        try:
+            self._map = _allocate(nbytes, path)
+        except OSError as error:
+            where = path.parent if path else "host memory"
+            raise CheckpointError(
+                f"{where} has no room for a snapshot buffer of {nbytes:,} bytes ({error.strerror}): free some, enlarge "
+                "it (Docker: --shm-size), name another memory file system with --ckpt-memory-dir, or pass "
+                "--ckpt-tier disk"
+            ) from None
+        self.memory = memoryview(self._map)
+        self.values = torch.from_numpy(numpy.frombuffer(self._map, dtype=numpy.uint8))
+        self._pinned = pin and nbytes > 0
+        if self._pinned:
+            _check(torch.cuda.cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
+
+    def view(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """The bytes [start, stop) as a flat tensor."""
+        return self.values[start:stop].view(dtype)
+
+    def close(self) -> None:
+        """Gives the memory back; views of it must not be used any more."""
+        if self._pinned:
+            _check(torch.cuda.cudart().cudaHostUnregister(self.values.data_ptr()))
+            self._pinned = False
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+        self.values = self.memory = self._map = None
+
+
+def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
+    if path is None:
+        descriptor = os.memfd_create("snapshot")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+        return mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError:
+        if path is not None:
+            path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _check(status) -> None:
+    if int(status) != 0:
+        raise CheckpointError(
+            f"CUDA cannot lock snapshot memory (error {int(status)}): allow it with `ulimit -l unlimited`"
+        )

@@ -1,0 +1,50 @@
+"""What has to be copied, in as few pieces as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """One contiguous piece: flat tensors of equal length and dtype.
+
+    Attributes:
+        source: live memory.
+        target: host memory.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+def coalesced(copies: Iterable[Copy]) -> Iterator[Copy]:
+    """Joins copies that follow each other in both memories, as the boxes do into which a ZeRO range is cut."""
+    pending = None
+    for copy in copies:
+        if not copy.source.numel():
+            continue
+        joined = _joined(pending, copy) if pending else None
+        if pending and not joined:
+            yield pending
+        pending = joined or copy
+    if pending:
+        yield pending
+
+
+def _joined(one: Copy, other: Copy) -> Copy | None:
+    source, target = _longer(one.source, other.source), _longer(one.target, other.target)
+    return Copy(source, target) if source is not None and target is not None else None
+
+
+def _longer(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    """One tensor over two, if the second begins in the same storage where the first ends."""
+    follows = (
+        one.dtype == other.dtype
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and one.storage_offset() + one.numel() == other.storage_offset()
+    )
+    return one.as_strided((one.numel() + other.numel(),), (1,)) if follows else None

@@ -1,0 +1,177 @@
+"""One rank's part of every snapshot: captured, sealed, and written to storage, each beside the computation."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from moc.snapshot.buffers import Buffer
+from moc.snapshot.capture import Capture, capturer
+from moc.snapshot.copies import Copy, coalesced
+from moc.state.fragments import Fragment
+from moc.store.errors import CheckpointError
+from moc.store.manifest import FileEntry, OperatorEntry, Part
+from moc.store.places import LocalPlace
+from moc.store.regions import Entry, FileLayout, digest_of
+from moc.store.store import Store, directory_of, file_of
+
+_CHUNK = 16 << 20  # bytes written at once
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One rank's part of a snapshot.
+
+    Attributes:
+        iteration: iterations completed when it was taken.
+        layout: where everything stands in ``buffer``, which holds the file as it will be stored.
+        buffer: host memory.
+        operators: what it holds of each operator.
+        capture: the copies into the buffer.
+        sealed: done when the buffer holds the whole file, hashes included; in memory that outlives this process, if
+            there is a memory tier.
+        persisted: done when storage has it; None as long as nobody asked for that.
+        stall_s: seconds for which training has waited because of it.
+        seal_s: seconds that hashing took.
+        persist_s: seconds that writing took.
+    """
+
+    iteration: int
+    layout: FileLayout
+    buffer: Buffer
+    operators: Mapping[str, OperatorEntry]
+    capture: Capture
+    sealed: Future = field(init=False)
+    persisted: Future | None = None
+    stall_s: float = 0.0
+    seal_s: float = 0.0
+    persist_s: float = 0.0
+
+
+class Saver:
+    """Works in threads; whatever goes wrong there is raised by the futures of the snapshot.
+
+    Args:
+        rank: of this process.
+        device: where the state lives.
+        memory: the tier in this node's memory, if there is one.
+        storage: the tier on disk or object storage, if there is one.
+    """
+
+    def __init__(self, rank: int, device: torch.device, memory: Store | None, storage: Store | None):
+        self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
+        self._capturer = capturer(device)
+        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-persist")
+        self._buffers: dict[int, Buffer] = {}
+
+    def reserve(self, slot: int, fragments: Sequence[Fragment]) -> FileLayout:
+        """Makes the buffer of a slot fit for a snapshot of some fragments; keeps the one that is there if it fits.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+        layout = FileLayout(map(_entry, fragments))
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.nbytes != layout.nbytes:
+            if buffer is not None:
+                self._buffers.pop(slot).close()
+            path = self._slot_path(slot)
+            if path is not None:
+                path.unlink(missing_ok=True)
+            self._buffers[slot] = Buffer(layout.nbytes, path, pin=self._device.type == "cuda")
+        return layout
+
+    def take(
+        self, slot: int, iteration: int, fragments: Sequence[Fragment], operators: Mapping[str, OperatorEntry]
+    ) -> Snapshot:
+        """Begins to copy fragments into a slot's buffer, and to seal it; returns at once.
+
+        The live memory must not change before ``capture.wait()`` has returned.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+        begun = time.perf_counter()
+        layout = self.reserve(slot, fragments)
+        buffer = self._buffers[slot]
+        views = {(f.name, f.slot, f.region): f.view for f in fragments}
+        copies = (
+            Copy(views[entry.name, entry.slot, entry.region].view(-1), buffer.view(*span, entry.dtype))
+            for entry, span in zip(layout.entries, layout.spans, strict=True)
+        )
+        capture = self._capturer.start(list(coalesced(copies)))
+        snapshot = Snapshot(iteration, layout, buffer, operators, capture)
+        snapshot.sealed = self._sealing.submit(self._seal, snapshot)
+        snapshot.stall_s = time.perf_counter() - begun
+        return snapshot
+
+    def persist(self, snapshot: Snapshot) -> None:
+        """Begins to write a snapshot to storage as soon as it is sealed; returns at once."""
+        snapshot.persisted = self._writing.submit(self._persist, snapshot)
+
+    def _seal(self, snapshot: Snapshot) -> Part:
+        snapshot.capture.wait()
+        begun = time.perf_counter()
+        layout, memory = snapshot.layout, snapshot.buffer.memory
+        header = layout.header([digest_of(memory[start:stop]) for start, stop in layout.spans])
+        memory[: len(header)] = header
+        entry = FileEntry(layout.nbytes, len(header), digest_of(header))
+        part = Part(file_of(self._rank), entry, snapshot.operators)
+        if self._memory is not None:
+            self._link(snapshot)
+            self._memory.report(snapshot.iteration, self._rank, part)
+        snapshot.seal_s = time.perf_counter() - begun
+        return part
+
+    def _persist(self, snapshot: Snapshot) -> None:
+        part = snapshot.sealed.result()
+        begun = time.perf_counter()
+        memory, place = snapshot.buffer.memory[: snapshot.layout.nbytes], self._storage.place
+        free = place.free_bytes()
+        if free is not None and free < len(memory):
+            raise CheckpointError(
+                f"{place.name} has {free:,} bytes left, and the part of rank {self._rank} has {len(memory):,} and "
+                "does not fit: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir"
+            )
+        try:
+            self._storage.write_file(
+                snapshot.iteration, self._rank, (memory[i : i + _CHUNK] for i in range(0, len(memory), _CHUNK))
+            )
+            self._storage.report(snapshot.iteration, self._rank, part)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of iteration {snapshot.iteration} cannot be written to {place.name} "
+                f"({error.strerror or error}): make room or repair it, and start again; earlier checkpoints are "
+                "untouched"
+            ) from error
+        snapshot.persist_s = time.perf_counter() - begun
+
+    def _link(self, snapshot: Snapshot) -> None:
+        """Names the buffer as the rank's file of the checkpoint: the same memory, no copy."""
+        root = self._memory_place().root
+        target = root / directory_of(snapshot.iteration) / file_of(self._rank)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        os.link(snapshot.buffer.path, target)
+
+    def _slot_path(self, slot: int) -> Path | None:
+        if self._memory is None:
+            return None
+        return self._memory_place().root / "slots" / f"rank_{self._rank:05d}.{slot}"
+
+    def _memory_place(self) -> LocalPlace:
+        place = self._memory.place
+        if not isinstance(place, LocalPlace):
+            raise TypeError(f"{place.name} is not memory of this machine")
+        return place
+
+
+def _entry(fragment: Fragment) -> Entry:
+    return Entry(fragment.name, fragment.slot, fragment.global_shape, fragment.region, fragment.view.dtype)
