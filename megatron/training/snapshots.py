@@ -134,12 +134,12 @@ class Snapshots(Rider):
         Raises:
             CheckpointError: on all workers, if one of them has not so much memory.
         """
-        fragments = self._contents.fragments(self._policy.everything(0).operators)
+        share = self._contents.share(self._policy.everything(0).operators)
         failure = None
         try:
             for number, slot in enumerate(self._rotation.slots):
                 if slot.free:
-                    self._saver.reserve(number, fragments)
+                    self._saver.reserve(number, share)
         except CheckpointError as error:
             failure = str(error)
         if failure := first_of_any(failure):
@@ -233,13 +233,13 @@ class Snapshots(Rider):
         slot, self._newest = self._rotation.free(), plan.iteration
         self._rotation = self._rotation.begin(plan.iteration, to_storage)
         try:
-            fragments = self._contents.fragments(plan.operators)
-            entries = self._contents.entries(plan.operators, fragments)
-            snapshot = self._saver.take(slot, plan.iteration, fragments, entries)
+            share, entries = self._contents.share(plan.operators), self._contents.entries(plan.operators)
+            snapshot = self._saver.take(slot, plan.iteration, share, entries)
         except CheckpointError as error:
             self._failure = str(error)  # the next vote tells the others
             return
-        taken = _Taken(plan, self._describe(position), snapshot)
+        publishes = self._world.rank == 0 or self._tiers.leads_node
+        taken = _Taken(plan, self._describe(position) if publishes else {}, snapshot)
         self._copying.append(taken)
         if to_storage:
             self._saver.persist(snapshot)

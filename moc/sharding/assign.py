@@ -71,6 +71,7 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
     """
     result: list[int | None] = [item.holders[0] if len(item.holders) == 1 else None for item in items]
     load: Counter[int] = Counter()
+    members = _members(items)
     for item, rank in zip(items, result, strict=True):
         if rank is not None:
             load[rank] += item.nbytes
@@ -81,11 +82,20 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
         if len(chosen) != len(indices):
             raise ShardingError(f"the sharding rule {name} assigned {len(chosen)} of {len(indices)} items")
         for index, rank in zip(indices, chosen, strict=True):
-            if rank not in items[index].holders:
+            if rank not in members[id(items[index].holders)]:
                 raise ShardingError(f"the sharding rule {name} gives {items[index].operator} to rank {rank}")
             result[index] = rank
             load[rank] += items[index].nbytes
     return result
+
+
+def _members(items: Sequence[Item]) -> dict[int, frozenset[int]]:
+    """Holders as sets, by identity: thousands of items share tuples of up to a thousand ranks."""
+    members: dict[int, frozenset[int]] = {}
+    for item in items:
+        if id(item.holders) not in members:
+            members[id(item.holders)] = frozenset(item.holders)
+    return members
 
 
 def loads(items: Sequence[Item], savers: Sequence[int], world: int) -> list[int]:

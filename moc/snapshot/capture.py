@@ -64,9 +64,15 @@ class _ThreadCapture(Capture):
 def _copy(copies: Sequence[Copy]) -> float:
     begun = time.perf_counter()
     with torch.no_grad():
-        for copy in copies:
-            copy.target.copy_(copy.source)
+        _copy_all(copies, non_blocking=False)
     return time.perf_counter() - begun
+
+
+def _copy_all(copies: Sequence[Copy], non_blocking: bool) -> None:
+    # in one call, so that the interpreter is not needed in between
+    if copies:
+        targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
+        torch._foreach_copy_(targets, sources, non_blocking)
 
 
 class StreamCapturer(Capturer):
@@ -81,9 +87,7 @@ class StreamCapturer(Capturer):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(self._stream):
             begin.record()
-            for copy in copies:
-                copy.source.record_stream(self._stream)  # its memory must not be given away before it is read
-                copy.target.copy_(copy.source, non_blocking=True)
+            _copy_all(copies, non_blocking=True)
             end.record()
         return _StreamCapture(begin, end)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
 
 from moc.sharding import Scheme
 from moc.sharding.shares import Stage, share_of, shares
@@ -11,10 +14,38 @@ from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
 from moc.store.manifest import OperatorEntry
+from moc.store.regions import Entry, FileLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's share of a plan: what it saves, and where that will stand in its file.
+
+    Attributes:
+        layout: of the file.
+        sources: flat views of live memory, one for each entry of the layout.
+        elements: by operator and slot, how many there are.
+    """
+
+    layout: FileLayout
+    sources: tuple[torch.Tensor, ...]
+    elements: Mapping[str, Mapping[str, int]]
+
+
+def share(fragments: Iterable[Fragment]) -> Share:
+    """The share that consists of these fragments; what lies beside each other in memory does so in the file."""
+    elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    views = {}
+    for fragment in sorted(fragments, key=lambda f: (f.slot, f.view.data_ptr())):
+        entry = Entry(fragment.name, fragment.slot, fragment.global_shape, fragment.region, fragment.view.dtype)
+        views[entry] = fragment.view.view(-1)
+        elements[fragment.operator][fragment.slot] += fragment.region.numel
+    layout = FileLayout(views)
+    return Share(layout, tuple(views[entry] for entry in layout.entries), {o: dict(n) for o, n in elements.items()})
 
 
 class Contents:
-    """The fragments that fall to this rank by the sharding rules; remembered, since they are views that stay.
+    """What falls to this rank by the sharding rules; found once for a plan, since it is views that stay.
 
     Args:
         state: the training state of this rank.
@@ -25,10 +56,10 @@ class Contents:
 
     def __init__(self, state: TrainingState, stage: Stage, rank: int, scheme: Scheme):
         self._state, self._stage, self._rank, self._scheme = state, stage, rank, scheme
-        self._known: dict[tuple, list[Fragment]] = {}
+        self._known: dict[tuple, Share] = {}
 
-    def fragments(self, operators: Mapping[str, Detail]) -> list[Fragment]:
-        """What this rank saves of some operators, each at its detail, in the order of live memory."""
+    def share(self, operators: Mapping[str, Detail]) -> Share:
+        """What this rank saves of some operators, each at its detail."""
         key = tuple(operators.items())
         if key not in self._known:
             held = [
@@ -37,15 +68,13 @@ class Contents:
                 for fragment in self._state.fragments((o for o, d in operators.items() if d is detail), detail)
             ]
             mine = shares(self._stage, operators, self._scheme).get(self._rank, [])
-            self._known[key] = sorted(share_of(held, mine), key=lambda f: (f.slot, f.view.data_ptr()))
+            self._known[key] = share(share_of(held, mine))
         return self._known[key]
 
-    def entries(self, operators: Mapping[str, Detail], fragments: Iterable[Fragment]) -> dict[str, OperatorEntry]:
-        """What these fragments are of each operator, and the updates that its moments have seen by now."""
-        elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for fragment in fragments:
-            elements[fragment.operator][fragment.slot] += fragment.region.numel
+    def entries(self, operators: Mapping[str, Detail]) -> dict[str, OperatorEntry]:
+        """What this rank's share is of each operator, and the updates that its moments have seen by now."""
         steps = self._state.steps()
         return {
-            name: OperatorEntry(operators[name].value, steps.get(name), dict(slots)) for name, slots in elements.items()
+            name: OperatorEntry(operators[name].value, steps.get(name), slots)
+            for name, slots in self.share(operators).elements.items()
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +13,12 @@ import torch
 
 from moc.snapshot.buffers import Buffer
 from moc.snapshot.capture import Capture, capturer
+from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
-from moc.state.fragments import Fragment
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, OperatorEntry, Part
 from moc.store.places import LocalPlace
-from moc.store.regions import Entry, FileLayout, digest_of
+from moc.store.regions import FileLayout, digest_of
 from moc.store.store import Store, directory_of, file_of
 
 _CHUNK = 16 << 20  # bytes written at once
@@ -37,7 +37,6 @@ class Snapshot:
         sealed: done when the buffer holds the whole file, hashes included; in memory that outlives this process, if
             there is a memory tier.
         persisted: done when storage has it; None as long as nobody asked for that.
-        stall_s: seconds for which training has waited because of it.
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.
     """
@@ -49,7 +48,6 @@ class Snapshot:
     capture: Capture
     sealed: Future = field(init=False)
     persisted: Future | None = None
-    stall_s: float = 0.0
     seal_s: float = 0.0
     persist_s: float = 0.0
 
@@ -70,47 +68,49 @@ class Saver:
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-persist")
         self._buffers: dict[int, Buffer] = {}
+        self._copies: dict[int, tuple[Share, list[Copy]]] = {}
 
-    def reserve(self, slot: int, fragments: Sequence[Fragment]) -> FileLayout:
-        """Makes the buffer of a slot fit for a snapshot of some fragments; keeps the one that is there if it fits.
+    def reserve(self, slot: int, share: Share) -> None:
+        """Makes the buffer of a slot fit for a share; keeps the one that is there if it fits.
 
         Raises:
             CheckpointError: there is not so much memory.
         """
-        layout = FileLayout(map(_entry, fragments))
         buffer = self._buffers.get(slot)
-        if buffer is None or buffer.nbytes != layout.nbytes:
-            if buffer is not None:
-                self._buffers.pop(slot).close()
-            path = self._slot_path(slot)
-            if path is not None:
-                path.unlink(missing_ok=True)
-            self._buffers[slot] = Buffer(layout.nbytes, path, pin=self._device.type == "cuda")
-        return layout
+        if buffer is not None and buffer.nbytes == share.layout.nbytes:
+            return
+        if buffer is not None:
+            self._copies.pop(slot, None)
+            self._buffers.pop(slot).close()
+        path = self._slot_path(slot)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        self._buffers[slot] = Buffer(share.layout.nbytes, path, pin=self._device.type == "cuda")
 
-    def take(
-        self, slot: int, iteration: int, fragments: Sequence[Fragment], operators: Mapping[str, OperatorEntry]
-    ) -> Snapshot:
-        """Begins to copy fragments into a slot's buffer, and to seal it; returns at once.
+    def take(self, slot: int, iteration: int, share: Share, operators: Mapping[str, OperatorEntry]) -> Snapshot:
+        """Begins to copy a share into a slot's buffer, and to seal it; returns at once.
 
         The live memory must not change before ``capture.wait()`` has returned.
 
         Raises:
             CheckpointError: there is not so much memory.
         """
-        begun = time.perf_counter()
-        layout = self.reserve(slot, fragments)
-        buffer = self._buffers[slot]
-        views = {(f.name, f.slot, f.region): f.view for f in fragments}
-        copies = (
-            Copy(views[entry.name, entry.slot, entry.region].view(-1), buffer.view(*span, entry.dtype))
-            for entry, span in zip(layout.entries, layout.spans, strict=True)
-        )
-        capture = self._capturer.start(list(coalesced(copies)))
-        snapshot = Snapshot(iteration, layout, buffer, operators, capture)
+        self.reserve(slot, share)
+        capture = self._capturer.start(self._copies_into(slot, share))
+        snapshot = Snapshot(iteration, share.layout, self._buffers[slot], operators, capture)
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
-        snapshot.stall_s = time.perf_counter() - begun
         return snapshot
+
+    def _copies_into(self, slot: int, share: Share) -> list[Copy]:
+        known, copies = self._copies.get(slot, (None, []))
+        if known is not share:
+            buffer, layout = self._buffers[slot], share.layout
+            targets = (
+                buffer.view(*span, entry.dtype) for entry, span in zip(layout.entries, layout.spans, strict=True)
+            )
+            copies = list(coalesced(map(Copy, share.sources, targets)))
+            self._copies[slot] = share, copies
+        return copies
 
     def persist(self, snapshot: Snapshot) -> None:
         """Begins to write a snapshot to storage as soon as it is sealed; returns at once."""
@@ -171,7 +171,3 @@ class Saver:
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
-
-
-def _entry(fragment: Fragment) -> Entry:
-    return Entry(fragment.name, fragment.slot, fragment.global_shape, fragment.region, fragment.view.dtype)

@@ -37,6 +37,7 @@ class TrainingState:
         self._parameters, self._buffers = parameter_pieces(chunks), buffer_pieces(chunks)
         self._pieces = self._parameters | self._buffers
         self._masters = {owned.parameter: (owned.start, owned.slots[MASTER]) for owned in owned_slices(optimizer)}
+        self._counters = list(self._find_counters())
         self._freezer = Freezer(chunks, optimizer, self._parameters)
 
     def operators(self) -> list[str]:
@@ -107,7 +108,7 @@ class TrainingState:
             Operators of which this rank's optimizer owns a slice; none with SGD.
         """
         counted = {}
-        for operator, counter in self._counters():
+        for operator, counter in self._counters:
             if "step" in counter:
                 counted[operator] = int(counter["step"])
         return counted
@@ -117,7 +118,7 @@ class TrainingState:
 
         Transformer Engine's and apex's fused Adam counts for all operators together: the last one counts.
         """
-        for operator, counter in self._counters():
+        for operator, counter in self._counters:
             if operator in steps:
                 write_step(counter, steps[operator])
 
@@ -164,7 +165,7 @@ class TrainingState:
         if detail is not Detail.GRAD:
             yield from map(_whole, self._buffers)
 
-    def _counters(self) -> Iterator[tuple[str, dict]]:
+    def _find_counters(self) -> Iterator[tuple[str, dict]]:
         for part in owned_slices(self._optimizer):
             for operator in {operator_of(piece.name) for piece in self._pieces[part.parameter]}:
                 yield operator, part.counter

@@ -1,0 +1,37 @@
+"""Which place an address means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from moc.store.errors import CheckpointError
+from moc.store.objects import ObjectPlace
+from moc.store.places import LocalPlace, Place
+
+_URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
+
+
+def place_of(address: str | Path) -> Place:
+    """The place that an address means; nothing is read, written or connected to.
+
+    Args:
+        address: a directory (a path or ``file:///path``), or ``s3://bucket/prefix``, ``gs://bucket/prefix``, or, for
+            tests, ``memory://prefix``, which ends with the process.
+
+    Raises:
+        CheckpointError: it means none, or the library for it is not installed.
+    """
+    address = str(address)
+    match = _URL.match(address)
+    if match is None:
+        return LocalPlace(address)
+    if not match[2]:  # what pathlib makes of s3://; it would become a directory of that name
+        raise CheckpointError(f"{address} is neither a path nor a URL: a URL has two slashes, as in s3://bucket/prefix")
+    if match[1] != "file":
+        return ObjectPlace(address)
+    parts = urlsplit(address)
+    if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
+        raise CheckpointError(f"{address} is no directory of this machine: write file:///path, with three slashes")
+    return LocalPlace(unquote(parts.path))

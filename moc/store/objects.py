@@ -1,0 +1,281 @@
+"""Object storage as a place: S3, and what speaks its protocol, and Google's, through fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import socket
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+
+import fsspec
+import fsspec.asyn
+
+from moc.store.blobs import Blob
+from moc.store.errors import CheckpointError
+from moc.store.places import Place
+
+PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
+"""What an address may begin with, and what pip has to have installed for it."""
+
+_OWNER = ".owner.json"
+_PART = 32 << 20  # S3 takes up to 10,000 parts of at least 5 MiB, so that files may have 312 GiB
+_CHUNK = 16 << 20
+_CHUNKS_AT_ONCE = 8
+_LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "requests", "s3fs"}
+
+_REASONS = {  # by class of the error, or by S3's code for it
+    "EndpointConnectionError": "it cannot be reached: check the network, and AWS_ENDPOINT_URL if it is not Amazon's",
+    "InvalidAccessKeyId": "these credentials are not known there: check AWS_ACCESS_KEY_ID, or the profile",
+    "NoCredentialsError": "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+    "NoSuchBucket": "the bucket does not exist: make it, or correct the address",
+    "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY, or the profile",
+}
+
+# The thread that serves fsspec's connections does not exist in a forked process; older versions would wait for it.
+os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)
+
+
+class ObjectPlace(Place):
+    """The objects of a bucket whose names begin with a prefix.
+
+    It may be used by several threads, and by processes that are forked after it was used: connections are made by
+    each process for itself.  Where to connect to, credentials and the like are read from where fsspec and the
+    provider's library look for them (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, ``FSSPEC_S3_...``, profiles).
+
+    Args:
+        url: such as ``s3://bucket/prefix``; the bucket has to exist.
+        part_bytes: files of at least this size are sent in parts of it, and so are never in memory as a whole; at
+            least 5 MiB, and a multiple of 256 KiB.
+
+    Raises:
+        CheckpointError: the address is none, or the library for it is not installed.
+    """
+
+    def __init__(self, url: str, part_bytes: int = _PART):
+        self._protocol, _, rest = url.partition("://")
+        if self._protocol not in PROTOCOLS or not rest.strip("/"):
+            raise CheckpointError(f"{url} is no place for checkpoints: give a directory, or {_examples()}")
+        try:
+            fsspec.get_filesystem_class(self._protocol)
+        except ImportError as error:
+            remedy = f"pip install {PROTOCOLS[self._protocol]}"
+            raise CheckpointError(f"{url} needs a library that cannot be imported ({error}): {remedy}") from None
+        self._root = rest.strip("/")
+        self.name = f"{self._protocol}://{self._root}"
+        # fsspec's memory shows a file as soon as it is opened, so it gets every file in one piece
+        self._part_bytes = sys.maxsize if self._protocol == "memory" else part_bytes
+        self._job: str | None = None
+        self._read_last: weakref.ref[ObjectBlob] | None = None
+
+    def write(self, path: str, parts: Iterable) -> None:
+        """See :class:`Place`; whoever is killed while writing leaves the object as it was, or absent."""
+        chunks = _chunks(parts, self._part_bytes)
+        first = next(chunks)
+        if len(first) < self._part_bytes:
+            with self._explained(path):
+                self._fs.pipe_file(self._key(path), bytes(first))
+        else:
+            self._write_in_parts(path, itertools.chain([first], chunks))
+
+    def read(self, path: str) -> bytes:
+        """See :class:`Place`."""
+        with self._explained(path):
+            return self._fs.cat_file(self._key(path))
+
+    def blob(self, path: str) -> Blob:
+        """See :class:`Place`."""
+        with self._explained(path):
+            info = self._fs.info(self._key(path))
+            if info["type"] != "file":
+                raise FileNotFoundError(path)
+        return ObjectBlob(self, path, info["size"])
+
+    def names(self, directory: str = "") -> list[str]:
+        """See :class:`Place`; asked for anew each time."""
+        prefix = f"{self._key(directory)}/"
+        try:
+            with self._explained(directory):
+                found = self._fs.ls(prefix, detail=False)
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in _causes(error):
+                raise
+            return []
+        found = [name.lstrip("/") for name in found]
+        return sorted({name.removeprefix(prefix) for name in found if name.startswith(prefix) and name != prefix})
+
+    def remove(self, path: str) -> None:
+        """See :class:`Place`.
+
+        Raises:
+            PermissionError: some of it is still there; S3 does not say so when many are removed at once.
+        """
+        key = self._key(path)
+        with self._explained(path):
+            if found := self._fs.find(key):
+                self._fs.rm(found)
+                if left := set(found).intersection(self._fs.find(key)):
+                    raise PermissionError(f"{len(left)} objects could not be removed: allow it, or remove them")
+
+    def free_bytes(self) -> None:
+        """See :class:`Place`: nobody knows."""
+        return None
+
+    def lock(self) -> None:
+        """Takes the place: from now on, :meth:`check_owner` stops whoever had it before.
+
+        Object stores have no locks that go with a process, and a job that was killed must not keep its successor
+        out.  So the job that starts last has the place, and it is the earlier one that is refused.
+        """
+        job = secrets.token_hex(8)
+        owner = {"job": job, "host": socket.gethostname(), "pid": os.getpid()}
+        self.write(_OWNER, [json.dumps(owner).encode()])
+        self._job = job
+
+    def check_owner(self) -> None:
+        """See :class:`Place`."""
+        if self._job is None:
+            return
+        try:
+            owner = json.loads(self.read(_OWNER))
+            taken = owner["job"] != self._job
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path(_OWNER)} does not say whose {self.name} is ({error}): start this job again"
+            ) from None
+        if taken:
+            raise CheckpointError(
+                f"another job, process {owner.get('pid')} on {owner.get('host')}, has taken {self.name}: "
+                "stop one of them, or give this one another --ckpt-dir"
+            )
+
+    @property
+    def _fs(self) -> fsspec.AbstractFileSystem:
+        # fsspec keeps one for each process; listings are not kept, since other processes write here too
+        return fsspec.filesystem(self._protocol, use_listings_cache=False)
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{path}".rstrip("/")
+
+    def _write_in_parts(self, path: str, chunks: Iterable[bytearray]) -> None:
+        with self._explained(path):
+            file = self._fs.open(self._key(path), "wb", block_size=self._part_bytes)
+        try:
+            for chunk in chunks:
+                with self._explained(path):
+                    file.write(chunk)
+            with self._explained(path):
+                file.close()
+        except BaseException:
+            file.closed = True  # or the garbage collector would close it, which makes an object of half a file
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                file.discard()
+            raise
+
+    def _keeps_only(self, blob: ObjectBlob) -> None:
+        """Makes the blob that was read before this one forget its bytes."""
+        before = self._read_last() if self._read_last is not None else None
+        if before is not None and before is not blob:
+            before._kept = None
+        self._read_last = weakref.ref(blob)
+
+    def _fetch(self, path: str, start: int, stop: int) -> bytearray:
+        data, starts = bytearray(stop - start), range(start, stop, _CHUNK)
+        for first in range(0, len(starts), _CHUNKS_AT_ONCE):
+            begins = starts[first : first + _CHUNKS_AT_ONCE]
+            ends = [min(begin + _CHUNK, stop) for begin in begins]
+            with self._explained(path):
+                fetched = self._fs.cat_ranges([self._key(path)] * len(begins), list(begins), ends)
+                for begin, end, chunk in zip(begins, ends, fetched, strict=True):
+                    if isinstance(chunk, Exception):
+                        raise chunk
+                    if len(chunk) != end - begin:
+                        raise OSError(f"{len(chunk)} instead of {end - begin} bytes came: it was overwritten")
+                    data[begin - start : end - start] = chunk
+        return data
+
+    @contextlib.contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        """Makes an OSError of one sentence from whatever the libraries raise."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
+                raise
+            kinds = (kind for kind in (FileNotFoundError, PermissionError) if isinstance(error, kind))
+            raise next(kinds, OSError)(f"{self.path(path).rstrip('/')}: {_reason(error)}") from error
+
+
+class ObjectBlob:
+    """An object, of which ranges are fetched as they are asked for.
+
+    Args:
+        place: where it is.
+        path: its path there.
+        size: its bytes.
+    """
+
+    def __init__(self, place: ObjectPlace, path: str, size: int):
+        self.name, self.size = place.path(path), size
+        self._place, self._path = place, path
+        self._kept: tuple[int, int, bytearray] | None = None
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """See :class:`Blob`; large ranges are fetched in several streams.
+
+        The last range is kept until another one of the place is read: an entry is read to compare it with its hash
+        and then to use it, perhaps for several boxes, and is fetched once.
+        """
+        stop, kept = min(stop, self.size), self._kept
+        if start >= stop:
+            return memoryview(bytearray())
+        if kept is None or kept[:2] != (start, stop):
+            self._place._keeps_only(self)
+            self._kept = kept = start, stop, self._place._fetch(self._path, start, stop)
+        return memoryview(kept[2])
+
+    def will_read(self, start: int, stop: int) -> None:
+        """Nothing: what comes before it is needed would have to be kept, without a bound."""
+
+
+def _chunks(parts: Iterable, size: int) -> Iterator[bytearray]:
+    """The bytes of some buffers in chunks of a size; the last one is shorter, and may be empty."""
+    chunk = bytearray()
+    for part in parts:
+        rest = memoryview(part)
+        while len(rest):
+            taken = rest[: size - len(chunk)]
+            chunk += taken
+            rest = rest[len(taken) :]
+            if len(chunk) == size:
+                yield chunk
+                chunk = bytearray()
+    yield chunk
+
+
+def _causes(error: BaseException) -> list[str]:
+    """Names of an error and of what led to it: classes, and S3's codes."""
+    names = []
+    while error is not None:
+        names.append(type(error).__name__)
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            names.append(response.get("Error", {}).get("Code"))
+        error = error.__cause__
+    return names
+
+
+def _reason(error: Exception) -> str:
+    causes = _causes(error)
+    if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in causes:
+        return "there is no such object"
+    told = " ".join(str(error).split()) or type(error).__name__
+    return next((_REASONS[name] for name in causes if name in _REASONS), told)
+
+
+def _examples() -> str:
+    return ", ".join(f"{protocol}://bucket/prefix" for protocol in PROTOCOLS if protocol != "memory")
