@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.sharding import RULES, SCHEMES, Item, Scheme, ShardingError, assign, contents, loads, rule
+from moc.sharding import RULES, SCHEMES, Item, Scheme, ShardingError, assign, contents, loads, rule, scheme_named
 from moc.state.shape import model_operators
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
 
@@ -100,6 +100,48 @@ def test_greedy_from_any_load_is_within_one_item_of_even(sizes, before):
     assert bottleneck <= max([*before, even + 0.75 * max(sizes, default=0)])
 
 
+@given(item_lists(), st.lists(st.integers(0, 60), min_size=8, max_size=8))
+def test_greedy_always_takes_the_least_loaded_holder(here, before):
+    fixed = [Item(f"layers.99.expert.{r}", "optimizer", 0, 0, size, (r,)) for r, size in enumerate(before) if size]
+    expected, total = {}, dict(enumerate(before))
+    for item in (item for item in here if len(item.holders) == 1):
+        total[item.holders[0]] += item.nbytes
+    shared = [item for item in here if len(item.holders) > 1]
+    for kind in (True, False):
+        for item in sorted((i for i in shared if i.is_expert == kind), key=lambda i: -i.nbytes):
+            expected[item] = min(item.holders, key=lambda rank: (total[rank], rank))
+            total[expected[item]] += item.nbytes
+    savers = assign(fixed + here, SCHEMES["AE+AN"])[len(fixed) :]
+    assert all(expected.get(item, item.holders[0]) == rank for item, rank in zip(here, savers, strict=True))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_flag_names_a_scheme(name):
+    assert scheme_named(name) == SCHEMES[name]
+
+
+def test_a_flag_names_two_rules():
+    assert scheme_named("baseline,adaptive") == scheme_named("baseline, adaptive") == Scheme("baseline", "adaptive")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "EE+XX",
+            r"no sharding scheme 'EE\+XX': choose one of baseline, EE, EE\+EN, EE\+AN, AE\+AN, or name two rules",
+        ),
+        ("equal", "no sharding scheme 'equal': choose .*, or name two rules, one for experts and one for the rest"),
+        ("equal,equal,equal", "no sharding scheme"),
+        ("equal,sideways", "no sharding rule 'sideways': choose one of .*adaptive.*, baseline.*, equal"),
+        (",", "no sharding rule ''"),
+    ],
+)
+def test_a_flag_that_names_nothing_is_refused(text, message):
+    with pytest.raises(ShardingError, match=message):
+        scheme_named(text)
+
+
 def test_a_rule_in_one_file_is_known_and_cannot_break_the_contract():
     @rule("last")
     def last(items, load):
@@ -124,5 +166,5 @@ def test_a_rule_in_one_file_is_known_and_cannot_break_the_contract():
     finally:
         for name in ("last", "nobody", "lazy"):
             del RULES[name]
-    with pytest.raises(ShardingError, match="no sharding rule 'last': choose one of adaptive, baseline, equal"):
+    with pytest.raises(ShardingError, match="no sharding rule 'last': choose one of .*adaptive.*, baseline.*, equal"):
         assign(items(1), Scheme("equal", "last"))

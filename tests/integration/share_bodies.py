@@ -1,0 +1,73 @@
+"""What workers of a test's world do to share out what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from moc.sharding import scheme_named
+from moc.sharding.shares import Part, Stage, describe, pack, share_of, shares, unpack
+from moc.state.detail import Detail
+from moc.state.fragments import Fragment
+from moc.state.training_state import TrainingState
+from tests.integration.bodies import with_run
+from tests.integration.state_bodies import _state, _steps
+from tests.integration.state_files import first_copies, write
+
+DETAILS = (Detail.FULL, Detail.COMPUTE)
+
+
+def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
+    """Trains a step, and shares out the state in full, in compute weights, and with every other operator in full.
+
+    Files of the first copies are in ``directory/first``, those of the shares of each plan, of the first of the schemes,
+    in ``directory/PLAN``.
+
+    Returns:
+        For each plan and scheme the ``boxes`` that this worker saves, and their ``bytes``.
+    """
+
+    def use(run) -> dict:
+        state, told = _state(run), {}
+        _steps(run, 1)
+        for name in ("first", "full", "compute", "mixed"):
+            (Path(directory) / name).mkdir(exist_ok=True)
+        write(Path(directory) / "first", run.world.rank, [f for d in DETAILS for f in first_copies(state, d)])
+        stage = _stage(state)
+        for name, plan in _plans(state).items():
+            told[name] = {}
+            for scheme in schemes:
+                parts = shares(stage, plan, scheme_named(scheme)).get(run.world.rank, [])
+                mine = _share(state, plan, parts)
+                boxes = [[f.slot, f.name, f.global_shape, f.region.offset, f.region.shape] for f in mine]
+                nbytes = sum(f.view.numel() * f.view.element_size() for f in mine)
+                told[name][scheme] = {"boxes": boxes, "bytes": nbytes}
+                if scheme == schemes[0]:
+                    write(Path(directory) / name, run.world.rank, mine)
+        return told
+
+    return with_run(flags, use)
+
+
+def _stage(state: TrainingState) -> Stage:
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    holdings = [h for detail in DETAILS for h in describe(state.fragments(state.operators(), detail), detail)]
+    texts = [None] * group.size()
+    dist.all_gather_object(texts, pack(holdings), group)
+    return Stage({rank: unpack(t) for rank, t in zip(dist.get_process_group_ranks(group), texts, strict=True)})
+
+
+def _plans(state: TrainingState) -> dict[str, dict[str, Detail]]:
+    """The same on every worker, as policies are: they know the operators of the whole model."""
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, state.operators())
+    operators = sorted({name for names in everywhere for name in names})
+    plans = {detail.value: dict.fromkeys(operators, detail) for detail in DETAILS}
+    return plans | {"mixed": {name: DETAILS[number % 2] for number, name in enumerate(operators)}}
+
+
+def _share(state: TrainingState, plan: dict[str, Detail], parts: list[Part]) -> list[Fragment]:
+    here = [f for d in DETAILS for f in state.fragments([o for o, planned in plan.items() if planned is d], d)]
+    return share_of(here, parts)
