@@ -21,10 +21,10 @@ from moc.state.detail import Detail
 from moc.state.training_state import TrainingState
 from moc.store.candidates import MEMORY, Candidate, candidates
 from moc.store.errors import CheckpointError
-from moc.store.fill import values_for
+from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest
 from moc.store.regions import MissingRegionError, RegionReader
-from moc.store.store import Store, directory_of
+from moc.store.store import Store, directory_of, file_of
 
 
 class SnapshotLoader:
@@ -123,21 +123,20 @@ class SnapshotLoader:
 
     def _fill(self, store: Store, manifest: Manifest) -> str | None:
         """Fills this worker's state; what is wrong with the checkpoint, if anything is."""
-        for name, entry in manifest.files.items():
-            if damage := store.damage_in_header(manifest.iteration, name, entry):
-                return damage
-        directory = directory_of(manifest.iteration)
+        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
+        names = sorted(manifest.files, key=lambda name: name != mine)
+        blobs = (store.blob(manifest.iteration, name, manifest.files[name]) for name in names)
         try:
-            reader = RegionReader((store.place.blob(f"{directory}/{name}") for name in manifest.files), verify=True)
+            reader = RegionReader(blobs, verify=True, lazy=True)
             fragments = list(self._state.fragments(self._state.operators(), Detail.FULL))
-            for fragment in fragments:
-                reader.will_read(fragment.name, fragment.slot, fragment.region)
-            for fragment in fragments:
+            for fragment in reading_ahead(fragments, reader):
                 self._state.load(fragment, values_for(fragment, reader))
+            for name in names[self._world.rank :: self._world.size]:  # all are looked at, whoever needs them
+                store.blob(manifest.iteration, name, manifest.files[name])
         except MissingRegionError as error:
             return str(error)
         except OSError as error:
-            return f"{store.place.path(directory)} cannot be read ({error.strerror or error})"
+            return f"{store.place.path(directory_of(manifest.iteration))} cannot be read ({error.strerror or error})"
         return None
 
     def _restore(self, manifest: Manifest, where: str) -> Position:

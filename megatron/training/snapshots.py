@@ -31,8 +31,8 @@ from moc.store.errors import CheckpointError
 from moc.store.publish import assemble
 from moc.store.store import Store
 
-SLOTS = 3
-"""Buffers: one that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
+BUFFERS = 3
+"""One that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
 
 _WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
 
@@ -80,6 +80,24 @@ class _Taken:
     snapshot: Snapshot
 
 
+@dataclass
+class _Cost:
+    """What snapshots have cost so far: means over workers, sums over iterations."""
+
+    count: int = 0
+    bytes: int = 0
+    stall_s: float = 0.0
+    training_s: float = 0.0
+
+    def __str__(self) -> str:
+        share = self.stall_s / self.training_s if self.training_s else 0.0
+        each = self.bytes / self.count / 1e9
+        return (
+            f"snapshots: {self.count} taken, {each:.3g} GB each; training waited {self.stall_s:.2f} s for them, "
+            f"{share:.2%} of its time"
+        )
+
+
 class Snapshots(Rider):
     """Takes them; all methods are for all workers alike.
 
@@ -114,7 +132,8 @@ class Snapshots(Rider):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
         self._describe, self._layout, self._blocking, self._log = describe, layout, blocking, log
         self._operators = {operator.name: operator for operator in policy.operators}
-        self._rotation = Rotation.of(SLOTS, keep=tiers.memory is not None, recovered=recovered)
+        in_memory = tiers.memory is not None
+        self._rotation = Rotation.of(BUFFERS if in_memory else BUFFERS - 1, keep=in_memory, recovered=recovered)
         self._copying: deque[_Taken] = deque()
         self._writing: deque[_Taken] = deque()
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="snapshot-publish")
@@ -127,6 +146,7 @@ class Snapshots(Rider):
         self._started, self._was_busy = False, False
         self._iteration_s, self._stall_s = 0.0, 0.0  # of this worker, until the next vote
         self._agreed_s, self._agreed_stall_s = 0.0, 0.0  # means over workers, by the last vote
+        self._cost = _Cost()
 
     def reserve(self) -> None:
         """Makes the buffers that are free now, before training needs them.
@@ -194,6 +214,7 @@ class Snapshots(Rider):
             CheckpointError: on all workers; something could not be saved.
         """
         self._hear(tally)
+        self._cost.training_s += self._agreed_s
         with self._stalling():
             for taken in self._copying:
                 taken.snapshot.capture.wait()
@@ -219,6 +240,8 @@ class Snapshots(Rider):
             self.finish()
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()
+        if self._cost.count:
+            self._log.message(str(self._cost))
 
     @contextlib.contextmanager
     def _stalling(self):
@@ -262,6 +285,7 @@ class Snapshots(Rider):
         self._rotation = self._rotation.voted()
         self._agreed_s = tally["snapshot_iteration_s"] / self._world.size
         self._agreed_stall_s = tally["snapshot_stall_s"] / self._world.size
+        self._cost.stall_s += self._agreed_stall_s
         if self._agreed_stall_s > _WORTH_TELLING_S:
             self._log.events.write("stall", iteration=self._newest, cause="snapshot", seconds=self._agreed_stall_s)
         if tally["snapshot_failed"]:
@@ -274,6 +298,8 @@ class Snapshots(Rider):
     def _all_copied(self, taken: _Taken, tally: dict[str, float]) -> None:
         iteration, memory = taken.plan.iteration, self._tiers.memory
         self._rotation = self._rotation.complete(iteration)
+        self._cost.count += 1
+        self._cost.bytes += int(tally["snapshot_bytes"])
         self._log.events.write(
             "snapshot",
             iteration=iteration,

@@ -43,7 +43,7 @@ class Interval(ABC):
     def observe(self, iteration_s: float, stall_s: float, snapshot: bool, busy: bool) -> None:  # noqa: B027
         """Learns what has been since the last call; to be called once per iteration, before :meth:`due`.
 
-        All values are such that every rank has the same, as the maxima that a vote brings.  Time for evaluation,
+        All values are such that every rank has the same, as the means that a vote brings.  Time for evaluation,
         logging or dense ``--save`` checkpoints must not be in them.
 
         Args:

@@ -32,18 +32,20 @@ class LocalBlob:
 
     def __init__(self, path: Path):
         self.name = str(path)
-        with open(path, "rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            # private and writable: torch wants tensors to be, and nothing is copied unless somebody writes
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
-        self._bytes = memoryview(self._map if self._map is not None else b"")
+        self._file = open(path, "rb", buffering=0)  # as long as anybody may want to read ahead
+        self.size = os.fstat(self._file.fileno()).st_size
+        self._bytes = memoryview(self._map() if self.size else b"")
 
     def read(self, start: int, stop: int) -> memoryview:
         """See :class:`Blob`."""
         return self._bytes[start:stop]
 
     def will_read(self, start: int, stop: int) -> None:
-        """Lets the kernel read ahead."""
-        if self._map is not None and stop > start:
-            begin = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
+        """Lets the kernel read ahead; may take a while, but not the interpreter's lock."""
+        os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def _map(self) -> mmap.mmap:
+        # private and writable: torch wants tensors to be, and nothing is copied unless somebody writes
+        mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+        mapped.madvise(mmap.MADV_SEQUENTIAL)
+        return mapped

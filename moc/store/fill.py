@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from moc.state.fragments import Fragment
@@ -30,3 +33,22 @@ def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
     if common is not None:
         values[common.slices(region.offset)] = reader.get(fragment.name, fragment.slot, common)
     return values
+
+
+def reading_ahead(fragments: Sequence[Fragment], reader: RegionReader, lead: int = 256 << 20) -> Iterator[Fragment]:
+    """Yields fragments, while a thread has what they will take read in advance.
+
+    Args:
+        fragments: in the order in which they will be filled.
+        reader: where from.
+        lead: bytes that may be read in advance, at most.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        asked, ahead = 0, 0
+        for number, fragment in enumerate(fragments):
+            while asked < len(fragments) and (ahead < lead or asked <= number):
+                coming = fragments[asked]
+                thread.submit(reader.will_read, coming.name, coming.slot, coming.region)
+                asked, ahead = asked + 1, ahead + coming.view.nbytes
+            yield fragment
+            ahead -= fragment.view.nbytes

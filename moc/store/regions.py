@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,24 +228,28 @@ class RegionReader:
     Args:
         files: what :func:`write_regions` or a snapshot made; together they hold each element at most once.
         verify: whether to compare entries with their hashes before they are used.
+        lazy: open a file only when those before it do not hold all that is asked for.
 
     Raises:
-        MissingRegionError: a file is not of this kind.
+        MissingRegionError: a file is not of this kind; with ``lazy``, when it is opened.
     """
 
-    def __init__(self, files: Iterable[Path | Blob], verify: bool = False):
+    def __init__(self, files: Iterable[Path | Blob], verify: bool = False, lazy: bool = False):
         self._sources: dict[tuple[str, str], list[Source]] = defaultdict(list)
         self._verify, self._verified = verify, set()
-        for file in files:
-            for source in read_sources(_blob(file)):
-                self._sources[source.entry.name, source.entry.slot].append(source)
+        self._unopened = iter(files)
+        if not lazy:
+            self._open_all()
 
     def __contains__(self, tensor: tuple[str, str]) -> bool:
         """Whether the files hold any of a slot of a tensor, given as (name, slot)."""
+        while tensor not in self._sources and self._open_next():
+            pass
         return tensor in self._sources
 
-    def sources(self) -> Iterable[Source]:
+    def sources(self) -> Iterator[Source]:
         """Every entry, in the order of the files."""
+        self._open_all()
         for sources in self._sources.values():
             yield from sources
 
@@ -255,15 +259,15 @@ class RegionReader:
         Raises:
             MissingRegionError: no file holds any of it.
         """
-        sources = self._sources.get((name, slot))
-        if not sources:
+        if (name, slot) not in self:
             raise MissingRegionError(f"no file holds {slot} of {name}")
-        return sources[0].entry.global_shape
+        return self._sources[name, slot][0].entry.global_shape
 
     def will_read(self, name: str, slot: str, region: Region) -> None:
-        """Says that a box will be read soon."""
-        for source, _ in self._overlapping(name, slot, region):
-            source.blob.will_read(source.start, source.start + source.entry.nbytes)
+        """Says that a box will be read soon; what is known of it by now is read ahead."""
+        for source in list(self._sources.get((name, slot), ())):
+            if region.intersect(source.entry.region) is not None:
+                source.blob.will_read(source.start, source.start + source.entry.nbytes)
 
     def get(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """A box of a tensor, on the host; a view of the file where one entry holds all of it.
@@ -272,11 +276,11 @@ class RegionReader:
             MissingRegionError: the files do not hold all of the box.
             DamagedRegionError: what they hold does not match its hash.
         """
+        self.global_shape(name, slot)
         for source, common in self._overlapping(name, slot, region):
             if common == region:
                 return self._values(source)[common.slices(source.entry.region.offset)]
-        source = next(iter(self._sources.get((name, slot), ())), None)
-        into = torch.empty(region.shape, dtype=source.entry.dtype if source else torch.float32)
+        into = torch.empty(region.shape, dtype=self._sources[name, slot][0].entry.dtype)
         self.read(name, slot, region, into)
         return into
 
@@ -297,10 +301,29 @@ class RegionReader:
                 f"files hold {filled} of {region.numel} elements of {slot} of {name} at {region.offset}"
             )
 
-    def _overlapping(self, name: str, slot: str, region: Region):
-        for source in self._sources.get((name, slot), ()):
-            if (common := region.intersect(source.entry.region)) is not None:
-                yield source, common
+    def _overlapping(self, name: str, slot: str, region: Region) -> Iterator[tuple[Source, Region]]:
+        """Entries that hold some of a box, and what of it; opens files until all of it is found."""
+        seen, missing = 0, region.numel
+        while missing:
+            known = self._sources.get((name, slot), [])
+            for source in known[seen:]:
+                if (common := region.intersect(source.entry.region)) is not None:
+                    missing -= common.numel
+                    yield source, common
+            seen = len(known)
+            if missing and not self._open_next():
+                return
+
+    def _open_next(self) -> bool:
+        file = next(self._unopened, None)
+        if file is not None:
+            for source in read_sources(_blob(file)):
+                self._sources[source.entry.name, source.entry.slot].append(source)
+        return file is not None
+
+    def _open_all(self) -> None:
+        while self._open_next():
+            pass
 
     def _values(self, source: Source) -> torch.Tensor:
         if self._verify and source not in self._verified:

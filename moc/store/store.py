@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable
 
 from moc.store import manifest as manifests
+from moc.store.blobs import Blob
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest, Part
 from moc.store.places import Place
-from moc.store.regions import digest_of
+from moc.store.regions import DamagedRegionError, digest_of
 
 _DIRECTORY = re.compile(r"^iter_(\d{7,})$")
 _SET_ASIDE = f"{manifests.NAME}.superseded"
@@ -127,16 +128,30 @@ class Store:
 
     def damage_in_header(self, iteration: int, name: str, entry: FileEntry) -> str | None:
         """What is wrong with size or header of a file, if anything is; its data are compared as they are read."""
+        try:
+            self.blob(iteration, name, entry)
+        except DamagedRegionError as damage:
+            return str(damage)
+        return None
+
+    def blob(self, iteration: int, name: str, entry: FileEntry) -> Blob:
+        """A file of which size and header are as they were written.
+
+        Raises:
+            DamagedRegionError: they are not.
+        """
         path = f"{directory_of(iteration)}/{name}"
         try:
             blob = self.place.blob(path)
         except OSError as error:
-            return f"{self.place.path(path)} cannot be read ({error.strerror or error})"
+            raise DamagedRegionError(f"{self.place.path(path)} cannot be read ({error.strerror or error})") from None
         if blob.size != entry.bytes:
-            return f"{blob.name} has {blob.size} bytes instead of {entry.bytes}: it is truncated or overwritten"
+            raise DamagedRegionError(
+                f"{blob.name} has {blob.size} bytes instead of {entry.bytes}: it is truncated or overwritten"
+            )
         if digest_of(blob.read(0, entry.header_bytes)) != entry.header_xxh3_128:
-            return f"{blob.name} is damaged: its header does not match its hash"
-        return None
+            raise DamagedRegionError(f"{blob.name} is damaged: its header does not match its hash")
+        return blob
 
     def _report(self, iteration: int, rank: int) -> str:
         return f"{directory_of(iteration)}/.rank_{rank:05d}.json"
