@@ -52,6 +52,7 @@ def training_state(
         **asdict(position),
         "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
         "optimizer_step": get_step(optimizer.core),
+        "params_dtype": "bf16" if config.mixed_precision.bf16 else "fp16" if config.mixed_precision.fp16 else "fp32",
         "scheduler": scheduler.state_dict(),
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "shape": shape(config),
