@@ -1,0 +1,122 @@
+"""From measurements to medians, a table and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from benchmarks.save_peers.cases import CASES, OURS
+
+WIDTH = 120  # columns of a table
+TARGETS = {  # ours against peers and the machine
+    "stall_ratio": ("async stall / best peer's blocking stall", "<=", 0.05),
+    "capture_ratio": ("capture / memcpy", ">=", 0.8),
+    "persist_ratio": ("persisting / sequential writing", ">=", 0.8),
+    "load_ratio": ("loading / sequential reading", ">=", 0.7),
+}
+
+
+def summary(measured: dict, every: int, plain_s: list[float]) -> dict:
+    """Medians of a case.
+
+    Args:
+        measured: what :func:`benchmarks.save_peers.rounds.measure` returned, and ``copied_bytes``, the bytes that
+            a save copies in memory before they are written, if that is known.
+        every: iterations of a round.
+        plain_s: seconds of iterations without saves.
+
+    Returns:
+        ``overhead_s``: what a save adds to the time of training, a round less its iterations without a save;
+        ``durable_s``: until the bytes are on disk; ``copies``: bytes copied for each byte saved, or None; the others
+        as measured.
+    """
+    rounds, plain = measured["rounds"], statistics.median(plain_s)
+    middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    overhead = statistics.median(r["round_s"] for r in rounds) - every * plain
+    durable = statistics.median(r["complete_s"] + r["unsynced_s"] for r in rounds)
+    return middle | {
+        "plain_s": plain,
+        "overhead_s": overhead,
+        "durable_s": durable,
+        "first_stall_s": measured["first"]["stall_s"],
+        "copies": measured["copied_bytes"] / middle["bytes"] if "copied_bytes" in measured else None,
+    }
+
+
+def ratios(cases: dict[str, dict], limits: dict | None) -> dict[str, float]:
+    """Ours against the best peer and against the machine, as far as both were measured.
+
+    Against the machine counts the blocking save, with which training takes no part of the cores.
+
+    Args:
+        cases: summaries by case.
+        limits: what :mod:`benchmarks.save_peers.limits` wrote.
+    """
+    result, ours, alone = {}, cases.get("ours-disk"), cases.get("ours-blocking")
+    blocking = [s["stall_s"] for name, s in cases.items() if CASES[name].blocking and CASES[name].program != OURS]
+    if ours and blocking:
+        result["stall_ratio"] = ours["stall_s"] / min(blocking)
+    for ratio, case, key, limit in (
+        ("capture_ratio", alone, "capture_s", "memcpy"),
+        ("persist_ratio", alone, "persist_s", "write"),
+        ("load_ratio", ours, "load_s", "read_cold"),
+    ):
+        if limits and case and case.get(key):
+            result[ratio] = case["bytes"] / case[key] / limits[f"{limit}_bytes_per_s"]
+    return result
+
+
+def table(layout: str, told: dict):
+    """A table of one layout, for a console."""
+    from rich.table import Table
+
+    result = Table(title=f"{layout}: medians for each save", title_justify="left")
+    result.add_column("way of saving")
+    for name in ("stall, s", "first stall, s", "overhead, s", "iteration, s", "on disk after, s", "MB", "copies"):
+        result.add_column(name, justify="right")
+    for name, s in told["cases"].items():
+        after = f"{s['durable_s']:.2f}" if CASES[name].keeps == "disk" else "-"
+        columns = [f"{s[k]:.3f}" for k in ("stall_s", "first_stall_s")]
+        columns += [f"{s[k]:.2f}" for k in ("overhead_s", "plain_s")]
+        copies = "-" if s["copies"] is None else f"{s['copies']:.2f}"
+        result.add_row(CASES[name].label, *columns, after, f"{s['bytes'] / 1e6:,.0f}", copies)
+    return result
+
+
+def lines(told: dict) -> list[str]:
+    """What a table does not hold: the machine's limits, ours against them, and what was left out."""
+    said = []
+    if told["limits"]:
+        names = ("memcpy", "write", "read_cold", "read_warm")
+        rates = ", ".join(f"{n} {told['limits'][f'{n}_bytes_per_s'] / 1e9:.2f} GB/s" for n in names)
+        said.append(f"the machine, {told['limits']['bytes'] / 1e6:,.0f} MB by all workers at once: {rates}")
+    for name, value in told["ratios"].items():
+        text, sign, target = TARGETS[name]
+        met = value <= target if sign == "<=" else value >= target
+        said.append(f"{text}: {value:.3f} (target {sign} {target}: {'met' if met else 'missed'})")
+    said += [f"not measured: {CASES[name].label}: {why}" for name, why in told["left_out"].items()]
+    return said
+
+
+def plot(layouts: dict[str, dict], path: Path) -> None:
+    """Bars of stall and overhead for each way of saving; one panel for each layout."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(layouts), figsize=(7 * len(layouts), 4.5), squeeze=False)
+    for panel, (layout, told) in zip(panels[0], layouts.items(), strict=True):
+        names = list(told["cases"])[::-1]
+        places = range(len(names))
+        for offset, key, text in ((0.2, "stall_s", "stall"), (-0.2, "overhead_s", "overhead")):
+            values = [max(told["cases"][name][key], 0.0) for name in names]
+            bars = panel.barh([p + offset for p in places], values, height=0.4, label=text)
+            panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        panel.set_yticks(places, [CASES[name].label for name in names])
+        panel.margins(x=0.12)
+        panel.set(title=layout, xlabel="seconds for each save")
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

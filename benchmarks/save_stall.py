@@ -1,0 +1,259 @@
+"""What saving costs training: ours beside torch's, megatron-core's and DeepSpeed's, on one machine in one run.
+
+    python benchmarks/save_stall.py --output docs/results/save_stall_cpu.json --deepspeed-python /path/to/python
+
+Each way of saving trains a model of 151 M parameters (8 experts a layer) in 4 processes of its own, one way after the
+other: bf16 weights, fp32 masters and moments, sharded by ZeRO.  Every few iterations it saves, and is asked
+
+* for how long training stands still (stall), from when the last worker has come until the last one goes on: in the
+  call that saves, and in every later wait for it;
+* what a save adds to the time of the iterations until the checkpoint is complete (overhead);
+* when the bytes are on disk; peers' checkpoints are removed between saves, so that each finds the disk idle;
+* how many bytes are copied in memory, before they are written, for each byte that is saved (copies).
+
+Peers save 14 bytes a parameter; ours saves masters and moments, 12 bytes, since the weights follow from masters.
+The program also measures what 4 processes reach that only copy, write or read the same bytes.  With fewer cores than
+processes, writing beside training takes its time from training: there the overhead of an asynchronous save is that of
+this machine, and stall, bytes and copies say more.
+
+Writes JSON with every sample, and a plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.save_peers import ours, report
+from benchmarks.save_peers.cases import CASES, DEEPSPEED, LAYOUTS, OURS, WORKERS, Case, left_out, model_flags
+from benchmarks.save_peers.rounds import Plan
+
+ROOT = Path(__file__).resolve().parent.parent
+MEMORY = "/dev/shm"
+TIMEOUT = 600  # seconds for one set of workers
+_TAIL = 4000  # characters of output in an error
+
+
+class RunFailed(RuntimeError):
+    """A set of workers did not end as it should."""
+
+
+class Bench:
+    """Runs sets of workers, each in directories of its own.
+
+    Args:
+        own: the benchmark's flags.
+        scratch: an empty directory on the file system that is measured.
+    """
+
+    def __init__(self, own: argparse.Namespace, scratch: Path):
+        self._own, self._scratch, self._flags = own, scratch, model_flags(own.quick)
+
+    def plan(self, directory: Path) -> Plan:
+        """How much is measured."""
+        return Plan(directory, self._own.saves, self._own.every, self._own.plain)
+
+    def case(self, case: Case, layout: str) -> dict:
+        """Measures one way of saving; raises :class:`RunFailed`."""
+        directory = self._directory()
+        try:
+            run = self._ours if case.program == OURS else self._peer
+            return run(case, [*self._flags, *LAYOUTS[layout]], directory)
+        finally:
+            shutil.rmtree(directory)
+            os.sync()
+
+    def plain(self, layout: str) -> list[float]:
+        """Seconds of our program's iterations without saves."""
+        directory = self._directory()
+        plan, log = self.plan(directory / "checkpoints"), directory / "plain"
+        return ours.plain_seconds(self._train([*self._flags, *LAYOUTS[layout]], ours.plain_flags(plan, log), log))
+
+    def limits(self, size: int) -> dict:
+        """What the machine does with this many bytes."""
+        directory = self._directory()
+        (directory / "files").mkdir()
+        flags = ["--bytes", str(size), "--directory", str(directory / "files")]
+        return self._module(sys.executable, "limits", flags, directory)
+
+    def _directory(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._scratch))
+
+    def _peer(self, case: Case, flags: list[str], directory: Path) -> dict:
+        python = self._own.deepspeed_python if case.program == DEEPSPEED else sys.executable
+        plan = self.plan(directory / "checkpoints")
+        counts = ["--saves", plan.saves, "--every", plan.every, "--plain", plan.plain]
+        own = ["--mode", case.mode, "--directory", plan.directory, *counts]
+        return self._module(python, case.program, [*map(str, own), *flags], directory)
+
+    def _ours(self, case: Case, flags: list[str], directory: Path) -> dict:
+        plan = self.plan(directory / "checkpoints")
+        saving, loading = directory / "saving", directory / "loading"
+        with tempfile.TemporaryDirectory(prefix="save_stall-", dir=MEMORY) as memory:
+            events = self._train(flags, ours.saving_flags(case.mode, plan, saving, memory), saving)
+            measured = ours.rounds(events, plan)
+            if case.keeps == "disk" and not case.blocking:
+                forget(plan.directory)
+                events = self._train(flags, ours.loading_flags(case.mode, plan, loading, memory), loading)
+                measured["load_s"] = ours.load_seconds(events)
+        return measured
+
+    def _train(self, flags: list[str], own: list[str], log: Path) -> list[dict]:
+        launch([sys.executable, *_TORCHRUN, ours.PROGRAM, *flags, *own], log.parent)
+        return ours.read_events(log)
+
+    def _module(self, python: str, module: str, flags: list[str], directory: Path) -> dict:
+        result = directory / "result.json"
+        launch(
+            [python, *_TORCHRUN, "-m", f"benchmarks.save_peers.{module}", "--result", str(result), *flags], directory
+        )
+        return json.loads(result.read_text())
+
+
+_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+
+
+def launch(command: list[str], directory: Path) -> None:
+    """Runs a set of workers to its end; raises :class:`RunFailed` with what they said last."""
+    # one thread a worker, as in the trainer; DeepSpeed reads the others
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment |= {"TORCH_EXTENSIONS_DIR": str(directory / "extensions")}
+    with open(directory / "output", "w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(TIMEOUT)
+        except BaseException as error:
+            process.terminate()  # torchrun ends its workers
+            process.wait(60)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            code = f"none after {TIMEOUT} s"
+        if code != 0:
+            output.seek(0)
+            raise RunFailed(f"exit code {code}\n{' '.join(command)}\n{output.read()[-_TAIL:]}")
+
+
+def forget(directory: Path) -> None:
+    """Takes files that are on disk out of the page cache."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed: str | None) -> dict:
+    """All cases of one layout, one after the other."""
+    told = {"cases": {}, "samples": {}, "left_out": {}, "limits": None}
+    plain = None
+    for name in own.cases:
+        case = CASES[name]
+        reason = left_out(case, layout, deepspeed)
+        if reason is None:
+            print(f"{layout}: {case.label} ...", file=sys.stderr, flush=True)
+            try:
+                if case.program == OURS and plain is None:
+                    plain = bench.plain(layout)
+                measured = bench.case(case, layout)
+            except (RunFailed, ValueError) as error:
+                print(error, file=sys.stderr)
+                reason = f"failed: {str(error).splitlines()[0]}"
+        if reason is not None:
+            told["left_out"][name] = reason
+            continue
+        measured.setdefault("plain_s", plain)
+        told["samples"][name] = measured
+        told["cases"][name] = report.summary(measured, own.every, measured["plain_s"])
+        if "load_s" in measured:
+            told["cases"][name]["load_s"] = measured["load_s"]
+    return told
+
+
+def state_bytes(flags: list[str]) -> int:
+    """Bytes of masters and moments of the model that the flags describe."""
+    from megatron.training.arguments import parse_config
+    from megatron.training.presets import count_parameters
+
+    config = parse_config([*flags, "--train-iters", "1"])
+    rows = config.tokenizer.vocab_size + 1
+    return 12 * count_parameters(config.network, config.moe, rows)[0]
+
+
+def deepspeed_version(python: str) -> str | None:
+    """Version of DeepSpeed that an interpreter imports; None where it imports none."""
+    asked = [python, "-c", "from importlib.metadata import version; import deepspeed; print(version('deepspeed'))"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+    except OSError:
+        return None
+    return told.stdout.split()[-1] if told.returncode == 0 else None
+
+
+def parse() -> argparse.Namespace:
+    """The benchmark's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", "--out", type=Path, help="JSON file to write; the plot goes beside it")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
+    parser.add_argument("--saves", type=int, default=3, help="saves after the first one (default: 3)")
+    parser.add_argument("--every", type=int, default=3, help="iterations between saves (default: 3)")
+    parser.add_argument("--plain", type=int, default=4, help="iterations without saves (default: 4)")
+    parser.add_argument("--quick", action="store_true", help="a model of 0.2 M parameters, to try the benchmark")
+    parser.add_argument("--directory", type=Path, help="where to save (default: the directory for temporary files)")
+    parser.add_argument("--no-limits", action="store_true", help="leave out what the machine can do")
+    parser.add_argument("--deepspeed-python", default=sys.executable, help="a Python that has DeepSpeed")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measures, prints tables, writes JSON and a plot; 1 if a case failed."""
+    own = parse()
+    from rich.console import Console
+
+    deepspeed = (
+        deepspeed_version(own.deepspeed_python) if any(CASES[n].program == DEEPSPEED for n in own.cases) else None
+    )
+    with tempfile.TemporaryDirectory(prefix="save_stall-", dir=own.directory) as scratch:
+        bench = Bench(own, Path(scratch))
+        limits = None if own.no_limits else bench.limits(state_bytes(model_flags(own.quick)))
+        layouts = {layout: measure_layout(bench, layout, own, deepspeed) for layout in own.layouts}
+    console = Console()
+    console.width = max(console.width, report.WIDTH)
+    for layout, told in layouts.items():
+        told["limits"], told["ratios"] = limits, report.ratios(told["cases"], limits)
+        console.print(report.table(layout, told))
+        for line in report.lines(told):
+            console.print(line, highlight=False, soft_wrap=True)
+    if own.output:
+        own.output.parent.mkdir(parents=True, exist_ok=True)
+        own.output.write_text(json.dumps(describe(own, deepspeed) | {"layouts": layouts}, indent=1) + "\n")
+        report.plot(layouts, own.output.with_suffix(".png"))
+    failed = any(why.startswith("failed") for told in layouts.values() for why in told["left_out"].values())
+    return int(failed)
+
+
+def describe(own: argparse.Namespace, deepspeed: str | None) -> dict:
+    """What the figures were made with."""
+    return {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "versions": {"torch": version("torch"), "megatron-core": version("megatron-core"), "deepspeed": deepspeed},
+        "workers": WORKERS,
+        "flags": model_flags(own.quick),
+        "plan": {"saves": own.saves, "every": own.every, "plain": own.plain},
+        "notes": {name: CASES[name].notes for name in own.cases if CASES[name].notes},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
