@@ -1,4 +1,4 @@
-"""Reads checkpoints for the checkpoint tools: without torch, and without unpickling anything."""
+"""Reads checkpoints of both formats for the checkpoint tools: without torch, and without unpickling anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -15,8 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.training import checkpoint_files as files
 from megatron.training.checkpoint_files import CheckpointError
 from moc.state.region import Region
+from moc.store import manifest as manifests
+from moc.store.manifest import Manifest, OperatorEntry
 
+SNAPSHOT, DENSE = "snapshot", "dense"
 OPTIMIZER = "optimizer"
+_PARTS = ("rank_", ".rank_", f"{files.MANIFEST}.")  # what there is of Format v1 before its manifest
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LENGTH = 8  # a safetensors file starts with the length of its JSON header
 _ELEMENT_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -32,6 +37,10 @@ class Box:
     global_shape: tuple[int, ...]
     region: Region
     nbytes: int
+    start: int = 0
+    """Its first byte in the file."""
+    digest: str | None = None
+    """xxh3-128 of its bytes in hex, where the file says it."""
 
 
 @dataclass
@@ -40,17 +49,26 @@ class Checkpoint:
 
     directory: Path
     files: dict[str, dict]
-    """The manifest's entries: bytes and xxh3_128 by name."""
-    state: dict = field(default_factory=dict)
-    """training_state.json; empty where it cannot be read."""
+    """The manifest's entries by name: bytes, and xxh3_128 of all or (Format v1) header_bytes and header_xxh3_128."""
+    format: str = DENSE
+    """``snapshot`` for Format v1, or ``dense``."""
+    iteration: int | None = None
+    state: Mapping = field(default_factory=dict)
+    """What is no tensor: training_state.json, or in Format v1 part of the manifest; empty where it cannot be read."""
+    policy: str | None = None
+    """What asked for it; None for dense ones."""
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the layout that wrote it, where it says them."""
+    operators: Mapping[str, OperatorEntry] | None = None
+    """What Format v1 promises of each operator; None for dense ones."""
     broken: set[str] = field(default_factory=set)
     """Files that are missing, of another size than listed, or otherwise found damaged."""
     problems: list[str] = field(default_factory=list)
 
     @property
-    def optimizer_files(self) -> list[str]:
-        """Names of the listed files with optimizer state."""
-        return sorted(name for name in self.files if name.startswith(f"{OPTIMIZER}/"))
+    def region_files(self) -> list[str]:
+        """Names of the listed files of regions: all of Format v1, and those with optimizer state of dense ones."""
+        return sorted(name for name in self.files if self.format == SNAPSHOT or name.startswith(f"{OPTIMIZER}/"))
 
     @property
     def weight_files(self) -> list[str]:
@@ -77,13 +95,32 @@ def is_checkpoint(path: Path) -> bool:
     return bool(named) or any((path / name).is_file() for name in (files.MANIFEST, files.STATE))
 
 
+def format_of(directory: Path) -> str:
+    """``snapshot`` where the manifest says Format v1, ``dense`` otherwise."""
+    try:
+        return SNAPSHOT if json.loads((directory / files.MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
+    except (OSError, ValueError, LookupError, TypeError):
+        return DENSE
+
+
+def is_unpublished(directory: Path) -> bool:
+    """Whether a directory is what a save in Format v1 has written so far: without a manifest, it is no checkpoint."""
+    names = [path.name for path in directory.iterdir()]
+    return files.MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations of the checkpoints in a directory, ascending."""
+    return [i for i in files.saved_iterations(root) if not is_unpublished(files.directory_of(root, i))]
+
+
 def choose(root: Path, iteration: int | None) -> Path:
-    """The checkpoint of an iteration in a --save directory; by default the tracker's, else the newest that is there.
+    """The checkpoint of an iteration in a directory; by default the tracker's, else the newest that is there.
 
     Raises:
         CheckpointError: there is none.
     """
-    saved = files.saved_iterations(root)
+    saved = saved_iterations(root)
     if iteration is None:
         iteration = _tracked(root)
         iteration = iteration if iteration in saved else max(saved, default=None)
@@ -108,16 +145,44 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is no manifest that could be read.
     """
+    if format_of(directory) == SNAPSHOT:
+        return _read_snapshot(directory)
     try:
         manifest = files.read_manifest(directory)
     except OSError as error:
         raise CheckpointError(f"{files.MANIFEST}: cannot be read ({error.strerror})") from None
     if manifest is None:
         raise CheckpointError(f"{files.MANIFEST}: is missing, so this is no checkpoint of this program, or half of one")
-    checkpoint = Checkpoint(directory, _listed(manifest))
-    _compare_names(checkpoint, manifest)
+    checkpoint = Checkpoint(directory, _listed(manifest), iteration=manifest.get("iteration"))
+    _compare_names(checkpoint)
+    for name in (files.STATE, ".metadata"):
+        if name not in checkpoint.files:
+            checkpoint.problems.append(f"{files.MANIFEST}: does not list {name}")
+    if not checkpoint.weight_files:
+        checkpoint.problems.append(f"{files.MANIFEST}: lists no weights (*.distcp)")
     _compare_sizes(checkpoint)
-    _read_state(checkpoint, manifest.get("iteration"))
+    _read_state(checkpoint)
+    return checkpoint
+
+
+def _read_snapshot(directory: Path) -> Checkpoint:
+    manifest = Manifest.from_json((directory / files.MANIFEST).read_text(), files.MANIFEST)
+    checkpoint = Checkpoint(
+        directory,
+        {name: asdict(entry) for name, entry in manifest.files.items()},
+        format=SNAPSHOT,
+        iteration=manifest.iteration,
+        state=manifest.state,
+        policy=manifest.policy,
+        layout=manifest.layout,
+        operators=manifest.operators,
+    )
+    _compare_names(checkpoint)
+    _compare_sizes(checkpoint)
+    if not manifest.complete:
+        checkpoint.problems.append(
+            f"{files.MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
+        )
     return checkpoint
 
 
@@ -134,18 +199,15 @@ def _listed(manifest: dict) -> dict[str, dict]:
     return entries
 
 
-def _compare_names(checkpoint: Checkpoint, manifest: dict) -> None:
+def _compare_names(checkpoint: Checkpoint) -> None:
     say = checkpoint.problems.append
     named = _ITERATION.fullmatch(checkpoint.directory.resolve().name)
-    if named and manifest.get("iteration") != int(named[1]):
-        say(f"{files.MANIFEST}: is of iteration {manifest.get('iteration')}, and the directory of {int(named[1])}")
-    for name in (files.STATE, ".metadata"):
-        if name not in checkpoint.files:
-            say(f"{files.MANIFEST}: does not list {name}")
-    if not checkpoint.weight_files:
-        say(f"{files.MANIFEST}: lists no weights (*.distcp)")
-    for name in sorted(_present(checkpoint.directory) - checkpoint.files.keys() - {files.MANIFEST}):
-        say(f"{name}: is not listed in {files.MANIFEST}")
+    if named and checkpoint.iteration != int(named[1]):
+        say(f"{files.MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {int(named[1])}")
+    found = _present(checkpoint.directory) - checkpoint.files.keys() - {files.MANIFEST}
+    for name in sorted(found):
+        if checkpoint.format == DENSE or not name.startswith(".rank_"):  # of a kill after the manifest was written
+            say(f"{name}: is not listed in {files.MANIFEST}")
 
 
 def _present(directory: Path) -> set[str]:
@@ -168,7 +230,7 @@ def _compare_sizes(checkpoint: Checkpoint) -> None:
         checkpoint.problems.append(f"{name}: {problem}")
 
 
-def _read_state(checkpoint: Checkpoint, iteration: int) -> None:
+def _read_state(checkpoint: Checkpoint) -> None:
     path = checkpoint.directory / files.STATE
     if files.STATE in checkpoint.broken or not path.is_file():
         return  # said already
@@ -181,21 +243,21 @@ def _read_state(checkpoint: Checkpoint, iteration: int) -> None:
         checkpoint.problems.append(f"{files.STATE}: cannot be read ({error})")
         return
     checkpoint.state = state
-    if state.get("iteration") != iteration:
+    if state.get("iteration") != checkpoint.iteration:
         checkpoint.problems.append(
-            f"{files.STATE}: is of iteration {state.get('iteration')}, {files.MANIFEST} of {iteration}"
+            f"{files.STATE}: is of iteration {state.get('iteration')}, {files.MANIFEST} of {checkpoint.iteration}"
         )
-    if state.get("optimizer") and not checkpoint.optimizer_files:
+    if state.get("optimizer") and not checkpoint.region_files:
         checkpoint.problems.append(f"{files.MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
 
 
-def read_optimizer(checkpoint: Checkpoint) -> tuple[list[Box], list[str]]:
-    """Boxes of all files with optimizer state that can be read, and a problem for each of the other files.
+def read_regions(checkpoint: Checkpoint) -> tuple[list[Box], list[str]]:
+    """Boxes of all files of regions that can be read, and a problem for each of the other files.
 
     Files that are missing are among the checkpoint's own problems.
     """
     boxes, problems = [], []
-    for name in checkpoint.optimizer_files:
+    for name in checkpoint.region_files:
         try:
             boxes += read_boxes(checkpoint.directory, name)
         except CheckpointError as error:
@@ -214,7 +276,8 @@ def read_boxes(directory: Path, name: str) -> list[Box]:
     try:
         header, room = _header(directory / name)
         index = json.loads(header.pop("__metadata__")["regions"])
-        boxes = [_box(name, header[key], entry) for key, entry in index.items()]
+        begin = (directory / name).stat().st_size - room
+        boxes = [_box(name, begin, header[key], entry) for key, entry in index.items()]
         if unknown := header.keys() - index.keys():
             raise ValueError(f"nothing says what its tensor {min(unknown)} is")
         _check_spans([header[key]["data_offsets"] for key in index], room)
@@ -235,8 +298,8 @@ def _header(path: Path) -> tuple[dict, int]:
         return json.loads(file.read(length)), size - _LENGTH - length
 
 
-def _box(file: str, tensor: dict, entry: list) -> Box:
-    name, slot, global_shape, offset, *_digest = entry
+def _box(file: str, begin: int, tensor: dict, entry: list) -> Box:
+    name, slot, global_shape, offset, *digest = entry
     shape = tensor["shape"]
     if not all(isinstance(n, int) for n in (*global_shape, *offset, *shape)) or not isinstance(name, str):
         raise TypeError("a box has no place")
@@ -246,7 +309,8 @@ def _box(file: str, tensor: dict, entry: list) -> Box:
     element = _ELEMENT_BYTES.get(tensor["dtype"])
     if element and math.prod(shape) * element != stop - start:
         raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {math.prod(shape) * element}")
-    return Box(file, name, slot, tuple(global_shape), Region(tuple(offset), tuple(shape)), stop - start)
+    region = Region(tuple(offset), tuple(shape))
+    return Box(file, name, slot, tuple(global_shape), region, stop - start, begin + start, *digest[:1])
 
 
 def _check_spans(spans: list[list[int]], room: int) -> None:

@@ -1,45 +1,110 @@
-"""Whether boxes of tensors make up the whole optimizer state of a model: nothing is missing, nothing there twice."""
+"""Whether boxes of tensors make up the whole state of a model: nothing is missing, nothing there twice."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from _checkpoint import Box
+from _checkpoint import Box, Checkpoint, files
 
 from megatron.training.config.layer_pattern import expand
 from moc.state.operators import operator_of
 from moc.state.region import Region
+from moc.store.manifest import OperatorEntry
 
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
 """What each optimizer keeps for every parameter."""
+PARAM = "param"
+"""The slot of weights that a model computes with, and of router biases, which no optimizer owns."""
+BUFFER = "router.expert_bias"
+"""How the names of the latter end."""
 
 
-def coverage_problems(boxes: Iterable[Box], state: dict) -> list[str]:
+def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[Box]) -> list[str]:
     """What is missing or there more than once, one sentence each.
 
     Args:
-        boxes: those of all files.
-        state: the content of training_state.json.
+        checkpoint: the checkpoint.
+        boxes: those of all its files of regions.
     """
+    state, operators = checkpoint.state, checkpoint.operators
     tensors: dict[str, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
     for box in boxes:
         tensors[box.name][box.slot].append(box)
-    problems = list(_missing_slots(tensors, state.get("optimizer")))
-    if tensors and state.get("optimizer"):
-        problems += _missing_operators(tensors, state.get("shape"))
+    if operators is None:
+        problems = list(_missing_slots(tensors, state.get("optimizer")))
+        if tensors and state.get("optimizer"):
+            problems += _missing_operators(tensors, state.get("shape"), files.STATE)
+    else:
+        problems = list(_broken_promises(tensors, operators))
+        problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
+        if checkpoint.policy == "full":
+            problems += _missing_operators(tensors, state.get("shape"), files.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])
     return problems
 
 
-def _missing_operators(tensors: Iterable[str], shape: dict) -> list[str]:
-    there = {operator_or_other(name) for name in tensors}
+def _broken_promises(tensors: Mapping[str, Mapping[str, list[Box]]], operators: Mapping[str, OperatorEntry]):
+    """Format v1: what its manifest says of operators, and its files do not hold."""
+    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for name, slots in tensors.items():
+        for slot, boxes in slots.items():
+            held[operator_or_other(name)][slot] += sum(box.region.numel for box in boxes)
+    for operator in sorted(held.keys() | operators.keys()):
+        promised = operators[operator].elements if operator in operators else {}
+        for slot in sorted(held[operator].keys() | promised.keys()):
+            there, wanted = held[operator][slot], promised.get(slot, 0)
+            if there != wanted:
+                yield f"{operator}: files hold {there:,} elements of {slot}, {files.MANIFEST} promises {wanted:,}"
+
+
+def _missing_slots_of_details(
+    tensors: Mapping[str, Mapping[str, list[Box]]], operators: Mapping[str, OperatorEntry], optimizer: str | None
+) -> Iterator[str]:
+    """Format v1: slots that a tensor must have by the detail in which its operator was saved."""
+    for name in sorted(tensors):
+        entry = operators.get(operator_or_other(name))
+        if entry is None:
+            continue  # said already
+        if missing := sorted(set(_slots_of(name, entry.detail, optimizer)) - tensors[name].keys()):
+            yield f"{name}: has no {' and no '.join(missing)}"
+
+
+def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
+    """What a tensor has at least, in a detail of ``moc.state.detail``."""
+    if name.endswith(BUFFER):
+        return () if detail == "moments" else (PARAM,)
+    full = SLOTS.get(optimizer, ())
+    parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:]}
+    return parts.get(detail, full)
+
+
+def missing_operators(names: Iterable[str], shape: dict) -> list[str]:
+    """The operators of a model of which no tensor is there.
+
+    Args:
+        names: those of the tensors that are there.
+        shape: of the model, as training_state.json describes it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    there = {operator_or_other(name) for name in names}
     try:
         wanted = list(_operators(shape["num_layers"], shape["num_experts"] or 0, shape["moe_layer_freq"]))
     except (LookupError, TypeError, ZeroDivisionError):
-        return ["training_state.json: does not describe the shape of a model"]
-    return [f"{operator}: no file holds any optimizer state of it" for operator in wanted if operator not in there]
+        raise ValueError("does not describe the shape of a model") from None
+    return [operator for operator in wanted if operator not in there]
+
+
+def _missing_operators(tensors: Iterable[str], shape: dict, where: str) -> list[str]:
+    try:
+        missing = missing_operators(tensors, shape)
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    kept = "optimizer state" if where == files.STATE else "state"
+    return [f"{operator}: no file holds any {kept} of it" for operator in missing]
 
 
 def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterator[str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows what a checkpoint holds: position, model, and the bytes of its weights and optimizer state."""
+"""Shows what a checkpoint holds: position, model, and the bytes of its weights and optimizer state, by operator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import argparse
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _checkpoint import Box, Checkpoint, choose, files, human, is_checkpoint, read_checkpoint, read_optimizer
-from _coverage import SLOTS, coverage_problems, operator_or_other
+from _checkpoint import SNAPSHOT, Box, Checkpoint, choose, files, human, is_checkpoint, read_checkpoint, read_regions
+from _coverage import PARAM, SLOTS, coverage_problems, operator_or_other
 
 _KINDS = ("embedding", "attention", "mlp", "router", "expert", "output", "other")
 _NUMBER = re.compile(r"(\d+)")
@@ -23,6 +23,8 @@ examples:
   python tools/inspect_checkpoint.py checkpoints
   python tools/inspect_checkpoint.py checkpoints --iteration 100 --by operator
   python tools/inspect_checkpoint.py checkpoints/iter_0000100 --by file --json
+
+Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/format_v1.md).
 
 An operator is a part of the model that is saved as a whole: the embedding, a layer's attention, its router, one of its
 experts, its mlp (dense or shared expert, with the norm before it), and the output.  Sizes are in powers of 1000.
@@ -36,8 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", type=Path, metavar="PATH", help="a --save directory, or one iter_* in it")
-    parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint of iteration N, not the tracker's")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a directory of checkpoints, or one iter_* in it")
+    parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
     parser.add_argument(
         "--by",
         choices=("kind", "operator", "file"),
@@ -70,13 +72,14 @@ def main(argv: list[str] | None = None) -> int:
     except files.CheckpointError as error:
         print(f"inspect_checkpoint: {error}", file=sys.stderr)
         return 1
-    boxes, damaged = read_optimizer(checkpoint)
+    boxes, damaged = read_regions(checkpoint)
     problems = checkpoint.problems + damaged
-    if checkpoint.broken.isdisjoint(checkpoint.optimizer_files):
-        problems += coverage_problems(boxes, checkpoint.state)
+    if checkpoint.broken.isdisjoint(checkpoint.region_files):
+        problems += coverage_problems(checkpoint, boxes)
     rows = group(boxes, args.by)
     if args.json:
-        print(json.dumps(facts(checkpoint, boxes, problems) | {"by": args.by, "rows": rows_to_dict(rows)}, indent=2))
+        told = facts(checkpoint, boxes, problems) | {"by": args.by, "rows": rows_to_dict(rows, checkpoint, args.by)}
+        print(json.dumps(told, indent=2))
     else:
         show(checkpoint, boxes, problems, rows, args.by)
     return 0
@@ -105,8 +108,8 @@ class Row:
 
     @property
     def parameters(self) -> int:
-        """Parameters that there is state of; each has an element in every slot."""
-        return max(self.elements.values())
+        """Parameters that there is state of; each has an element in every slot of its operator's detail."""
+        return max(self.elements.values(), default=0)
 
     @property
     def total(self) -> int:
@@ -140,18 +143,15 @@ def _place_of_operator(operator: str) -> tuple:
     return outside, numbers[:1], _KINDS.index(kind), numbers[1:]
 
 
-def rows_to_dict(rows: dict[str, Row]) -> list[dict]:
+def rows_to_dict(rows: dict[str, Row], checkpoint: Checkpoint, by: str) -> list[dict]:
     """For JSON."""
-    return [
-        {
-            "name": name,
-            "operators": len(row.operators),
-            "parameters": row.parameters,
-            "bytes": row.total,
-            "slots": dict(row.nbytes),
-        }
-        for name, row in rows.items()
-    ]
+    told = []
+    for name, row in rows.items():
+        about = {"name": name, "operators": len(row.operators), "parameters": row.parameters, "bytes": row.total}
+        if by == "operator" and (entry := (checkpoint.operators or {}).get(name)):
+            about |= {"detail": entry.detail, "updates": entry.step}
+        told.append(about | {"slots": dict(row.nbytes)})
+    return told
 
 
 def facts(checkpoint: Checkpoint, boxes: list[Box], problems: list[str]) -> dict:
@@ -159,24 +159,23 @@ def facts(checkpoint: Checkpoint, boxes: list[Box], problems: list[str]) -> dict
 
     Args:
         checkpoint: The checkpoint.
-        boxes: Those of its optimizer state.
+        boxes: Those of its files of regions.
         problems: What is wrong with it.
     """
     state = checkpoint.state
-    known = {name: state.get(name) for name in ("iteration", "consumed_samples", "skipped_iterations")}
-    return {
-        "path": str(checkpoint.directory),
-        **known,
-        "loss_scale": loss_scale(state),
-        "optimizer": state.get("optimizer"),
-        "optimizer_step": state.get("optimizer_step"),
-        "shape": state.get("shape"),
-        "weights": _files(checkpoint, checkpoint.weight_files),
-        "optimizer_state": _files(checkpoint, checkpoint.optimizer_files)
-        | {"tensors": len({box.name for box in boxes}), "boxes": len(boxes)},
-        "complete": not problems,
-        "problems": problems,
-    }
+    told = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
+    told |= {name: state.get(name) for name in ("consumed_samples", "skipped_iterations")}
+    told |= {"loss_scale": loss_scale(state)}
+    told |= {name: state.get(name) for name in ("optimizer", "optimizer_step", "shape")}
+    held = _files(checkpoint, checkpoint.region_files) | {"tensors": len({b.name for b in boxes}), "boxes": len(boxes)}
+    if checkpoint.format == SNAPSHOT:
+        details = Counter(entry.detail for entry in checkpoint.operators.values())
+        updates = sorted({entry.step for entry in checkpoint.operators.values() if entry.step is not None})
+        told |= {"policy": checkpoint.policy, "layout": dict(checkpoint.layout), "state": held}
+        told |= {"details": dict(details), "updates": updates}
+    else:
+        told |= {"weights": _files(checkpoint, checkpoint.weight_files), "optimizer_state": held}
+    return told | {"complete": not problems, "problems": problems}
 
 
 def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
@@ -214,26 +213,51 @@ def show(checkpoint: Checkpoint, boxes: list[Box], problems: list[str], rows: di
     for problem in problems:
         console.print(f"  {problem}", soft_wrap=True)
     if rows:
-        console.print(_table(rows, by))
+        console.print(_table(rows, by, checkpoint))
 
 
 def _sentences(about: dict) -> dict[str, str]:
-    weights, optimizer, scale = about["weights"], about["optimizer_state"], about["loss_scale"]
     position = "{iteration}, {consumed_samples} samples, {skipped_iterations} iterations skipped".format(**about)
+    scale = about["loss_scale"]
+    held = _sentences_of_snapshot(about) if about["format"] == SNAPSHOT else _sentences_of_dense(about)
     count = len(about["problems"])
-    kept = "{boxes:,} boxes of {tensors:,} tensors".format(**optimizer)
     return {
         "checkpoint": about["path"],
         "iteration": position,
         "loss scale": "none saved" if scale is None else f"{scale:g}",
         "model": _model(about["shape"] or {}),
-        "weights": f"{human(weights['bytes'])} in {weights['files']} files",
-        "optimizer state": f"{human(optimizer['bytes'])} in {optimizer['files']} files, {kept}; "
-        f"{about['optimizer']}, step {about['optimizer_step']}"
-        if optimizer["files"]
-        else "not saved",
+        **held,
         "complete": f"no, {count} problem{'s' if count > 1 else ''}:" if count else "yes (hashes not compared)",
     }
+
+
+def _sentences_of_dense(about: dict) -> dict[str, str]:
+    weights, optimizer = about["weights"], about["optimizer_state"]
+    kept = f"{_held(optimizer)}; {about['optimizer']}, step {about['optimizer_step']}"
+    return {
+        "weights": f"{human(weights['bytes'])} in {weights['files']} files",
+        "optimizer state": kept if optimizer["files"] else "not saved",
+    }
+
+
+def _sentences_of_snapshot(about: dict) -> dict[str, str]:
+    layout = ", ".join(f"{name} {size}" for name, size in about["layout"].items())
+    details = ", ".join(f"{count:,} {detail}" for detail, count in sorted(about["details"].items()))
+    updates = about["updates"]
+    span = "" if not updates else f"; {about['optimizer']}, updates {updates[0]}"
+    span += f" to {updates[-1]}" if len(updates) > 1 else ""
+    return {
+        "policy": about["policy"],
+        "layout": layout or "not said",
+        "operators": f"{details}{span}",
+        "state": _held(about["state"]),
+    }
+
+
+def _held(files_of_regions: dict) -> str:
+    return "{size} in {files} files, {boxes:,} boxes of {tensors:,} tensors".format(
+        size=human(files_of_regions["bytes"]), **files_of_regions
+    )
 
 
 def _model(shape: dict) -> str:
@@ -241,12 +265,12 @@ def _model(shape: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in shape.items() if value not in (None, False)) or "unknown"
 
 
-def _table(rows: dict[str, Row], by: str):
+def _table(rows: dict[str, Row], by: str, checkpoint: Checkpoint):
     from rich import box
     from rich.table import Table
 
     slots = {slot for row in rows.values() for slot in row.nbytes}
-    order = [slot for known in SLOTS.values() for slot in known]
+    order = [*(slot for known in SLOTS.values() for slot in known), PARAM]
     slots = sorted(slots, key=lambda slot: (order.index(slot) if slot in order else len(order), slot))
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     whole = sum(row.total for row in rows.values())
@@ -255,11 +279,15 @@ def _table(rows: dict[str, Row], by: str):
     cells["parameters"] = lambda row: f"{row.parameters:,}"
     cells |= {slot: lambda row, slot=slot: human(row.nbytes.get(slot, 0)) for slot in slots}
     cells |= {"bytes": lambda row: human(row.total), "share": lambda row: f"{100 * row.total / whole:.1f} %"}
-    totals = _totals(rows)
+    totals, entries = _totals(rows), checkpoint.operators if by == "operator" else None
     for name, cell in cells.items():
         table.add_column(name, cell(totals), justify="right", no_wrap=True)
+    for name in ("detail", "updates") if entries else ():
+        table.add_column(name, justify="right", no_wrap=True)
     for name, row in rows.items():
-        table.add_row(name, *(cell(row) for cell in cells.values()))
+        entry = entries.get(name) if entries else None
+        about = (entry.detail, "" if entry.step is None else f"{entry.step:,}") if entry else ()
+        table.add_row(name, *(cell(row) for cell in cells.values()), *about)
     return table
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tells whether checkpoints are whole: every byte of every file, and every element of the optimizer state."""
+"""Tells whether checkpoints are whole: every byte of every file, and every element of the state that they hold."""
 
 from __future__ import annotations
 
@@ -8,15 +8,29 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
-from _checkpoint import OPTIMIZER, Checkpoint, choose, files, human, is_checkpoint, read_checkpoint, read_optimizer
+from _checkpoint import (
+    DENSE,
+    SNAPSHOT,
+    Checkpoint,
+    choose,
+    files,
+    format_of,
+    human,
+    is_checkpoint,
+    is_unpublished,
+    read_boxes,
+    read_checkpoint,
+    read_regions,
+    saved_iterations,
+)
 from _coverage import coverage_problems
+from _progress import progress
 
 _BLOCK = 1 << 22
 
@@ -26,7 +40,8 @@ examples:
   python tools/verify_checkpoint.py checkpoints --all --workers 16
   python tools/verify_checkpoint.py checkpoints/iter_0000100 --json
 
-Of a --save directory, the checkpoint that its tracker names is verified, and that the tracker is right.
+Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/format_v1.md).  Of a --save
+directory, the checkpoint that its tracker names is verified, and that the tracker is right; of others the newest.
 
 exit codes: 0 all is whole, 1 something is damaged or missing (one line for each problem), 2 the command line."""
 
@@ -34,14 +49,16 @@ exit codes: 0 all is whole, 1 something is damaged or missing (one line for each
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Verify checkpoints: files, sizes, hashes, and that no element of optimizer state is missing.",
+        description="Verify checkpoints: files, sizes, hashes, and that no element of the state is missing.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a --save directory, or one iter_* in it")
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="a directory of checkpoints, or one iter_* in it"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--iteration", type=int, metavar="N", help="the checkpoint of iteration N, not the tracker's")
-    which.add_argument("--all", action="store_true", help="all checkpoints of a --save directory")
+    which.add_argument("--all", action="store_true", help="all checkpoints of a directory")
     parser.add_argument(
         "--workers",
         type=int,
@@ -64,14 +81,14 @@ class Verdict:
     hashed: int = 0
     """Bytes that were read and hashed."""
     tensors: int = 0
-    """Tensors with optimizer state."""
+    """Tensors in files of regions: those with optimizer state, and in Format v1 all."""
 
     def to_dict(self) -> dict:
         """For JSON."""
-        iteration = self.checkpoint.state.get("iteration") if self.checkpoint else None
         return {
             "path": str(self.path),
-            "iteration": iteration,
+            "format": self.checkpoint.format if self.checkpoint else None,
+            "iteration": self.checkpoint.iteration if self.checkpoint else None,
             "whole": not self.problems,
             "files": len(self.checkpoint.files) if self.checkpoint else 0,
             "bytes": self.hashed,
@@ -88,7 +105,8 @@ class Verdict:
             return [f"{self.path}: NOT WHOLE, {count} problem{'s' if count > 1 else ''}", *found]
         if not self.checkpoint:
             return [f"{self.path}:", *found] if found else []
-        kept = f"optimizer state of {self.tensors:,} tensors" if self.tensors else "no optimizer state"
+        what = "optimizer state" if self.checkpoint.format == DENSE else "state"
+        kept = f"{what} of {self.tensors:,} tensors" if self.tensors else f"no {what}"
         return [f"{self.path}: whole, {len(self.checkpoint.files)} files, {human(self.hashed)}, {kept}", *found]
 
 
@@ -115,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     check_hashes(verdicts, args.workers)
     seconds = time.perf_counter() - started
     for verdict in verdicts:
-        check_optimizer(verdict)
+        check_coverage(verdict)
     _print(verdicts, seconds, args.json)
     return int(any(verdict.problems for verdict in verdicts))
 
@@ -152,7 +170,7 @@ def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
     if iteration is None and (problem := tracker_problem(path)):
         directory.problems.append(problem)
     if every:
-        chosen = [files.directory_of(path, i) for i in files.saved_iterations(path)]
+        chosen = [files.directory_of(path, i) for i in saved_iterations(path)]
     return [directory, *map(_opened, chosen)]
 
 
@@ -167,35 +185,36 @@ def _opened(directory: Path) -> Verdict:
 
 
 def tracker_problem(root: Path) -> str | None:
-    """What is wrong with the tracker file of a --save directory, if anything is."""
-    saved = files.saved_iterations(root)
+    """What is wrong with the tracker file of a --save directory, if anything is; Format v1 has none."""
+    saved = saved_iterations(root)
     try:
         tracked = files.latest_iteration(root)
     except (files.CheckpointError, ValueError, OSError):
         return f"{files.TRACKER}: does not hold an iteration"
     if tracked is None:
-        return f"{files.TRACKER}: is missing, so --load finds nothing" if saved else None
+        dense = any(format_of(files.directory_of(root, iteration)) == DENSE for iteration in saved)
+        return f"{files.TRACKER}: is missing, so --load finds nothing" if dense else None
     if tracked not in saved:
         return f"{files.TRACKER}: names iteration {tracked}, which is not there"
     return None
 
 
 def leftovers(root: Path) -> list[str]:
-    """What a save that was killed, or still goes on, has left in a --save directory; all of it is harmless."""
-    notes = [
-        f"{path.name}: a save that has not ended; the next one clears it" for path in root.glob(".iter_*.incomplete")
-    ]
+    """What a save that was killed, or still goes on, has left in a directory; all of it is harmless."""
+    unpublished = [files.directory_of(root, iteration) for iteration in files.saved_iterations(root)]
+    unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_unpublished, unpublished)]
+    notes = [f"{path.name}: a save that has not ended; the next one clears it" for path in unfinished]
     for path in root.glob(".iter_*.replaced"):
         notes.append(f"{path.name}: was to be replaced; the next start with --save here brings it back or clears it")
-    if tracker_problem(root) is None and (saved := files.saved_iterations(root)):
+    if tracker_problem(root) is None and (saved := saved_iterations(root)):
         tracked = files.latest_iteration(root)
-        if tracked != saved[-1]:
+        if tracked is not None and tracked != saved[-1]:
             notes.append(f"{files.TRACKER}: names iteration {tracked}; --ckpt-step {saved[-1]} loads the newest")
     return sorted(notes)
 
 
 def check_hashes(verdicts: list[Verdict], workers: int) -> None:
-    """Compares every file that has its listed size with its listed hash.
+    """Compares every file that has its listed size with its hash or hashes.
 
     Args:
         verdicts: Those of all checkpoints; they get the problems.
@@ -206,46 +225,58 @@ def check_hashes(verdicts: list[Verdict], workers: int) -> None:
         key=lambda job: (-job[0].checkpoint.files[job[1]]["bytes"], job[1])
     )  # large ones first: threads end alike
     total = sum(verdict.checkpoint.files[name]["bytes"] for verdict, name in jobs)
-    with _progress(total) as advance, ThreadPoolExecutor(workers) as pool:
-        results = list(pool.map(lambda job: _hash_problem(job[0].checkpoint, job[1], advance), jobs))
-    for (verdict, name), problem in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][1]):
+    with progress(total) as advance, ThreadPoolExecutor(workers) as pool:
+        results = list(pool.map(lambda job: _hash_problems(job[0].checkpoint, job[1], advance), jobs))
+    for (verdict, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][1]):
         verdict.hashed += verdict.checkpoint.files[name]["bytes"]
-        if problem:
-            verdict.problems.append(f"{name}: {problem}")
+        if problems:
+            verdict.problems += [f"{name}: {problem}" for problem in problems]
             verdict.checkpoint.broken.add(name)
 
 
-def _hash_problem(checkpoint: Checkpoint, name: str, advance: Callable[[int], None]) -> str | None:
-    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], None]) -> list[str]:
+    entry = checkpoint.files[name]
     try:
         with open(checkpoint.directory / name, "rb", buffering=0) as file:
-            while count := file.readinto(block):
-                hasher.update(block[:count])
-                advance(count)
+            if checkpoint.format == SNAPSHOT:
+                return _snapshot_problems(checkpoint, name, file, advance)
+            if _hash(file, entry["bytes"], advance) != entry["xxh3_128"]:
+                return ["does not match its hash: its content is damaged"]
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    if hasher.hexdigest() != checkpoint.files[name]["xxh3_128"]:
-        return "does not match its hash: its content is damaged"
-    return None
+        return [f"cannot be read ({error.strerror})"]
+    return []
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal; yields what moves it on."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callable[[int], None]) -> list[str]:
+    """Of Format v1: the manifest has the hash of the header, and the header those of all that follows."""
+    entry = checkpoint.files[name]
+    if _hash(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
+        return ["its header does not match its hash: it is damaged"]
+    try:
+        boxes = read_boxes(checkpoint.directory, name)
+    except files.CheckpointError as error:
+        return [str(error).removeprefix(f"{name}: ")]
+    problems = []
+    for box in sorted(boxes, key=lambda box: box.start):
+        file.seek(box.start)
+        if _hash(file, box.nbytes, advance) != box.digest:
+            place = list(box.region.offset)
+            problems.append(f"{box.slot} of {box.name} at {place} does not match its hash: it is damaged")
+    return problems
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.advance(task, count)
+
+def _hash(file, size: int, advance: Callable[[int], None]) -> str:
+    """xxh3-128 of the next bytes of a file."""
+    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
+    while size and (count := file.readinto(block[: min(size, len(block))])):
+        hasher.update(block[:count])
+        advance(count)
+        size -= count
+    return hasher.hexdigest()
 
 
-def check_optimizer(verdict: Verdict) -> None:
-    """Checks that the files hold every element of the optimizer state exactly once.
+def check_coverage(verdict: Verdict) -> None:
+    """Checks that files of regions hold every element exactly once, and all that there should be.
 
     Args:
         verdict: That of a checkpoint; it gets the problems.
@@ -253,13 +284,15 @@ def check_optimizer(verdict: Verdict) -> None:
     checkpoint = verdict.checkpoint
     if not checkpoint:
         return
-    boxes, problems = read_optimizer(checkpoint)
-    verdict.problems += problems
+    boxes, problems = read_regions(checkpoint)
+    verdict.problems += [problem for problem in problems if problem not in verdict.problems]
     verdict.tensors = len({box.name for box in boxes})
-    if checkpoint.broken.isdisjoint(checkpoint.optimizer_files):
-        verdict.problems += coverage_problems(boxes, {} if files.STATE in checkpoint.broken else checkpoint.state)
+    if checkpoint.broken.isdisjoint(checkpoint.region_files):
+        if files.STATE in checkpoint.broken:
+            checkpoint.state = {}
+        verdict.problems += coverage_problems(checkpoint, boxes)
     else:  # each tensor in a lost file would be a problem of its own
-        verdict.notes.append(f"{OPTIMIZER}/: not searched for holes and overlaps, since files of it are lost")
+        verdict.notes.append("not searched for holes and overlaps, since files are lost")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import verify_checkpoint
-from _checkpoint import Box
+from _checkpoint import Box, Checkpoint
 from _coverage import coverage_problems
 from hypothesis import given
 from hypothesis import strategies as st
@@ -226,23 +227,27 @@ def boxes_of(regions, shape, slots=SLOTS):
     return [Box("f", "w", s, shape, region, 4 * region.numel) for s in slots for region in regions]
 
 
+def problems(boxes):
+    return coverage_problems(Checkpoint(Path("c"), {}), boxes)
+
+
 @given(st.data())
 def test_any_cut_covers_and_no_box_of_it_is_superfluous(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     cut = [region for region in data.draw(cuts(shape)) if region.numel]
-    assert coverage_problems(boxes_of(cut, shape), {}) == []
+    assert problems(boxes_of(cut, shape)) == []
     some = data.draw(st.sampled_from(cut))
-    (double,) = coverage_problems(boxes_of([*cut, some], shape, ["master"]), {})
+    (double,) = problems(boxes_of([*cut, some], shape, ["master"]))
     assert double.startswith("w: master overlaps at ")
     if len(cut) > 1:
         cut.remove(some)
-        (hole,) = coverage_problems(boxes_of(cut, shape, ["master"]), {})
+        (hole,) = problems(boxes_of(cut, shape, ["master"]))
         assert hole.endswith(f": {some.numel:,} of {math.prod(shape):,} elements are in no file")
 
 
 def test_a_scalar():
-    assert coverage_problems(boxes_of([Region((), ())], ()), {}) == []
-    assert "overlaps" in coverage_problems(boxes_of([Region((), ())] * 2, (), ["master"]), {})[0]
+    assert problems(boxes_of([Region((), ())], ())) == []
+    assert "overlaps" in problems(boxes_of([Region((), ())] * 2, (), ["master"]))[0]
 
 
 @pytest.mark.parametrize(

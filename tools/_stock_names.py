@@ -1,0 +1,190 @@
+"""Names of weights: one tensor per layer, expert and half of a gated layer here, stacked ones in stock Megatron-LM.
+
+Format v1 calls a tensor ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w``.  In megatron-core's
+``torch_dist`` it is a box of ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, whose first axes are layers and
+experts, and where the gate stands above the other half.  Where layers differ (``moe_layer_freq``), only experts and
+halves are stacked.  The rules are those of megatron-core 0.16's ``TransformerBlock``, ``SequentialMLP`` and ``MLP``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from moc.state.region import Region
+from moc.store.errors import CheckpointError
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_STACKED_LAYERS = re.compile(r"decoder\.layers\.([a-z].+)")
+_EXPERT = re.compile(r"(.*mlp\.experts\.experts)\.(\d+)\.(.+)")
+_STACKED_EXPERTS = re.compile(r"(.*mlp\.experts\.experts)\.([a-z].+)")
+_HALF = re.compile(r"(.+linear_fc1\.(?:weight|bias))_([wv])")
+_FIRST_LINEAR = re.compile(r"(.+)linear_fc1\.(?:weight|bias)")
+_LINEAR = re.compile(r"(decoder\.layers\..+\.linear_(?:qkv|proj|fc1|fc2)\.)weight")
+_NORM = re.compile(r"(decoder\..*layernorm\.)weight")
+_OUT_OF_ATTENTION = re.compile(r"(decoder\.layers\..*self_attention\.)linear_proj\.weight")
+_HALVES = "wv"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the unpartitioned model stands in stock Megatron-LM's weights.
+
+    Attributes:
+        key: name of the stock tensor.
+        global_shape: shape of that tensor.
+        region: the box of it which the tensor fills.
+        stacked: number of its first axes that count layers and experts; the box has one element along each.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    region: Region
+    stacked: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the unpartitioned model."""
+        return self.region.shape[self.stacked :]
+
+    def box(self, region: Region) -> Region:
+        """A box of the tensor, as a box of the stock tensor."""
+        ones = (1,) * self.stacked
+        return Region((0,) * self.stacked + region.offset, ones + region.shape).shifted(self.region.offset)
+
+
+def stacks_layers(shape: Mapping[str, object]) -> bool:
+    """Whether all layers of a model are alike, so that megatron-core stacks them.
+
+    Args:
+        shape: of the model, as ``training_state.json`` holds it.
+    """
+    return shape["moe_layer_freq"] == 1
+
+
+def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, Place]:
+    """The stock place of every tensor of a model.
+
+    Args:
+        shapes: shape of each tensor by its name in the unpartitioned model.
+        stacked: whether layers are stacked.
+
+    Raises:
+        CheckpointError: layers or experts are missing, or differ where they should be alike.
+    """
+    found = {name: _stock_name(name, stacked) for name in shapes}
+    counts = {"layer": 0, "expert": 0}  # layers are alike if they are stacked, and have equally many experts
+    for _, axes, _ in found.values():
+        counts |= {axis: max(counts[axis], index + 1) for axis, index in axes.items()}
+    places = {}
+    for name, (key, axes, half) in found.items():
+        shape, halves = shapes[name], 1 if half is None else 2
+        whole = (*(counts[axis] for axis in axes), *_widened(shape, halves))
+        offset = (*axes.values(), *((half or 0) * n if i == 0 else 0 for i, n in enumerate(shape)))
+        places[name] = Place(key, whole, Region(offset, (1,) * len(axes) + shape), len(axes))
+    _check(places)
+    return places
+
+
+def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """The inverse: every tensor of the unpartitioned model that stock weights hold, by its name there.
+
+    Whether a layer is gated shows in its shape: its first matrix then has twice as many rows as the second columns.
+
+    Args:
+        shapes: shape of each stock tensor by its key.
+
+    Raises:
+        CheckpointError: a layer has one of its two matrices alone.
+    """
+    places = {}
+    for key, shape in shapes.items():
+        stack = _stacked_axes(key)
+        halves = 2 if _is_gated(key, shapes) else 1
+        rest = shape[stack:]
+        part = (rest[0] // halves, *rest[1:]) if halves > 1 else rest
+        for axes in _indices(shape[:stack]):
+            for half in range(halves):
+                offset = (*axes, *(half * n if i == 0 else 0 for i, n in enumerate(part)))
+                name = _unpartitioned_name(key, axes) + (f"_{_HALVES[half]}" if halves > 1 else "")
+                places[name] = Place(key, shape, Region(offset, (1,) * stack + part), stack)
+    return places
+
+
+def extra_states(places: Mapping[str, Place]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """What modules save beside weights: (key, stacked shape, offset) of each ``_extra_state``.
+
+    They are empty without fp8, but a stock reader asks for those of all its modules: linear layers always, norms and
+    the inner attention if they are Transformer Engine's.  None is refused for being there.
+    """
+    modules = {(place.key, place.region.offset[: place.stacked]): place for place in places.values()}
+    for (_, offset), place in modules.items():  # both halves of a gated layer are of one module
+        stack = place.global_shape[: len(offset)]
+        for pattern, module in ((_LINEAR, ""), (_NORM, ""), (_OUT_OF_ATTENTION, "core_attention.")):
+            if found := pattern.fullmatch(place.key):
+                yield f"{found[1]}{module}_extra_state", stack or (1,), offset or (0,)
+
+
+def _stock_name(name: str, stacked: bool) -> tuple[str, dict[str, int], int | None]:
+    """Key of the stock tensor, place on its stacked axes in their order, and which half."""
+    axes, half = {}, None
+    if stacked and (layer := _LAYER.fullmatch(name)):
+        name, axes["layer"] = f"decoder.layers.{layer[2]}", int(layer[1])
+    if expert := _EXPERT.fullmatch(name):
+        name, axes["expert"] = f"{expert[1]}.{expert[3]}", int(expert[2])
+    if gate := _HALF.fullmatch(name):
+        name, half = gate[1], _HALVES.index(gate[2])
+    return name, axes, half
+
+
+def _unpartitioned_name(key: str, axes: tuple[int, ...]) -> str:
+    if layers := _STACKED_LAYERS.fullmatch(key):
+        key, axes = f"decoder.layers.{axes[0]}.{layers[1]}", axes[1:]
+    if experts := _STACKED_EXPERTS.fullmatch(key):
+        key = f"{experts[1]}.{axes[0]}.{experts[2]}"
+    return key
+
+
+def _stacked_axes(key: str) -> int:
+    return bool(_STACKED_LAYERS.fullmatch(key)) + bool(_STACKED_EXPERTS.fullmatch(key))
+
+
+def _is_gated(key: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    first = _FIRST_LINEAR.fullmatch(key)
+    if not first:
+        return False
+    pair = [f"{first[1]}linear_fc{number}.weight" for number in (1, 2)]
+    if missing := [name for name in pair if name not in shapes]:
+        raise CheckpointError(f"there is {key} but no {missing[0]}: this is no whole model")
+    return shapes[pair[0]][-2] == 2 * shapes[pair[1]][-1]
+
+
+def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not shape:
+        yield ()
+        return
+    for index in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (index, *rest)
+
+
+def _widened(shape: tuple[int, ...], halves: int) -> tuple[int, ...]:
+    return (shape[0] * halves, *shape[1:]) if halves > 1 else shape
+
+
+def _check(places: Mapping[str, Place]) -> None:
+    """Every stock tensor is filled by boxes of one shape, once; distinct names have distinct boxes."""
+    filled, shapes = defaultdict(int), defaultdict(set)
+    for place in places.values():
+        filled[place.key] += place.region.numel
+        shapes[place.key].add((place.global_shape, place.region.shape))
+    for key, numel in filled.items():
+        size = max(math.prod(whole) for whole, _ in shapes[key])
+        if len(shapes[key]) > 1 or numel != size:
+            raise CheckpointError(
+                f"the parts of {key} make up {numel:,} of {size:,} elements: layers or experts are missing or differ, "
+                "so this is no whole model; tools/inspect_checkpoint.py shows what there is"
+            )

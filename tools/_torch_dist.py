@@ -1,0 +1,268 @@
+"""megatron-core's ``torch_dist``, read and written tensor by tensor, by one process and without a process group.
+
+The format is torch's distributed checkpoint (``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``) with
+megatron-core's ``metadata.json`` and ``common.pt`` beside it.  Only torch's and megatron-core's own readers and
+writers touch the bytes; ours are the plans, which say what is read or written when.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron.training import cpu
+
+cpu.install()  # comes before megatron.core
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
+
+from moc.state.region import Region  # noqa: E402
+from moc.store.errors import CheckpointError  # noqa: E402
+
+_BACKEND = CheckpointingConfig("torch_dist", 1)
+_VERSION = 3.0  # of Megatron-LM's checkpoints: how it orders queries, keys and values
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A box of a stock tensor that is to be written.
+
+    Attributes:
+        key: the stock tensor.
+        global_shape: its shape.
+        region: the box.
+        dtype: of its elements.
+        values: gives the values, when they are written.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    region: Region
+    dtype: torch.dtype
+    values: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.region.numel * self.dtype.itemsize
+
+
+class WeightsReader:
+    """Reads boxes of the tensors in a ``torch_dist`` directory.
+
+    Torch unpickles ``.metadata``: only a directory that is trusted may be opened.  The tensors themselves are read
+    without unpickling (``weights_only``).
+
+    Args:
+        directory: the checkpoint.
+
+    Raises:
+        CheckpointError: there is no ``torch_dist`` checkpoint, or torch cannot read it.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory, self._reader = directory, FileSystemReader(directory)
+        try:
+            self._metadata = self._reader.read_metadata()
+        except Exception as error:  # whatever a damaged pickle raises
+            raise CheckpointError(f"{directory}/.metadata cannot be read as torch_dist ({error})") from None
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._chunks: dict[str, _Chunks] = {}
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor by its key."""
+        found = self._metadata.state_dict_metadata.items()
+        return {
+            key: (tuple(known.size), known.properties.dtype)
+            for key, known in found
+            if isinstance(known, TensorStorageMetadata)
+        }
+
+    def read(self, key: str, region: Region) -> torch.Tensor:
+        """The values of a box of a tensor.
+
+        Raises:
+            CheckpointError: the files do not hold all of it, or cannot be read.
+        """
+        known = self._metadata.state_dict_metadata[key]
+        into = torch.empty(region.shape, dtype=known.properties.dtype)
+        chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
+        if key not in self._chunks:
+            self._chunks[key] = _Chunks(known.chunks)
+        near = replace(known, chunks=self._chunks[key].near(region))
+        items = create_read_items_for_chunk_list(key, near, [chunk])
+        filled = sum(item.lengths.numel() for item in items)
+        if filled != region.numel:
+            raise CheckpointError(f"{self._directory} holds {filled:,} of {region.numel:,} elements of a box of {key}")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(into)).wait()
+        except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
+            raise CheckpointError(f"{key} cannot be read from {self._directory} ({error})") from None
+        return into
+
+
+class _Chunks:
+    """Finds the stored boxes near a box: a tensor that stacks layers and experts has very many."""
+
+    def __init__(self, chunks: list[ChunkStorageMetadata]):
+        axes = len(chunks[0].sizes)
+        self._axes = next((i for i in range(axes) if any(chunk.sizes[i] != 1 for chunk in chunks)), axes)
+        self._all, self._by_place = chunks, defaultdict(list)
+        for chunk in chunks:
+            self._by_place[tuple(chunk.offsets[: self._axes])].append(chunk)
+
+    def near(self, region: Region) -> list[ChunkStorageMetadata]:
+        """Those that may overlap a box, and perhaps others."""
+        if any(size != 1 for size in region.shape[: self._axes]):
+            return self._all
+        return self._by_place.get(region.offset[: self._axes], [])
+
+
+class _Into(LoadPlanner):
+    """Lets torch's reader fill one tensor."""
+
+    def __init__(self, into: torch.Tensor):
+        self._into = into
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
+        """Nothing to do."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """There is one already."""
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """No other process has a plan."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing to change."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Nobody asks for objects."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of the tensor that an item fills."""
+        part = self._into
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(axis, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: it was written in place."""
+
+
+def write_weights(
+    directory: Path,
+    weights: Iterable[Weight],
+    extra_states: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]],
+    iteration: int,
+    file_bytes: int,
+) -> None:
+    """Writes weights as ``torch_dist``, as many small writers would; all files are on disk when this returns.
+
+    Torch's writer keeps a tensor of every key in a file until the file is complete, so memory is bounded by
+    ``file_bytes`` (or by the largest tensor, if that is larger).
+
+    Args:
+        directory: an empty directory.
+        weights: boxes that together cover each tensor once.
+        extra_states: empty objects of linear layers: key, stacked shape, and offset in it.
+        iteration: what ``common.pt`` says.
+        file_bytes: size at which the next ``.distcp`` file begins.
+
+    Raises:
+        CheckpointError: values cannot be read.
+        OSError: files cannot be written.
+    """
+    planner = _Planner()
+    objects = [planner.object(ShardedObject(key, None, shape, at).unique_key) for key, shape, at in extra_states]
+    plans = [SavePlan(objects)] if objects else []
+    plans += [SavePlan([planner.tensor(weight) for weight in part]) for part in _files(weights, file_bytes)]
+    writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)  # no reading ahead
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+    plans = writer.prepare_global_plan(plans)
+    try:
+        _finish(directory, writer, metadata, [writer.write_data(plan, planner).wait() for plan in plans], iteration)
+    except CheckpointError:
+        raise  # values that could not be read
+    except RuntimeError as error:  # what torch makes of a full disk; the reason hangs on it
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(*(reason.args if isinstance(reason, OSError) else (0, str(reason)))) from error
+
+
+def _finish(directory: Path, writer: FileSystemWriter, metadata: Metadata, results: list, iteration: int) -> None:
+    writer.finish(metadata, results)
+    torch.save({"checkpoint_version": _VERSION, "iteration": iteration}, directory / COMMON_STATE_FNAME)
+    save_config(_BACKEND, str(directory))
+    for path in directory.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _files(weights: Iterable[Weight], file_bytes: int) -> list[list[Weight]]:
+    files, room = [], 0
+    for weight in weights:
+        if not files or weight.nbytes > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(weight)
+        room -= weight.nbytes
+    return files
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans of boxes whose values are asked for when they are written, and not before."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False)
+        self._values: dict[tuple[str, torch.Size], Callable[[], torch.Tensor]] = {}
+
+    def tensor(self, weight: Weight) -> WriteItem:
+        """The item that writes a box."""
+        offset, size = torch.Size(weight.region.offset), torch.Size(weight.region.shape)
+        self._values[weight.key, offset] = weight.values
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offset, size),
+            properties=TensorProperties(dtype=weight.dtype),
+            size=torch.Size(weight.global_shape),
+        )
+        return WriteItem(MetadataIndex(weight.key, offset), WriteItemType.SHARD, tensor_data=data)
+
+    def object(self, key: str) -> WriteItem:
+        """The item that writes an empty object."""
+        return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What torch's writer asks for when it comes to an item."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            empty = io.BytesIO()
+            torch.save([None], empty)  # as megatron-core saves the state of a layer that has none
+            return empty
+        return self._values[write_item.index.fqn, write_item.index.offset]()
