@@ -173,7 +173,12 @@ def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
 
 
 def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> dict[str, float]:
-    """Adds up each value over all workers, in one all-reduce of float64."""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()])
+    """Adds up each value over all workers, in one all-reduce of float64; of a 1-D tensor, each element, into a list."""
+    tensors = [torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()]
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(packed)
-    return dict(zip(values, packed.tolist(), strict=True))
+    sums = iter(packed.tolist())
+    return {
+        name: [next(sums) for _ in range(tensor.numel())] if tensor.dim() else next(sums)
+        for name, tensor in zip(values, tensors, strict=True)
+    }

@@ -1,0 +1,65 @@
+"""How many tokens each expert was given, by the routers; the counts of all workers ride on the vote."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import TopKRouter
+
+from moc.state.parameters import unwrap
+
+
+class RouterCounts:
+    """Counts the tokens of an iteration.
+
+    A token that an expert's capacity drops is not counted for the expert, only among those that were sent.  What is
+    computed again in the backward pass counts once.
+
+    Args:
+        chunks: the model chunks of this worker.
+        layers: global numbers of the layers with experts, ascending.
+        num_experts: experts of each.
+        padded: experts are filled up to their capacity with tokens that were not sent to them.
+        device: where to count.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        layers: list[int],
+        num_experts: int,
+        padded: bool,
+        device: torch.device,
+    ):
+        self._place = {layer: place for place, layer in enumerate(layers)}
+        self._padded = padded
+        self._counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        self._sent = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        for chunk in chunks:
+            for module in unwrap(chunk).modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(self._count)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """This worker's contributions to the vote since the last call: ``expert_tokens`` and ``sent_tokens``, flat."""
+        ballot = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
+        self._counts.zero_()
+        self._sent.zero_()
+        return ballot
+
+    def by_layer(self, tally: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """What the vote says, by layer: tokens of each expert, and tokens times TopK that were sent."""
+        experts, tokens = self._counts.shape[1], [int(n) for n in tally["expert_tokens"]]
+        counts = {layer: tokens[place * experts :][:experts] for layer, place in self._place.items()}
+        return counts, {layer: int(tally["sent_tokens"][place]) for layer, place in self._place.items()}
+
+    def _count(self, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        probabilities, routed = output
+        # with recomputation the first pass is without gradients; it is the second one that counts
+        if not router.training or not torch.is_grad_enabled():
+            return
+        if self._padded:
+            routed = routed & (probabilities != 0)
+        place = self._place[router.layer_number - 1]
+        self._counts[place] += routed.detach().sum(dim=0)
+        self._sent[place] += routed.shape[0] * router.topk

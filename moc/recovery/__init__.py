@@ -1,0 +1,1 @@
+"""From what has survived to where the run goes on."""

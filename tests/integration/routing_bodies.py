@@ -1,0 +1,36 @@
+"""What workers of a test's world do: they count what routers do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.training.routing import RouterCounts
+from megatron.training.step import Rider
+from tests.integration.bodies import with_run
+
+
+class _Counting(Rider):
+    def __init__(self, counts: RouterCounts):
+        self._counts, self.seen = counts, []
+
+    def ballot(self) -> dict:
+        return self._counts.take()
+
+    def voted(self, tally: dict) -> None:
+        self.seen.append(self._counts.by_layer(tally))
+
+
+def count(flags: dict) -> list[dict]:
+    """Computes all iterations; of each ``experts`` and ``sent``, as :meth:`RouterCounts.by_layer` says."""
+
+    def use(run) -> list[dict]:
+        moe = run.config.moe
+        layers = [layer for layer, has in enumerate(moe.expert_layers(run.config.network.num_layers)) if has]
+        padded, device = moe.moe_pad_expert_input_to_capacity, run.world.device
+        rider = _Counting(RouterCounts(run.stepper.chunks, layers, moe.num_experts, padded, device))
+        stepper = dataclasses.replace(run.stepper, rider=rider)
+        for iteration in range(run.train_iters):
+            stepper.step(iteration, run.batches("train", iteration * stepper.global_batch_size))
+        return [{"experts": experts, "sent": sent} for experts, sent in rider.seen]
+
+    return with_run(flags, use)

@@ -1,0 +1,128 @@
+"""Where each operator comes from, whatever has survived."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, STORAGE, Held, needed, recoveries
+from moc.state.operators import Operator
+
+DENSE = ("embedding", "layers.0.router", "output")
+EXPERTS = tuple(f"layers.0.expert.{expert}" for expert in range(4))
+
+
+def operator(name: str) -> Operator:
+    """One of a model with one layer of four experts."""
+    expert = int(name.rsplit(".", 1)[1]) if ".expert." in name else None
+    return Operator(name, name.split(".")[-1 if expert is None else 2], 0, expert, 10)
+
+
+OPERATORS = [operator(name) for name in (*DENSE, *EXPERTS)]
+
+
+def holds(iteration: int, tier: str = STORAGE, experts=range(4), dense=True, detail="full") -> Held:
+    """A checkpoint with all that is not an expert, if wanted, and some experts."""
+    names = [*(DENSE if dense else ()), *(EXPERTS[e] for e in experts)]
+    return Held(iteration, tier, dict.fromkeys(names, detail))
+
+
+def experts_from(recovery) -> list[tuple[int, str]]:
+    """Where the four experts come from."""
+    return [recovery.sources[name, MASTER].key for name in EXPERTS]
+
+
+def test_the_newest_complete_one():
+    ways = list(recoveries([holds(10), holds(20)], OPERATORS, exact=True))
+    assert [way.iteration for way in ways] == [20, 10]
+    assert {held.key for held in ways[0].sources.values()} == {(20, STORAGE)}
+
+
+def test_memory_before_storage_of_the_same_iteration():
+    way = next(recoveries([holds(10, STORAGE), holds(10, MEMORY)], OPERATORS, exact=True))
+    assert [held.key for held in way.used()] == [(10, MEMORY)]
+
+
+def test_exact_never_mixes_iterations():
+    held = [holds(10), holds(20, experts=[0, 1])]
+    assert [way.iteration for way in recoveries(held, OPERATORS, exact=True)] == [10]
+
+
+def test_one_iteration_may_come_from_two_tiers():
+    held = [holds(20, MEMORY, experts=[2, 3], dense=False), holds(20, STORAGE, experts=[0, 1, 2])]
+    way = next(recoveries(held, OPERATORS, exact=True))
+    assert experts_from(way) == [(20, STORAGE), (20, STORAGE), (20, MEMORY), (20, MEMORY)]
+
+
+def test_partial_checkpoints():
+    held = [holds(10), holds(20, experts=[0]), holds(30, experts=[1])]
+    way = next(recoveries(held, OPERATORS, exact=False))
+    assert way.iteration == 30 and way.base.key == (30, STORAGE)
+    assert experts_from(way) == [(20, STORAGE), (30, STORAGE), (10, STORAGE), (10, STORAGE)]
+
+
+def test_figure_8():
+    """MoC-System, section 5.1: node 0 is lost, node 1 has experts 2 and 3 in memory, storage has 0 and 2."""
+    held = [holds(10), holds(20, experts=[0, 2]), holds(20, MEMORY, experts=[2, 3], dense=False)]
+    way = next(recoveries(held, OPERATORS, exact=False))
+    assert experts_from(way) == [(20, STORAGE), (10, STORAGE), (20, MEMORY), (20, MEMORY)]
+
+
+def test_a_survivor_may_be_newer_than_the_rest():
+    held = [holds(10), holds(20, MEMORY, experts=[3], dense=False)]
+    assert experts_from(next(recoveries(held, OPERATORS, exact=False)))[3] == (20, MEMORY)
+    assert experts_from(next(recoveries(held, OPERATORS, exact=False, only=10)))[3] == (10, STORAGE)
+
+
+def test_weights_and_moments_may_come_from_different_checkpoints():
+    held = [holds(10), holds(20, experts=[]), holds(20, MEMORY, experts=[1], dense=False, detail="moments")]
+    way = next(recoveries(held, OPERATORS, exact=False))
+    assert way.sources[EXPERTS[1], MASTER].key == (10, STORAGE)
+    assert way.sources[EXPERTS[1], MOMENTS].key == (20, MEMORY)
+
+
+@pytest.mark.parametrize("detail", ["compute", "grad"])
+def test_what_cannot_be_trained_is_no_source(detail):
+    assert not list(recoveries([holds(10, detail=detail)], OPERATORS, exact=False))
+
+
+def test_an_expert_that_nobody_has():
+    assert not list(recoveries([holds(10, experts=[0, 1, 2])], OPERATORS, exact=False))
+
+
+def test_what_can_be_thrown_away():
+    held = [holds(10), holds(20, experts=[0]), holds(30, experts=[0]), holds(40, experts=[1])]
+    assert needed(held, OPERATORS, exact=False, keep=1) == {(10, STORAGE), (30, STORAGE), (40, STORAGE)}
+    assert needed([holds(10), holds(20), holds(30)], OPERATORS, exact=True, keep=2) == {(20, STORAGE), (30, STORAGE)}
+
+
+checkpoints = st.builds(
+    holds,
+    st.integers(1, 4),
+    st.sampled_from([MEMORY, STORAGE]),
+    st.sets(st.integers(0, 3)),
+    st.booleans(),
+    st.sampled_from(["full", "full", "master", "moments", "compute"]),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(checkpoints, max_size=8), st.booleans(), st.none() | st.integers(1, 4))
+def test_every_source_holds_what_is_taken_from_it(held, exact, only):
+    for way in recoveries(held, OPERATORS, exact, only):
+        assert set(way.sources) == {(o.name, part) for o in OPERATORS for part in (MASTER, MOMENTS)}
+        for (name, part), source in way.sources.items():
+            assert part in PARTS[source.operators[name]]
+            if exact or ".expert." not in name:
+                assert source.iteration == way.iteration
+            else:
+                newer = [h for h in held if h.iteration > source.iteration and (only is None or h.iteration <= only)]
+                assert not any(part in PARTS.get(h.operators.get(name), ()) for h in newer)
+
+
+@settings(deadline=None)
+@given(st.lists(checkpoints, max_size=8, unique_by=lambda h: h.key), st.booleans(), st.integers(1, 3))
+def test_throwing_the_rest_away_changes_nothing(held, exact, keep):
+    kept = needed(held, OPERATORS, exact, keep)
+    before = list(recoveries(held, OPERATORS, exact))[:keep]
+    after = list(recoveries([h for h in held if h.key in kept], OPERATORS, exact))[:keep]
+    assert [(w.iteration, w.sources) for w in before] == [(w.iteration, w.sources) for w in after]
