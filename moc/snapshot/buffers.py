@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
 
 import numpy
+import psutil
 import torch
 
 from moc.store.errors import CheckpointError
@@ -58,6 +60,8 @@ class Buffer:
 
 def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
     if path is None:
+        if nbytes > psutil.virtual_memory().available:  # nothing else bounds it but the kernel's killing
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         descriptor = os.memfd_create("snapshot")
     else:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -125,8 +125,7 @@ class Saver:
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
         part = Part(file_of(self._rank), entry, snapshot.operators)
         if self._memory is not None:
-            self._link(snapshot)
-            self._memory.report(snapshot.iteration, self._rank, part)
+            self._name_in_memory(snapshot, part)
         snapshot.seal_s = time.perf_counter() - begun
         return part
 
@@ -152,6 +151,16 @@ class Saver:
                 "untouched"
             ) from error
         snapshot.persist_s = time.perf_counter() - begun
+
+    def _name_in_memory(self, snapshot: Snapshot, part: Part) -> None:
+        try:
+            self._link(snapshot)
+            self._memory.report(snapshot.iteration, self._rank, part)
+        except OSError as error:
+            raise CheckpointError(
+                f"the snapshot of iteration {snapshot.iteration} cannot be named in {self._memory.place.name} "
+                f"({error.strerror or error}): make room or repair it, and start again; earlier ones are untouched"
+            ) from error
 
     def _link(self, snapshot: Snapshot) -> None:
         """Names the buffer as the rank's file of the checkpoint: the same memory, no copy."""

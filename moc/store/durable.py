@@ -12,15 +12,22 @@ def write_durably(path: Path, text: str) -> None:
     write_parts_durably(path, [text.encode()])
 
 
-def write_parts_durably(path: Path, parts: Iterable) -> None:
-    """Replaces a file by the concatenation of some buffers, atomically; it is on disk when this returns."""
+def write_parts_durably(path: Path, parts: Iterable, name_too: bool = True) -> None:
+    """Replaces a file by the concatenation of some buffers, atomically; it is on disk when this returns.
+
+    Args:
+        path: the file.
+        parts: what it is to hold.
+        name_too: without it, the name is on disk only when the directory is synced.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb", buffering=0) as file:
         for part in parts:
             _write_all(file, memoryview(part))
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_directory(path.parent)
+    if name_too:
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

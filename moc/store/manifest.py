@@ -89,7 +89,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of ``manifest.json``."""
-        plain = {"format": FORMAT, **dataclasses.asdict(self)}
+        plain = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}))  # as it will be read
         return json.dumps({**plain, "xxh3_128": _digest(plain)}, indent=1)
 
     @classmethod

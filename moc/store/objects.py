@@ -72,7 +72,7 @@ class ObjectPlace(Place):
         self._job: str | None = None
         self._read_last: weakref.ref[ObjectBlob] | None = None
 
-    def write(self, path: str, parts: Iterable) -> None:
+    def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """See :class:`Place`; whoever is killed while writing leaves the object as it was, or absent."""
         chunks = _chunks(parts, self._part_bytes)
         first = next(chunks)

@@ -25,8 +25,15 @@ class Place(ABC):
     """What to call it in a message."""
 
     @abstractmethod
-    def write(self, path: str, parts: Iterable) -> None:
-        """Writes a file that holds some buffers one after the other; it is durable, and there, only at the end."""
+    def write(self, path: str, parts: Iterable, final: bool = True) -> None:
+        """Writes a file that holds some buffers one after the other; it is durable, and there, only at the end.
+
+        Args:
+            path: the file.
+            parts: the buffers.
+            final: without it, a crash of the machine may take the file away again until a final one is written beside
+                it; that saves time.
+        """
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -80,11 +87,13 @@ class LocalPlace(Place):
         self.root, self.name = Path(root), str(root)
         self._patience, self._lock_file = patience, None
 
-    def write(self, path: str, parts: Iterable) -> None:
+    def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """See :class:`Place`."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_parts_durably(target, parts)
+        write_parts_durably(target, parts, name_too=final)
+        if final and target.parent != self.root:
+            sync_directory(self.root)  # of which the directory may be new
 
     def read(self, path: str) -> bytes:
         """See :class:`Place`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
@@ -38,16 +39,33 @@ def assemble(
     manifest = Manifest(iteration, policy, writers, files, operators, layout, state)
     if manifest.complete:
         for operator in planned:
-            if lack := _lack(operator, operators.get(operator.name)):
+            if lack := _lack(operator, operators):
                 raise CheckpointError(f"the checkpoint of iteration {iteration} would lack {lack}: it is not published")
     return manifest
 
 
-def _lack(operator: Operator, entry: OperatorEntry | None) -> str | None:
+def joined(manifests: Sequence[Manifest]) -> Manifest:
+    """The manifest of a checkpoint of which the memory of each node has a part, by the manifests there.
+
+    Raises:
+        CheckpointError: two nodes say different things of one operator.
+    """
+    parts = []
+    for manifest in manifests:
+        operators = [manifest.operators, *[{}] * (len(manifest.files) - 1)]  # those of all files, counted once
+        parts += map(Part, manifest.files, manifest.files.values(), operators)
+    files, operators = merge(parts)
+    return dataclasses.replace(manifests[0], files=files, operators=operators)
+
+
+def _lack(operator: Operator, operators: Mapping[str, OperatorEntry]) -> str | None:
+    entry = operators.get(operator.name)
     if entry is None:
         return operator.name
-    whole = [slot for slot in entry.elements if slot != _PARAM or entry.detail == "compute"]
-    for slot in whole:
-        if entry.elements[slot] != operator.parameters:
-            return f"{operator.parameters - entry.elements[slot]} of {operator.parameters} {slot} of {operator.name}"
-    return None if whole else f"all slots of {operator.name}"
+    alike = (other.elements for other in operators.values() if other.detail == entry.detail)
+    slots = {slot for elements in alike for slot in elements if slot != _PARAM or entry.detail == "compute"}
+    for slot in sorted(slots):  # what one operator has at a detail, all have
+        missing = operator.parameters - entry.elements.get(slot, 0)
+        if missing:
+            return f"{missing} of {operator.parameters} {slot} of {operator.name}"
+    return None if slots else f"all slots of {operator.name}"

@@ -13,6 +13,7 @@ from moc.store.places import Place
 from moc.store.regions import DamagedRegionError, digest_of
 
 _DIRECTORY = re.compile(r"^iter_(\d{7,})$")
+_CHUNK = 16 << 20  # bytes written at once
 _SET_ASIDE = f"{manifests.NAME}.superseded"
 
 
@@ -53,12 +54,20 @@ class Store:
         return manifest
 
     def write_file(self, iteration: int, rank: int, parts: Iterable) -> None:
-        """Writes the file of a rank, durably."""
-        self.place.write(f"{directory_of(iteration)}/{file_of(rank)}", parts)
+        """Writes the file of a rank; its name is durable when the checkpoint is published."""
+        self.place.write(f"{directory_of(iteration)}/{file_of(rank)}", parts, final=False)
+
+    def copy_files(self, manifest: Manifest, target: Store) -> None:
+        """Copies the files of a checkpoint to another place; it is for the caller to publish them there."""
+        for name in manifest.files:
+            path = f"{directory_of(manifest.iteration)}/{name}"
+            blob = self.place.blob(path)
+            starts = range(0, blob.size, _CHUNK)
+            target.place.write(path, (blob.read(i, min(i + _CHUNK, blob.size)) for i in starts), final=False)
 
     def report(self, iteration: int, rank: int, part: Part) -> None:
         """Leaves word of what a rank has written, for the one that publishes."""
-        self.place.write(self._report(iteration, rank), [part.to_json().encode()])
+        self.place.write(self._report(iteration, rank), [part.to_json().encode()], final=False)
 
     def reported(self, iteration: int, ranks: Iterable[int]) -> list[Part]:
         """What ranks have written.

@@ -35,5 +35,5 @@ def memory_place(memory_dir: str | Path, job: str) -> LocalPlace:
             f"{home} is not a directory that only its owner, this user, can use: remove it, or name another memory "
             "file system with --ckpt-memory-dir"
         )
-    whole = job if "://" in job else os.path.abspath(job)
-    return LocalPlace(home / f"{os.path.basename(whole.rstrip('/'))}-{xxhash.xxh3_64_hexdigest(whole.encode())}")
+    whole = job.rstrip("/") if "://" in job else os.path.abspath(job)
+    return LocalPlace(home / f"{os.path.basename(whole)}-{xxhash.xxh3_64_hexdigest(whole.encode())}")

@@ -1,5 +1,6 @@
 """Whatever cut tensors were saved in, any other cut reads back."""
 
+import json
 import math
 import re
 
@@ -9,7 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moc.state.region import Region, boxes_of_range
-from moc.store.regions import MissingRegionError, RegionReader, RegionTensor, write_regions
+from moc.store.blobs import LocalBlob
+from moc.store.regions import (
+    DamagedRegionError,
+    Entry,
+    FileLayout,
+    MissingRegionError,
+    RegionReader,
+    RegionTensor,
+    digest_of,
+    read_sources,
+    write_regions,
+)
 
 
 @st.composite
@@ -87,3 +99,110 @@ def test_a_file_without_entries(tmp_path):
     write_regions(tmp_path / "empty.safetensors", [])
     with pytest.raises(MissingRegionError, match="no file holds"):
         RegionReader([tmp_path / "empty.safetensors"]).global_shape("w", "master")
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+DTYPE = st.sampled_from(DTYPES)
+
+
+def mixed(path):
+    """A file with a tensor of each dtype, narrow ones first; what it holds, by name."""
+    tensors = [
+        RegionTensor(f"größe.{i}", "param", (3, 1 + i), Region((0, 0), (3, 1 + i)), torch.arange(3 * (1 + i)).to(dtype))
+        for i, dtype in enumerate(reversed(DTYPES))
+    ]
+    write_regions(path, tensors)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def test_the_file_is_one_that_safetensors_reads(tmp_path):
+    from safetensors import safe_open
+
+    held = mixed(tmp_path / "file")
+    with safe_open(tmp_path / "file", "pt") as file:
+        index = json.loads(file.metadata()["regions"])
+        assert list(index) == [str(number) for number in range(len(held))] and set(index) == set(file.keys())
+        for key, (name, slot, shape, offset, digest) in index.items():
+            values = file.get_tensor(key)
+            assert (slot, shape, offset) == ("param", list(held[name].global_shape), [0, 0])
+            assert values.dtype == held[name].values.dtype
+            assert torch.equal(values.view(-1), held[name].values)
+            assert digest == digest_of(held[name].values.view(torch.uint8).numpy().data)
+
+
+@st.composite
+def entries(draw):
+    shape = draw(st.lists(st.integers(0, 40), max_size=3).map(tuple))
+    return Entry(draw(st.text(max_size=90)), "master", shape, Region((0,) * len(shape), shape), draw(DTYPE))
+
+
+@given(st.lists(entries(), max_size=60))
+def test_the_layout_is_known_before_the_data(some):
+    layout = FileLayout(some)
+    assert sorted(map(repr, layout.entries)) == sorted(map(repr, some))
+    for digests in (["0" * 32] * len(some), ["f" * 32] * len(some)):
+        assert len(layout.header(digests)) == layout.header_bytes
+    assert layout.header_bytes % 4096 == 0
+    position = layout.header_bytes
+    for entry, (start, stop) in zip(layout.entries, layout.spans, strict=True):
+        assert start == position and start % entry.dtype.itemsize == 0 and stop - start == entry.nbytes
+        position = stop
+    assert layout.nbytes == position
+
+
+def test_every_bit_of_the_data_counts(tmp_path):
+    mixed(tmp_path / "file")
+    whole = (tmp_path / "file").read_bytes()
+    sources = read_sources(LocalBlob(tmp_path / "file"))
+    for position in range(sources[0].start, len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        (tmp_path / "file").write_bytes(damaged)
+        hit = next(s.entry for s in sources if s.start <= position < s.start + s.entry.nbytes)
+        reader = RegionReader([tmp_path / "file"], verify=True)
+        for source in sources:
+            asked = source.entry.name, source.entry.slot, source.entry.region
+            if source.entry == hit:
+                with pytest.raises(
+                    DamagedRegionError, match=re.escape(f"{tmp_path}/file is damaged: param of {hit.name} ")
+                ):
+                    reader.get(*asked)
+            else:
+                reader.get(*asked)
+
+
+def test_a_file_is_opened_when_it_is_needed(file, tmp_path):
+    rest = tmp_path / "rank_00001.safetensors"  # not there yet
+    reader = RegionReader([file, rest], lazy=True)
+    assert reader.get("layer.weight", "exp_avg", Region((0, 0), (2, 3))).sum() == 6
+    write_regions(rest, [RegionTensor("layer.weight", "exp_avg", (4, 3), Region((2, 0), (2, 3)), torch.zeros(2, 3))])
+    assert reader.get("layer.weight", "exp_avg", Region((1, 0), (2, 3))).sum() == 3
+    assert len(list(reader.sources())) == 2
+    with pytest.raises(MissingRegionError, match="rank_00002.safetensors is not a file of regions"):
+        RegionReader([file, tmp_path / "rank_00002.safetensors"])
+    lazy = RegionReader([file, tmp_path / "rank_00002.safetensors"], lazy=True)
+    with pytest.raises(MissingRegionError, match="rank_00002.safetensors is not a file of regions"):
+        lazy.get("layer.weight", "exp_avg", Region((1, 0), (2, 3)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_offsets": [-24, 0]},
+        {"data_offsets": [0, 20]},
+        {"data_offsets": [24, 48]},
+        {"shape": [2, 30]},
+        {"dtype": "X9"},
+        {"dtype": None},
+        {"shape": "ab"},
+    ],
+    ids=str,
+)
+def test_a_header_that_lies_is_refused(file, change):
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps({**header, "0": {**header["0"], **change}}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(MissingRegionError, match=re.escape(f"{file} is not a file of regions")):
+        RegionReader([file])

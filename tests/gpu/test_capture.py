@@ -1,0 +1,59 @@
+"""Capture on a GPU: a stream of its own into pinned memory."""
+
+import torch
+
+from moc.snapshot.buffers import Buffer
+from moc.snapshot.capture import StreamCapturer, capturer
+from moc.snapshot.copies import Copy, coalesced
+
+MIB = 1 << 20
+
+
+def cuda():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_what_changes_after_waiting_does_not_arrive(tmp_path):
+    source = torch.arange(16 * MIB, dtype=torch.float32, device=cuda())
+    held, buffer = source.cpu(), Buffer(4 * source.numel(), tmp_path / "buffer", pin=True)
+    half = source.numel() // 2
+    pieces = [
+        Copy(source[a:b], buffer.view(4 * a, 4 * b, torch.float32)) for a, b in ((0, half), (half, source.numel()))
+    ]
+    copies = list(coalesced(pieces))
+    assert len(copies) == 1
+    capture = capturer(cuda()).start(copies)
+    capture.wait()
+    source.fill_(-1)
+    torch.cuda.synchronize()
+    assert torch.equal(buffer.view(0, buffer.nbytes, torch.float32), held)
+    assert capture.seconds > 0
+    buffer.close()
+
+
+def test_what_was_asked_of_the_device_before_is_waited_for():
+    source, buffer = torch.ones(2048, 2048, device=cuda()), Buffer(4 * 2048 * 2048, pin=True)
+    product = torch.zeros_like(source)
+    torch.cuda.synchronize()
+    for _ in range(20):  # still computing when the copy is asked for
+        torch.mm(source, source, out=product)
+    product.fill_(7)
+    StreamCapturer(cuda()).start([Copy(product.view(-1), buffer.view(0, buffer.nbytes, torch.float32))]).wait()
+    assert buffer.view(0, buffer.nbytes, torch.float32).unique().tolist() == [7]
+    buffer.close()
+
+
+def test_captures_run_in_the_order_in_which_they_were_started():
+    buffer, capturing = Buffer(MIB, pin=True), StreamCapturer(cuda())
+    sources = [torch.full((MIB,), value, dtype=torch.uint8, device=cuda()) for value in range(10)]
+    captures = [capturing.start([Copy(source, buffer.values)]) for source in sources]
+    captures[-1].wait()
+    assert buffer.values.unique().tolist() == [9]
+    buffer.close()
+
+
+def test_a_pinned_buffer_can_be_made_again_after_closing():
+    for _ in range(3):
+        buffer = Buffer(MIB, pin=True)
+        assert buffer.values.is_pinned()
+        buffer.close()

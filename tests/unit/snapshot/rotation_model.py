@@ -1,0 +1,381 @@
+"""A small model of a job that takes snapshots, to walk through all that can happen to it.
+
+The state machine is the real one; around it stand what ``megatron/training/snapshots.py`` does with it and what
+happens beside training: copies, seals and writes that end whenever they like, workers that are at different places
+between two votes, and leaders of nodes that publish a little later than the others go on.  A kill needs no step of its
+own: what it leaves behind is the state in which it hits, so each state that can be reached has to be recoverable.
+
+When a snapshot is due, how long training goes on, and which snapshot goes to storage too, is left open: at each vote
+any of it may happen.  So what holds here holds for every interval, and for runs of any length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from moc.snapshot.rotation import Rotation, Slot
+
+COPYING, COPIED, WHOLE, TORN = "copying", "copied", "whole", "torn"  # how far the content of a buffer is
+NOTHING = (-1, TORN)
+
+
+class Violation(Exception):
+    """A state from which the job could not go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is modelled.
+
+    Attributes:
+        nodes: the ranks of each node; the first one publishes in its memory.
+        memory: there is a memory tier.
+        stores: snapshots in memory may go to storage too.
+        recovered: memory holds a snapshot of an earlier job, from which this one goes on.
+        machine: the state machine.
+        slots: number of buffers.
+        removes_at_once: a leader removes the older snapshot together with publishing, rather than after the next vote.
+        waits: the update waits for copies of what it changes.
+    """
+
+    nodes: tuple[tuple[int, ...], ...] = ((0, 1),)
+    memory: bool = True
+    stores: bool = False
+    recovered: bool = False
+    machine: type[Rotation] = Rotation
+    slots: int = 3
+    removes_at_once: bool = False
+    waits: bool = True
+
+    @property
+    def leaders(self) -> set[int]:
+        """Who publishes in memory."""
+        return {node[0] for node in self.nodes} if self.memory else set()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.nodes))
+
+    def begin(self) -> State:
+        """The state after set-up; snapshots are numbered, and what an earlier job left is number 0."""
+        rotation = self.machine.of(self.slots, self.memory, 0 if self.recovered else None)
+        # one buffer more: the one of the earlier job, which this one does not write to
+        buffers = (*[NOTHING] * self.slots, (0, WHOLE))
+        manifests = tuple(
+            ((0, tuple((rank, self.slots) for rank in node)),) if self.recovered else () for node in self.nodes
+        )
+        return State((Rank("vote", rotation, buffers),) * self.size, manifests, begun=self.recovered)
+
+
+class Taken(NamedTuple):
+    """A snapshot and its buffer."""
+
+    number: int
+    slot: int
+
+
+class Rank(NamedTuple):
+    """One process."""
+
+    at: str  # vote, remove, publish, act, ended
+    rotation: Rotation
+    buffers: tuple[tuple[int, str], ...]
+    newest: int = 0
+    copying: tuple[Taken, ...] = ()
+    writing: tuple[Taken, ...] = ()
+    written: int = 0  # of those, by this rank
+    then: str = "go on"  # what to do after the vote; or "take", "store" what is newest in memory, or "end"
+    waiting: bool = False  # a snapshot is due and there was no buffer
+    publishes: int | None = None
+    removes: bool = False  # a newer one was published since
+
+
+class State(NamedTuple):
+    """All processes, and what outlives them: buffers, the manifests in each node's memory, and storage."""
+
+    ranks: tuple[Rank, ...]
+    manifests: tuple[tuple[tuple[int, tuple[tuple[int, int], ...]], ...], ...]
+    begun: bool = False  # a snapshot was published
+    to_publish: tuple[int, ...] = ()  # in storage, by rank 0
+    stored: int | None = None
+
+
+def check(state: State, setting: Setting) -> None:
+    """The promise: once a snapshot was published, there is one whose every buffer holds it whole.
+
+    Raises:
+        Violation: there is none.
+    """
+    if state.begun and not (any_whole_in_memory(state) if setting.memory else state.stored is not None):
+        ended = any(rank.at == "ended" for rank in state.ranks)
+        if not (ended and state.stored == state.ranks[0].newest):
+            raise Violation("no published snapshot is whole")
+
+
+def any_whole_in_memory(state: State) -> bool:
+    """Whether the manifests of all nodes name a snapshot that all of their buffers hold."""
+    common = set.intersection(*({number for number, _ in manifests} for manifests in state.manifests))
+    return any(
+        all(
+            state.ranks[rank].buffers[slot] == (number, WHOLE)
+            for manifests in state.manifests
+            for published, files in manifests
+            if published == number
+            for rank, slot in files
+        )
+        for number in common
+    )
+
+
+def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
+    """Every step that may come next: what happens, and the state after it.
+
+    Raises:
+        Violation: a step writes what is not whole, or the ranks disagree.
+    """
+    for number, rank in enumerate(state.ranks):
+        for what, after in _beside(rank):
+            yield f"{number} {what}", _with(state, number, after)
+    if state.to_publish:
+        first, *others = state.to_publish
+        yield "stored", state._replace(to_publish=tuple(others), stored=first, begun=state.begun or not setting.memory)
+    if all(rank.at == "vote" and not (rank.waiting and not _has_waited(rank)) for rank in state.ranks):
+        yield from _votes(state, setting)
+    for number, rank in enumerate(state.ranks):
+        if rank.at in ("remove", "publish"):
+            yield f"{number} {rank.at}", _led(state, setting, number)
+        if rank.at == "act":
+            yield f"{number} {rank.then}", _acted(state, setting, number)
+
+
+def _beside(rank: Rank) -> Iterator[tuple[str, Rank]]:
+    """What threads of a rank do: each at any time, and in the order in which it was asked for."""
+    unsealed = next((taken for taken in rank.copying if not _sealed(rank, taken)), None)
+    if unsealed:
+        yield "sealed", _filled(rank, unsealed, WHOLE)
+    if rank.written < len(rank.writing):
+        number, slot = rank.writing[rank.written]
+        holds, stage = rank.buffers[slot]
+        if holds != number or stage == TORN:
+            raise Violation("storage gets what is not whole")
+        if stage == WHOLE:
+            yield "written", rank._replace(written=rank.written + 1)
+
+
+def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
+    """All vote, and hear what all say; what is done too late for the ballot is as good as done after the vote.
+
+    But a ballot is filled one line after the other, so that it may miss the seal of what it says is written.
+    """
+    first = state.ranks[0]
+    if any(rank.rotation != first.rotation for rank in state.ranks):
+        raise Violation("the ranks disagree")
+    copied = bool(first.copying) and all(_sealed(rank, rank.copying[0]) for rank in state.ranks)
+    written = all(rank.written for rank in state.ranks)
+    if first.waiting:
+        choices = ["take"]
+    else:
+        choices = ["go on", "take"]
+        if setting.memory and not (first.copying or first.writing or state.to_publish):
+            choices += ["end"] * (state.stored == first.newest)
+            own = first.rotation.recovery == first.newest and (first.newest, WHOLE) in first.buffers[: setting.slots]
+            choices += ["store"] * (own and setting.stores)
+    for says_copied in {copied, copied and (first.waiting or not written)}:
+        for store in {False, says_copied and setting.stores}:
+            to_publish = (first.writing[0].number,) if written else state.to_publish  # others come before it
+            for then in choices:
+                ranks = tuple(
+                    _heard(rank._replace(then=then), says_copied, written, store, number in setting.leaders)
+                    for number, rank in enumerate(state.ranks)
+                )
+                what = f"vote{' copied' * says_copied}{' written' * written}{' store' * store}, {then}"
+                yield what, state._replace(ranks=ranks, to_publish=to_publish)
+
+
+def _heard(rank: Rank, copied: bool, written: bool, store: bool, leads: bool) -> Rank:
+    rotation, copying, writing, publishes = rank.rotation.voted(), rank.copying, rank.writing, None
+    if copied:
+        (taken, *copying) = copying
+        rotation = rotation.complete(taken.number)
+        publishes = taken.number if leads else None
+        if store and not rotation.persisting:
+            rotation = rotation.persist(taken.number)
+            writing = (*writing, taken)
+    if written:
+        (taken, *writing) = writing
+        rotation = rotation.persisted(taken.number)
+    return rank._replace(
+        at="remove" if rank.removes else _act(rank) if publishes is None else "publish",
+        rotation=rotation,
+        copying=tuple(copying),
+        writing=tuple(writing),
+        written=rank.written - written,
+        publishes=publishes,
+    )
+
+
+def _led(state: State, setting: Setting, number: int) -> State:
+    """What the leader of a node does in its memory."""
+    rank = state.ranks[number]
+    which = next(i for i, node in enumerate(setting.nodes) if node[0] == number)
+    manifests = state.manifests[which]
+    if rank.at == "remove":
+        manifests = manifests[-1:]
+        rank = rank._replace(removes=False, at=_act(rank) if rank.publishes is None else "publish")
+    else:
+        files = tuple((other, _slot_of(state.ranks[other], rank.publishes)) for other in setting.nodes[which])
+        manifests, at = (*manifests, (rank.publishes, files)), "remove" if setting.removes_at_once else _act(rank)
+        rank = rank._replace(publishes=None, removes=len(manifests) > 1, at=at)
+    all_manifests = tuple(manifests if i == which else other for i, other in enumerate(state.manifests))
+    after = _with(state, number, rank)._replace(manifests=all_manifests)
+    return after._replace(begun=after.begun or any_whole_in_memory(after))
+
+
+def _act(rank: Rank) -> str:
+    return "vote" if rank.then == "go on" else "act"
+
+
+def _acted(state: State, setting: Setting, number: int) -> State:
+    """Updates and takes the next snapshot; or brings the newest to storage, and gives the node its memory back."""
+    rank = state.ranks[number]
+    if rank.then == "end":
+        manifests = tuple(
+            () if node[0] == number else left for node, left in zip(setting.nodes, state.manifests, strict=True)
+        )
+        return _with(state, number, rank._replace(at="ended"))._replace(manifests=manifests)
+    if rank.then == "store":
+        taken = Taken(rank.newest, rank.rotation.holding(rank.newest))
+        rotation = rank.rotation.persist(rank.newest)
+        return _with(state, number, rank._replace(at="vote", then="go on", rotation=rotation, writing=(taken,)))
+    if not rank.waiting:  # else the update was before
+        for taken in rank.copying:
+            if rank.buffers[taken.slot] == (taken.number, COPYING):
+                rank = _filled(rank, taken, COPIED if setting.waits else TORN)
+    rank, slot = rank._replace(at="vote", then="go on"), rank.rotation.free()
+    if slot is None:
+        return _with(state, number, rank._replace(waiting=True))
+    taken = Taken(rank.newest + 1, slot)
+    rank = rank._replace(
+        rotation=rank.rotation.begin(taken.number, not setting.memory),
+        newest=taken.number,
+        copying=(*rank.copying, taken),
+        writing=rank.writing if setting.memory else (*rank.writing, taken),
+        waiting=False,
+    )
+    return _with(state, number, _filled(rank, taken, COPYING))
+
+
+def _has_waited(rank: Rank) -> bool:
+    if rank.copying:
+        return _sealed(rank, rank.copying[0])
+    return rank.written > 0 or not rank.writing
+
+
+def _sealed(rank: Rank, taken: Taken) -> bool:
+    return rank.buffers[taken.slot] in ((taken.number, WHOLE), (taken.number, TORN))
+
+
+def _slot_of(rank: Rank, number: int) -> int:
+    for slot, (holds, _) in enumerate(rank.buffers):
+        if holds == number:
+            return slot
+    raise Violation("what is published is written over already")
+
+
+def _filled(rank: Rank, taken: Taken, stage: str) -> Rank:
+    buffers = list(rank.buffers)
+    buffers[taken.slot] = (taken.number, stage)
+    return rank._replace(buffers=tuple(buffers))
+
+
+def _with(state: State, number: int, rank: Rank) -> State:
+    return state._replace(ranks=(*state.ranks[:number], rank, *state.ranks[number + 1 :]))
+
+
+def canonical(state: State, setting: Setting) -> State:
+    """The same state with snapshots numbered anew, and without what makes no difference any more."""
+    alive = {number for node in state.manifests for number, _ in node}
+    for rank in state.ranks:
+        alive |= {rank.newest, *(taken.number for taken in rank.copying + rank.writing)}
+        alive |= {slot.iteration for slot in rank.rotation.slots if not slot.free}
+    numbers = {old: new for new, old in enumerate(sorted(alive))}
+    renumbering = tuple(numbers.items())
+    newest = len(numbers) - 1
+    stored = {number: new if new == newest else -1 for number, new in numbers.items()} | {None: None}
+    if not setting.memory and state.begun:  # later ones replace it, and nobody asks which it is
+        state, stored = state._replace(to_publish=()), {}
+    return State(
+        tuple(_renumbered(rank, renumbering) for rank in state.ranks),
+        tuple(tuple((numbers[number], files) for number, files in node) for node in state.manifests),
+        state.begun,
+        tuple(stored.get(number, -1) for number in state.to_publish),
+        stored.get(state.stored, -1),
+    )
+
+
+@cache
+def _renumbered(rank: Rank, renumbering: tuple[tuple[int, int], ...]) -> Rank:
+    numbers = dict(renumbering)
+    slots = (Slot() if s.free else Slot(s.use, numbers[s.iteration], s.persisting) for s in rank.rotation.slots)
+    return rank._replace(
+        rotation=_same(type(rank.rotation)(tuple(slots), rank.rotation.keep)),
+        buffers=tuple((numbers[n], stage) if n in numbers else NOTHING for n, stage in rank.buffers),
+        newest=numbers[rank.newest],
+        copying=tuple(Taken(numbers[number], slot) for number, slot in rank.copying),
+        writing=tuple(Taken(numbers[number], slot) for number, slot in rank.writing),
+        publishes=numbers.get(rank.publishes),
+    )
+
+
+@cache
+def _same(rotation: Rotation) -> Rotation:
+    """Of equal ones always the same one, which is compared faster."""
+    return rotation
+
+
+def explore(setting: Setting, most: int = 400_000) -> set[State]:
+    """All states that can be reached, each of which is checked.
+
+    Raises:
+        Violation: with the shortest way to it.
+    """
+    first = canonical(setting.begin(), setting)
+    came_from: dict[State, tuple[State, str] | None] = {first: None}
+    queue = deque([first])
+    while queue:
+        state = queue.popleft()
+        try:
+            check(state, setting)
+            after = list(following(state, setting))
+            if not after and any(rank.at != "ended" for rank in state.ranks):
+                raise Violation("nothing can happen any more")
+        except Violation as violation:
+            raise Violation(f"{violation}:\n" + "\n".join(_way(came_from, state))) from None
+        for what, new in map(lambda step: (step[0], canonical(step[1], setting)), after):
+            if new not in came_from:
+                came_from[new] = state, what
+                queue.append(new)
+        assert len(came_from) < most, "the model has more states than it should"
+    return set(came_from)
+
+
+def takes_what_is_due(state: State, setting: Setting) -> bool:
+    """Whether ranks that wait for a buffer get one, when threads are quick and no other snapshot becomes due."""
+    for _ in range(60):
+        if not any(rank.waiting for rank in state.ranks):
+            return True
+        state = next(after for _, after in following(state, setting))
+    return False
+
+
+def _way(came_from, state) -> list[str]:
+    steps = []
+    while came_from[state] is not None:
+        state, what = came_from[state]
+        steps.append(what)
+    return steps[::-1]

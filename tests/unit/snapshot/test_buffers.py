@@ -1,0 +1,89 @@
+"""Host memory for snapshots: in place from the beginning, and with a name it outlives the process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moc.snapshot.buffers import Buffer
+from moc.store.errors import CheckpointError
+
+ROOT = Path(__file__).parents[3]
+WRITES_AND_DIES = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from moc.snapshot.buffers import Buffer
+named, nameless = Buffer(8192, Path(sys.argv[1])), Buffer(8192)
+for buffer in (named, nameless):
+    buffer.view(4096, 4096 + 8, torch.float32).copy_(torch.tensor([1.5, -2.0]))
+    buffer.memory[:5] = b"hello"
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_named_buffer_outlives_the_process_and_another_does_not(tmp_path):
+    path = tmp_path / "slots" / "rank_00000.0"
+    done = subprocess.run([sys.executable, "-c", WRITES_AND_DIES, str(path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    data = path.read_bytes()
+    assert len(data) == 8192 and data[:5] == b"hello"
+    assert torch.frombuffer(bytearray(data[4096:4104]), dtype=torch.float32).tolist() == [1.5, -2.0]
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
+
+
+def test_bytes_and_tensors_are_the_same_memory(tmp_path):
+    buffer = Buffer(64, tmp_path / "buffer")
+    buffer.view(8, 24, torch.bfloat16).fill_(1)
+    assert bytes(buffer.memory[8:24]) == torch.ones(8, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    assert (tmp_path / "buffer").read_bytes() == bytes(buffer.memory)
+    assert (tmp_path / "buffer").stat().st_mode & 0o777 == 0o600
+
+
+def test_closing_removes_the_name_but_not_another_one_of_the_same_memory(tmp_path):
+    buffer = Buffer(16, tmp_path / "buffer")
+    buffer.memory[:4] = b"kept"
+    os.link(tmp_path / "buffer", tmp_path / "published")
+    buffer.close()
+    assert not (tmp_path / "buffer").exists()
+    assert (tmp_path / "published").read_bytes()[:4] == b"kept"
+    Buffer(16).close()
+
+
+def test_an_empty_buffer():
+    buffer = Buffer(0)
+    assert buffer.nbytes == 0 and not buffer.view(0, 0, torch.float32).numel()
+
+
+def test_a_buffer_is_never_laid_over_a_file_that_is_there(tmp_path):
+    (tmp_path / "buffer").write_bytes(b"somebody's")
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        Buffer(4, tmp_path / "buffer")
+    assert (tmp_path / "buffer").read_bytes() == b"somebody's"
+
+
+@pytest.fixture
+def small_memory(tmp_path):
+    """A memory file system with one MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this machine does not let root mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_too_little_memory_is_an_error_now_and_not_a_signal_later(small_memory):
+    with pytest.raises(CheckpointError) as caught:
+        Buffer(2 << 20, small_memory / "slots" / "rank_00000.0")
+    message = str(caught.value)
+    assert message.startswith(f"{small_memory}/slots has no room for a snapshot buffer of 2,097,152 bytes")
+    assert all(remedy in message for remedy in ("--shm-size", "--ckpt-memory-dir", "--ckpt-tier disk"))
+    assert not list((small_memory / "slots").iterdir())
+    assert Buffer(1 << 19, small_memory / "slots" / "rank_00000.0").nbytes == 1 << 19

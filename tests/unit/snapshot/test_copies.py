@@ -1,0 +1,73 @@
+"""Copies are joined where memory allows, and nowhere else; and every byte arrives."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.snapshot.copies import Copy, coalesced
+
+
+@st.composite
+def cut_storages(draw):
+    """Pieces of some sources, in any order, copied one after the other with a gap here and there."""
+    sizes = draw(st.lists(st.integers(0, 12), min_size=1, max_size=3))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
+    pieces = []
+    for source, size in enumerate(sizes):
+        borders = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=5))})
+        pieces += [(source, start, stop) for start, stop in zip(borders, borders[1:] or borders, strict=False)]
+    pieces = [pieces[i] for i in draw(st.permutations(range(len(pieces))))] if draw(st.booleans()) else pieces
+    gaps = draw(st.lists(st.integers(0, 1), min_size=len(pieces), max_size=len(pieces)))
+    return sizes, dtype, pieces, gaps
+
+
+@given(cut_storages())
+def test_what_follows_in_both_memories_is_joined_and_all_arrives(case):
+    sizes, dtype, pieces, gaps = case
+    sources = [torch.randint(1, 100, (size,)).to(dtype) for size in sizes]
+    target = torch.zeros(sum(sizes) + len(pieces), dtype=dtype)
+    copies, places, position = [], [], 0
+    for (source, start, stop), gap in zip(pieces, gaps, strict=True):
+        position += gap
+        copies.append(Copy(sources[source][start:stop], target[position : position + stop - start]))
+        if stop > start:
+            places.append((source, start, stop, position))
+        position += stop - start
+    joined = list(coalesced(copies))
+
+    breaks = [
+        one[0] != other[0] or one[2] != other[1] or one[3] + one[2] - one[1] != other[3]
+        for one, other in zip(places, places[1:], strict=False)
+    ]
+    assert len(joined) == (1 + sum(breaks) if places else 0)
+
+    for copy in joined:
+        copy.target.copy_(copy.source)
+    expected = torch.zeros_like(target)
+    for source, start, stop, position in places:
+        expected[position : position + stop - start] = sources[source][start:stop]
+    assert torch.equal(target, expected)
+
+
+def test_neighbours_in_one_memory_alone_are_not_joined():
+    source, target, apart = torch.arange(8.0), torch.zeros(8), torch.zeros(4)
+    assert len(list(coalesced([Copy(source[:4], target[:4]), Copy(source[4:], apart)]))) == 2
+    assert len(list(coalesced([Copy(source[:4].clone(), target[:4]), Copy(source[4:], target[4:])]))) == 2
+    assert len(list(coalesced([Copy(source[4:], target[:4]), Copy(source[:4], target[4:])]))) == 2
+
+
+def test_other_dtypes_are_not_joined():
+    source, target = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+
+    def first(memory):
+        return memory[:4].view(torch.float32)
+
+    def second(memory):
+        return memory[2:6].view(torch.bfloat16)  # begins at element 1, in units of its own
+
+    assert len(list(coalesced([Copy(first(source), first(target)), Copy(second(source), second(target))]))) == 2
+
+
+def test_nothing_to_copy():
+    assert list(coalesced([])) == []
+    assert list(coalesced([Copy(torch.empty(0), torch.empty(0))])) == []

@@ -1,0 +1,206 @@
+"""One rank's part: captured, sealed, named in memory and written to storage, as Format v1 wants it."""
+
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from moc.snapshot.contents import share
+from moc.snapshot.saver import Saver
+from moc.state.fragments import Fragment
+from moc.state.region import Region
+from moc.store.errors import CheckpointError
+from moc.store.manifest import OperatorEntry
+from moc.store.places import LocalPlace
+from moc.store.regions import LocalBlob, RegionReader, digest_of, read_sources
+from moc.store.store import Store
+
+CPU = torch.device("cpu")
+OPERATORS = {"output": OperatorEntry("full", 3, {"master": 20})}
+
+
+def fragment(name, slot, view, rows):
+    """Some first rows of a tensor with two columns."""
+    box = Region((0, 0), (view.numel() // 2, 2))
+    return Fragment(name, slot, (rows, 2), box, view, True, False, view, 0, (0,), False)
+
+
+def state_of(*sizes):
+    """Some fragments that follow each other in one flat buffer, and a narrow one before them."""
+    flat, fragments, start = torch.randn(sum(sizes)), [], 0
+    fragments.append(fragment("output_layer.bias", "param", torch.randn(4).bfloat16(), 2))
+    for number, size in enumerate(sizes):
+        fragments.append(fragment(f"output_layer.{number}", "master", flat[start : start + size], size))
+        start += size
+    return fragments
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return Store(LocalPlace(tmp_path / "storage"))
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return Store(LocalPlace(tmp_path / "memory"))
+
+
+def values(fragments):
+    return [f.view.clone() for f in fragments]
+
+
+def assert_holds(path, part, fragments, expected):
+    """A file is what its part says, and holds some values, for us and for safetensors itself."""
+    data = path.read_bytes()
+    assert len(data) == part.file.bytes
+    assert digest_of(data[: part.file.header_bytes]) == part.file.header_xxh3_128
+    assert part.file.header_bytes % 4096 == 0
+    reader, sources = RegionReader([path], verify=True), read_sources(LocalBlob(path))
+    with safe_open(path, "pt") as file:
+        stored = {(s.entry.name, s.entry.slot): (file.get_tensor(str(key)), s.digest) for key, s in enumerate(sources)}
+    assert len(stored) == len(fragments)
+    for f, value in zip(fragments, expected, strict=True):
+        assert torch.equal(reader.get(f.name, f.slot, f.region), value.view(f.region.shape))
+        tensor, digest = stored[f.name, f.slot]
+        assert tensor.dtype == value.dtype and torch.equal(tensor, value.view(f.region.shape))
+        assert digest == digest_of(value.view(torch.uint8).numpy().data)
+
+
+def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
+    fragments = state_of(6, 2, 12)
+    expected = values(fragments)
+    saver = Saver(3, CPU, None, storage)
+    snapshot = saver.take(0, 100, share(fragments), OPERATORS)
+    snapshot.capture.wait()
+    for f in fragments:
+        f.view.zero_()  # the update
+    saver.persist(snapshot)
+    snapshot.persisted.result()
+    path = storage.place.root / "iter_0000100" / "rank_00003.safetensors"
+    part = snapshot.sealed.result()
+    assert_holds(path, part, fragments, expected)
+    assert part.name == path.name and storage.reported(100, [3]) == [part]
+    assert part.operators == OPERATORS
+    assert storage.iterations() == []  # to publish is somebody else's
+
+
+def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
+    fragments = state_of(6, 2)
+    expected = values(fragments)
+    saver = Saver(1, CPU, memory, storage)
+    snapshot = saver.take(2, 7, share(fragments), OPERATORS)
+    part = snapshot.sealed.result()
+    path, slot = memory.place.root / "iter_0000007" / "rank_00001.safetensors", memory.place.root / "slots"
+    assert os.path.samefile(path, slot / "rank_00001.2")
+    assert_holds(path, part, fragments, expected)
+    assert memory.reported(7, [1]) == [part]
+    assert not storage.place.names()  # nobody asked for that
+
+    snapshot.buffer.memory[part.file.header_bytes] ^= 1
+    assert next(iter(read_sources(LocalBlob(path)))).damage()
+
+
+def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(storage, memory):
+    saver = Saver(0, CPU, memory, storage)
+    saver.reserve(0, share(state_of(6, 2)))
+    slot = memory.place.root / "slots" / "rank_00000.0"
+    reserved = slot.stat().st_ino
+
+    first = state_of(6, 2)
+    one = saver.take(0, 1, share(first), OPERATORS)
+    one.sealed.result()
+    assert one.buffer.path == slot and slot.stat().st_ino == reserved
+
+    second = state_of(4, 4)
+    held = values(second)
+    two = saver.take(0, 2, share(second), OPERATORS)
+    part = two.sealed.result()
+    assert two.buffer is one.buffer
+    assert_holds(memory.place.root / "iter_0000002" / "rank_00000.safetensors", part, second, held)
+
+    third = state_of(6, 2, 4096)
+    held = values(third)
+    three = saver.take(0, 3, share(third), OPERATORS)
+    part = three.sealed.result()
+    assert three.buffer is not two.buffer and slot.stat().st_ino != reserved
+    assert_holds(memory.place.root / "iter_0000003" / "rank_00000.safetensors", part, third, held)
+    # what the other buffer held is still there under the name that it had
+    assert (memory.place.root / "iter_0000002" / "rank_00000.safetensors").stat().st_ino == reserved
+
+
+def test_slots_do_not_share_memory(storage):
+    saver, fragments = Saver(0, CPU, None, storage), state_of(6, 2)
+    taken, expected = [], []
+    for slot in range(3):
+        fragments[1].view.fill_(slot)
+        expected.append(values(fragments))
+        taken.append(saver.take(slot, slot + 1, share(fragments), OPERATORS))
+        taken[-1].capture.wait()
+    for snapshot in taken:
+        saver.persist(snapshot)
+    for snapshot, held in zip(taken, expected, strict=True):
+        snapshot.persisted.result()
+        path = storage.place.root / f"iter_000000{snapshot.iteration}" / "rank_00000.safetensors"
+        assert_holds(path, snapshot.sealed.result(), fragments, held)
+
+
+def test_a_rank_that_saves_nothing_has_a_file_too(storage):
+    saver = Saver(5, CPU, None, storage)
+    snapshot = saver.take(0, 1, share([]), {})
+    saver.persist(snapshot)
+    snapshot.persisted.result()
+    path = storage.place.root / "iter_0000001" / "rank_00005.safetensors"
+    assert_holds(path, snapshot.sealed.result(), [], [])
+
+
+def one_sentence(error):
+    text = str(error)
+    assert "\n" not in text and "Traceback" not in text
+    return text
+
+
+def test_a_storage_that_fails_is_named_with_a_remedy(tmp_path):
+    (tmp_path / "storage").write_text("a file where a directory should be")
+    saver = Saver(0, CPU, None, Store(LocalPlace(tmp_path / "storage")))
+    snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
+    saver.persist(snapshot)
+    with pytest.raises(CheckpointError) as caught:
+        snapshot.persisted.result()
+    message = one_sentence(caught.value)
+    assert message.startswith(f"the checkpoint of iteration 40 cannot be written to {tmp_path}/storage")
+    assert "make room or repair it" in message and "untouched" in message
+
+
+class Full(LocalPlace):
+    """A directory on a disk that is nearly full."""
+
+    def free_bytes(self):
+        return 100
+
+
+def test_a_storage_without_room_is_named_before_anything_is_written(tmp_path):
+    saver = Saver(2, CPU, None, Store(Full(tmp_path / "storage")))
+    snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
+    saver.persist(snapshot)
+    with pytest.raises(
+        CheckpointError, match="has 100 bytes left, and the part of rank 2 has [0-9,]+ and does not"
+    ) as c:
+        snapshot.persisted.result()
+    assert all(remedy in one_sentence(c.value) for remedy in ("--ckpt-keep", "--ckpt-dir"))
+    assert not (tmp_path / "storage").exists()
+
+
+def test_what_fails_while_sealing_fails_the_writing_too(tmp_path, storage):
+    memory = Store(LocalPlace(tmp_path / "memory"))
+    saver = Saver(0, CPU, memory, storage)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "iter_0000009").write_text("in the way")
+    snapshot = saver.take(0, 9, share(state_of(6, 2)), OPERATORS)
+    saver.persist(snapshot)
+    for future in (snapshot.sealed, snapshot.persisted):
+        with pytest.raises(
+            CheckpointError, match="iteration 9 cannot be named in .*memory .*earlier ones are untouched"
+        ):
+            future.result()
+    assert not storage.place.names()

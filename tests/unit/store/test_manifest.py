@@ -1,0 +1,131 @@
+"""``manifest.json`` comes back as it was written, or is refused."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.store.errors import CheckpointError
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, Part, merge
+
+COUNT = st.integers(0, 2**62)
+NAME = st.text(max_size=12)
+FILES = st.dictionaries(NAME, st.builds(FileEntry, COUNT, COUNT, NAME), max_size=3)
+OPERATORS = st.dictionaries(
+    NAME, st.builds(OperatorEntry, NAME, st.none() | COUNT, st.dictionaries(NAME, COUNT, max_size=3)), max_size=3
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | NAME,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAME, inner, max_size=3),
+    max_leaves=8,
+)
+MANIFESTS = st.builds(
+    Manifest, COUNT, NAME, COUNT, FILES, OPERATORS, st.dictionaries(NAME, COUNT), st.dictionaries(NAME, JSON)
+)
+SMALL = Manifest(
+    iteration=20,
+    policy="full",
+    writers=2,
+    files={"rank_00000.safetensors": FileEntry(8192, 4096, "0123abcd"), "rank_00001.safetensors": FileEntry(1, 1, "f")},
+    operators={"output": OperatorEntry("full", 20, {"master": 6}), "embedding": OperatorEntry("compute", None, {})},
+    layout={"world": 2},
+    state={"consumed_samples": 160, "scale": 0.1, "name": "größer", "nothing": None, "flags": [True, False]},
+)
+
+
+@given(MANIFESTS)
+def test_what_is_written_is_read(manifest):
+    assert Manifest.from_json(manifest.to_json(), "manifest.json") == manifest
+
+
+@given(st.builds(Part, NAME, st.builds(FileEntry, COUNT, COUNT, NAME), OPERATORS))
+def test_what_a_rank_says_is_read(part):
+    assert Part.from_json(part.to_json()) == part
+
+
+@pytest.mark.parametrize("character", ["0", "9", "a", '"', "{", "}", ",", "\\", "é", "\0"])
+def test_every_character_counts(character):
+    text = SMALL.to_json()
+    for position, before in enumerate(text):
+        # white space between the tokens of JSON is all that may differ
+        if before not in (character, " ", "\n"):
+            with pytest.raises(CheckpointError, match="^here "):
+                Manifest.from_json(text[:position] + character + text[position + 1 :], "here")
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_damaged_manifest_is_refused_or_says_the_same(data):
+    text = SMALL.to_json()
+    position = data.draw(st.integers(0, len(text) - 1))
+    kind, character = data.draw(st.sampled_from(["change", "drop", "insert"])), data.draw(st.characters())
+    rest = text[position if kind == "insert" else position + 1 :]
+    damaged = text[:position] + ("" if kind == "drop" else character) + rest
+    try:
+        assert Manifest.from_json(damaged, "here") == SMALL
+    except CheckpointError as error:
+        assert str(error).startswith("here ")
+
+
+@pytest.mark.parametrize("keep", range(0, 400, 13))
+def test_half_a_manifest_is_refused(keep):
+    with pytest.raises(CheckpointError, match="^here is damaged"):
+        Manifest.from_json(SMALL.to_json()[:keep], "here")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "{}", '{"format": 1, "xxh3_128": 2}'])
+def test_other_json_is_refused(text):
+    with pytest.raises(CheckpointError, match="^here "):
+        Manifest.from_json(text, "here")
+
+
+def test_another_format_is_named():
+    text = SMALL.to_json().replace("moc-megatron checkpoint 1", "moc-megatron checkpoint 2")
+    with pytest.raises(CheckpointError, match=re.escape("'moc-megatron checkpoint 2'; this program reads")):
+        Manifest.from_json(text, "here")
+
+
+def test_the_fields_are_those_of_the_format():
+    plain = json.loads(SMALL.to_json())
+    documented = ["format", "iteration", "policy", "layout", "writers", "files", "operators", "state", "xxh3_128"]
+    assert sorted(plain) == sorted(documented)
+    assert sorted(plain["files"]["rank_00000.safetensors"]) == ["bytes", "header_bytes", "header_xxh3_128"]
+    assert sorted(plain["operators"]["output"]) == ["detail", "elements", "step"]
+
+
+def test_sizes_and_completeness():
+    assert SMALL.bytes == 8193
+    assert SMALL.complete
+    assert not replace(SMALL, writers=3).complete
+
+
+def part(rank, **operators):
+    return Part(f"rank_{rank}", FileEntry(rank, 1, "aa"), operators)
+
+
+def test_parts_add_up():
+    files, operators = merge(
+        [
+            part(0, output=OperatorEntry("full", 3, {"master": 4, "exp_avg": 4})),
+            part(1, output=OperatorEntry("full", 3, {"master": 2}), router=OperatorEntry("full", None, {"param": 8})),
+            part(2, router=OperatorEntry("full", 5, {"master": 1})),
+        ]
+    )
+    assert {name: entry.bytes for name, entry in files.items()} == {"rank_0": 0, "rank_1": 1, "rank_2": 2}
+    assert operators == {
+        "output": OperatorEntry("full", 3, {"master": 6, "exp_avg": 4}),
+        "router": OperatorEntry("full", 5, {"param": 8, "master": 1}),
+    }
+
+
+@pytest.mark.parametrize(
+    "other",
+    [OperatorEntry("full", 4, {"master": 1}), OperatorEntry("compute", 3, {"master": 1})],
+    ids=["step", "detail"],
+)
+def test_ranks_that_disagree_are_refused(other):
+    with pytest.raises(CheckpointError, match="disagree about output"):
+        merge([part(0, output=OperatorEntry("full", 3, {"master": 1})), part(1, output=other)])

@@ -1,0 +1,142 @@
+"""A directory as a place: files are there when they are whole, and one process has it at a time."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moc.store.errors import CheckpointError
+from moc.store.places import LocalPlace
+from tests.unit.store.kills import kills
+
+ROOT = Path(__file__).parents[3]
+TAKES = """
+import os, sys, time
+from moc.store.places import LocalPlace
+place = LocalPlace(sys.argv[1], patience=0)
+place.lock()
+if "forks" in sys.argv:
+    child = os.fork()
+    if child == 0:
+        time.sleep(100)
+        os._exit(0)
+    (place.root / "child").write_text(str(child))
+print("has it", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    return LocalPlace(tmp_path / "place", patience=0)
+
+
+@pytest.fixture
+def owner(place):
+    """Starts a process that has the place."""
+    started = []
+
+    def start(*flags):
+        process = subprocess.Popen(
+            [sys.executable, "-c", TAKES, place.name, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout.readline() == "has it\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_files_and_directories(place):
+    assert place.names() == [] and place.names("nowhere") == []
+    place.write("b/one", [b"he", memoryview(b"llo"), bytearray()])
+    place.write("a", [])
+    assert place.read("b/one") == b"hello" and place.read("a") == b""
+    assert place.names() == ["a", "b"] and place.names("b") == ["one"] and place.names("a") == []
+    blob = place.blob("b/one")
+    assert (blob.size, bytes(blob.read(1, 3)), blob.name) == (5, b"el", place.path("b/one"))
+    assert place.blob("a").size == 0
+    for reading in (place.read, place.blob):
+        with pytest.raises(FileNotFoundError):
+            reading("b/two")
+    place.remove("b/two")
+    place.remove("a")
+    place.remove("b")
+    assert place.names() == []
+    assert place.free_bytes() > 0 and LocalPlace(place.root / "not" / "yet").free_bytes() > 0
+
+
+def test_a_blob_can_be_changed_without_changing_the_file(place):
+    place.write("file", [b"hello"])
+    place.blob("file").read(0, 5)[0] = 0
+    assert place.read("file") == b"hello"
+
+
+def broken(parts):
+    yield from parts
+    raise OSError("no more")
+
+
+def test_what_fails_midway_leaves_the_file_as_it_was(place):
+    place.write("file", [b"before"])
+    with pytest.raises(OSError, match="no more"):
+        place.write("file", broken([b"after"]))
+    assert place.read("file") == b"before"
+    with pytest.raises(OSError, match="no more"):
+        place.write("other", broken([b"after"]))
+    assert "other" not in place.names()
+
+
+def test_writing_killed_anywhere_leaves_one_or_the_other(place):
+    place.write("file", [b"before"])
+
+    def parts():
+        for part in (b"af", b"ter", b""):
+            sys.audit("a.part")
+            yield part
+        sys.audit("a.part")
+
+    seen = set()
+    for _ in kills(lambda: place.write("file", parts()), place.root):
+        seen.add(place.read("file"))
+        place.write("file", [b"before"])
+        assert [name for name in place.names() if not name.startswith(".")] == ["file"]
+    assert seen <= {b"before", b"after"} and b"before" in seen
+    assert place.read("file") == b"after"
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(place, owner):
+    process = owner()
+    with pytest.raises(CheckpointError, match=f"^another job is using {place.name}: stop it, or .*--ckpt-dir"):
+        place.lock()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    place.lock()
+    second = subprocess.run([sys.executable, "-c", TAKES, place.name], cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 1 and f"another job is using {place.name}" in second.stderr
+
+
+def test_who_waits_gets_the_place_of_one_that_is_dying(place, owner):
+    process = owner()
+    process.send_signal(signal.SIGKILL)  # nobody waits for it yet
+    LocalPlace(place.root, patience=60).lock()
+
+
+def test_a_child_that_outlives_the_owner_does_not_have_the_place(place, owner):
+    process = owner("forks")
+    with pytest.raises(CheckpointError):
+        place.lock()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    child = int((place.root / "child").read_text())
+    os.kill(child, 0)  # it lives
+    try:
+        place.lock()
+    finally:
+        os.kill(child, signal.SIGKILL)

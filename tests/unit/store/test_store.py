@@ -1,0 +1,270 @@
+"""A checkpoint is whole or not there, whenever the process that writes or removes it is killed."""
+
+import functools
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from moc.state.region import Region
+from moc.store.errors import CheckpointError
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, Part
+from moc.store.places import LocalPlace
+from moc.store.regions import DamagedRegionError, FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
+from moc.store.store import Store, directory_of, file_of
+from tests.unit.store.kills import kills
+
+WORLD = 2
+
+
+def tensor_of(iteration, rank):
+    """Other values in each iteration, and sizes too."""
+    rows = 1 + iteration % 7
+    values = torch.full((rows, 4), float(iteration * 10 + rank))
+    return RegionTensor("output_layer.weight", "master", (WORLD * rows, 4), Region((rank * rows, 0), (rows, 4)), values)
+
+
+def file_parts(iteration, rank):
+    """A rank's file, in pieces, and its word on it."""
+    tensor = tensor_of(iteration, rank)
+    layout, data = FileLayout([tensor.entry]), bytes_of(tensor.values)
+    header = layout.header([digest_of(data)])
+    operators = {"output": OperatorEntry("full", iteration, {"master": tensor.values.numel()})}
+    return [header, data], Part(file_of(rank), FileEntry(layout.nbytes, len(header), digest_of(header)), operators)
+
+
+def slowly(parts):
+    for part in parts:
+        sys.audit("a.part")
+        yield part
+    sys.audit("a.part")
+
+
+def written(store, iteration):
+    """All ranks write and say so."""
+    for rank in range(WORLD):
+        parts, part = file_parts(iteration, rank)
+        store.write_file(iteration, rank, slowly(parts))
+        store.report(iteration, rank, part)
+
+
+def publish(store, iteration):
+    parts = store.reported(iteration, range(WORLD))
+    operators = {"output": OperatorEntry("full", iteration, {"master": 4 * WORLD * (1 + iteration % 7)})}
+    store.publish(Manifest(iteration, "full", WORLD, {part.name: part.file for part in parts}, operators))
+
+
+def saved(store, *iterations):
+    for iteration in iterations:
+        written(store, iteration)
+        publish(store, iteration)
+
+
+def assert_whole(store, iteration):
+    manifest = store.manifest(iteration)
+    assert sorted(manifest.files) == [file_of(rank) for rank in range(WORLD)]
+    reader = RegionReader([store.blob(iteration, *file) for file in manifest.files.items()], verify=True)
+    for rank in range(WORLD):
+        tensor = tensor_of(iteration, rank)
+        assert torch.equal(reader.get(tensor.name, tensor.slot, tensor.region), tensor.values)
+
+
+def files(store):
+    return sorted(str(path.relative_to(store.place.root)) for path in store.place.root.rglob("*") if path.is_file())
+
+
+def files_of(*iterations):
+    return sorted(f"{directory_of(i)}/{name}" for i in iterations for name in ["manifest.json", file_of(0), file_of(1)])
+
+
+@pytest.fixture
+def store():
+    """With two checkpoints; in memory where there is a file system for it, since kills are many."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
+        store = Store(LocalPlace(Path(directory) / "checkpoints"))
+        saved(store, 10, 20)
+        yield store
+
+
+def left_by_kills(store, action):
+    """A store for each way to be killed in ``action``, which begins with the same files each time."""
+    root = store.place.root
+    pristine = root.with_name("pristine")
+    shutil.copytree(root, pristine)
+
+    def again():
+        shutil.rmtree(root)
+        shutil.copytree(pristine, root)
+
+    for _ in kills(functools.partial(action, store), root):
+        for iteration in store.iterations():
+            assert_whole(store, iteration)
+        yield
+        again()
+    for iteration in store.iterations():
+        assert_whole(store, iteration)
+
+
+def test_a_checkpoint_is_there_when_it_is_published(store):
+    written(store, 30)
+    assert store.iterations() == [10, 20]
+    with pytest.raises(CheckpointError, match="iter_0000030/manifest.json cannot be read"):
+        store.manifest(30)
+    publish(store, 30)
+    assert store.iterations() == [10, 20, 30]
+    assert_whole(store, 30)
+    assert files(store) == files_of(10, 20, 30)  # nothing but what the format names
+
+
+def test_saving_killed_anywhere(store):
+    def action(store):
+        saved(store, 30)
+        store.retain(newest=2, upto=30)
+
+    seen = set()
+    for _ in left_by_kills(store, action):
+        assert 20 in store.iterations()
+        seen.add(tuple(store.iterations()))
+        store.clear_unpublished()
+        saved(store, 30)  # the next job does it again
+        store.retain(newest=2, upto=30)
+        assert_whole(store, 30)
+        assert files(store) == files_of(20, 30)
+    assert seen == {(10, 20), (10, 20, 30), (20, 30)}
+
+
+def test_removing_killed_anywhere(store):
+    store.write_file(10, 0, file_parts(10, 0)[0])  # so that no order of names has the manifest first by chance
+    seen = set()
+    for _ in left_by_kills(store, lambda store: store.remove(10)):
+        seen.add(tuple(store.iterations()))
+        store.clear_unpublished()
+        assert files(store) in (files_of(20), files_of(10, 20))
+    assert seen == {(10, 20), (20,)}
+    assert files(store) == files_of(20)
+
+
+def test_taking_anew_what_was_set_aside_killed_anywhere(store):
+    def action(store):
+        store.set_aside(20)
+        store.clear_unpublished()
+        saved(store, 20)
+
+    seen = set()
+    for _ in left_by_kills(store, action):
+        seen.add(tuple(store.iterations()))
+        store.clear_unpublished()
+        assert f"{directory_of(20)}/{file_of(0)}" in files(store)  # never thrown away before it is written anew
+        saved(store, 20)
+        assert files(store) == files_of(10, 20)
+    assert seen == {(10,), (10, 20)}
+
+
+def test_clearing_killed_anywhere(store):
+    for _ in left_by_kills(store, lambda store: store.clear()):
+        store.clear()
+        assert files(store) == []
+
+
+def test_clearing_up_killed_anywhere(store):
+    written(store, 30)
+    written(store, 5)
+    for _ in left_by_kills(store, lambda store: store.clear_unpublished()):
+        assert store.iterations() == [10, 20]
+        store.clear_unpublished()
+        assert files(store) == files_of(10, 20)
+
+
+def test_copying_to_another_place_killed_anywhere(store, tmp_path):
+    target, manifest = Store(LocalPlace(tmp_path / "target")), store.manifest(20)
+
+    def action():
+        store.copy_files(manifest, target)
+        target.publish(manifest)
+
+    for _ in kills(action, target.place.root):
+        assert target.iterations() in ([], [20])
+        for iteration in target.iterations():
+            assert_whole(target, iteration)
+        shutil.rmtree(target.place.root, ignore_errors=True)
+    assert_whole(target, 20)
+    assert files(target) == files_of(20)
+
+
+def test_what_was_set_aside_stays_and_does_not_count(store):
+    store.set_aside(20)
+    assert store.iterations() == [10]
+    store.clear_unpublished()
+    assert file_of(0) in store.place.names(directory_of(20))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.manifest(20)
+
+
+def test_clearing_keeps_the_lock(store):
+    (store.place.root / ".lock").touch()
+    (store.place.root / "slots").mkdir()
+    (store.place.root / "slots" / "rank_00000.0").touch()
+    store.clear()
+    assert files(store) == [".lock"]
+
+
+@pytest.mark.parametrize("newest, upto, left", [(1, 40, [40]), (2, 30, [20, 30, 40]), (5, 40, [10, 20, 30, 40])])
+def test_the_newest_are_retained(store, newest, upto, left):
+    saved(store, 30, 40)
+    store.retain(newest=newest, upto=upto)
+    assert store.iterations() == left
+    assert files(store) == files_of(*left)
+
+
+def test_a_rank_that_has_not_reported_is_named(store):
+    parts, part = file_parts(30, 0)
+    store.write_file(30, 0, parts)
+    store.report(30, 0, part)
+    with pytest.raises(CheckpointError, match=r"\.rank_00001\.json cannot be read.*: nothing is published"):
+        store.reported(30, range(WORLD))
+    (store.place.root / directory_of(30) / ".rank_00001.json").write_text('{"name": 3')
+    with pytest.raises(CheckpointError, match="nothing is published"):
+        store.reported(30, range(WORLD))
+
+
+def test_a_checkpoint_under_another_name_is_refused(store):
+    (store.place.root / directory_of(20)).rename(store.place.root / directory_of(40))
+    with pytest.raises(CheckpointError, match="iter_0000040/manifest.json is of iteration 20: somebody moved it"):
+        store.manifest(40)
+
+
+def test_a_manifest_that_is_no_text_is_refused(store):
+    (store.place.root / directory_of(20) / "manifest.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="iter_0000020/manifest.json cannot be read"):
+        store.manifest(20)
+
+
+def test_other_directories_are_left_alone(store):
+    for name in ("iter_12", "iter_0000010.old", "xiter_0000010", "notes"):
+        (store.place.root / name).mkdir()
+    assert store.iterations() == [10, 20]
+    store.clear_unpublished()
+    store.retain(newest=1, upto=100)
+    assert {"iter_12", "iter_0000010.old", "xiter_0000010", "notes"} < set(store.place.names())
+
+
+def test_every_byte_of_a_header_and_the_size_count(store):
+    name, entry = file_of(0), store.manifest(20).files[file_of(0)]
+    path = store.place.root / directory_of(20) / name
+    whole = path.read_bytes()
+    assert store.damage_in_header(20, name, entry) is None
+    for position in (*range(0, entry.header_bytes, 97), entry.header_bytes - 1):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        assert store.damage_in_header(20, name, entry) == f"{path} is damaged: its header does not match its hash"
+    for other in (whole[:-1], whole + b"\0", b""):
+        path.write_bytes(other)
+        assert "it is truncated or overwritten" in store.damage_in_header(20, name, entry)
+        with pytest.raises(DamagedRegionError, match=f"instead of {entry.bytes}"):
+            store.blob(20, name, entry)
+    path.unlink()
+    assert store.damage_in_header(20, name, entry) == f"{path} cannot be read (No such file or directory)"
