@@ -15,7 +15,7 @@ from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.snapshots import Tiers
+from megatron.training.snapshot_tiers import Tiers
 from moc.policy import Policy
 from moc.state.detail import Detail
 from moc.state.training_state import TrainingState

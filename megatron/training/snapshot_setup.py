@@ -19,7 +19,8 @@ from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.snapshot_loading import SnapshotLoader
-from megatron.training.snapshots import NoSnapshots, Snapshots, Tiers
+from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshots import NoSnapshots, Snapshots
 from moc.policy import Policy, interval_named, policy_named
 from moc.sharding import scheme_named
 from moc.sharding.shares import Stage, describe, pack, unpack

@@ -22,6 +22,7 @@ from megatron.training.agreement import first_of_any
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
 from megatron.training.logging import Log
+from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, sum_over_workers
 from moc.policy import Policy, SnapshotPlan
 from moc.snapshot.contents import Contents
@@ -48,27 +49,6 @@ class NoSnapshots(Rider):
 
     def secure(self, position: Position) -> None:
         """Nothing to bring to storage."""
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Where snapshots go.
-
-    Attributes:
-        storage: the checkpoints in ``--ckpt-dir``.
-        memory: those in this node's memory, or None with ``--ckpt-tier disk``.
-        leads_node: this worker publishes in this node's memory.
-        node: the workers of this node.
-        persist_interval: with a memory tier, iterations between snapshots that go to storage too.
-        keep: checkpoints to keep in storage.
-    """
-
-    storage: Store
-    memory: Store | None
-    leads_node: bool
-    node: tuple[int, ...]
-    persist_interval: int | None
-    keep: int
 
 
 @dataclass(frozen=True)
@@ -142,6 +122,7 @@ class Snapshots(Rider):
         self._newest = newest
         self._stored = None if recovered else newest
         self._in_memory: _Taken | None = None
+        self._replaces = False  # what is newest in memory has an older one beside it
         self._persist_due = tiers.persist_interval or 0
         self._started, self._was_busy = False, False
         self._iteration_s, self._stall_s = 0.0, 0.0  # of this worker, until the next vote
@@ -215,9 +196,10 @@ class Snapshots(Rider):
         """
         self._hear(tally)
         self._cost.training_s += self._agreed_s
-        with self._stalling():
-            for taken in self._copying:
-                taken.snapshot.capture.wait()
+        if self._copying:  # else not even a microsecond counts: --snapshot-interval auto measures what is undisturbed
+            with self._stalling():
+                for taken in self._copying:
+                    taken.snapshot.capture.wait()
 
     def finish(self) -> None:
         """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
@@ -238,6 +220,9 @@ class Snapshots(Rider):
         if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
             self._write(self._in_memory)
             self.finish()
+        elif self._in_memory is None and self._newest != self._stored:  # nothing was done since it was recovered
+            copy_to_storage(self._newest, self._tiers)
+            self._stored = self._newest
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()
         if self._cost.count:
@@ -290,6 +275,7 @@ class Snapshots(Rider):
             self._log.events.write("stall", iteration=self._newest, cause="snapshot", seconds=self._agreed_stall_s)
         if tally["snapshot_failed"]:
             raise CheckpointError(first_of_any(self._find_failure()))
+        self._give_up_older()
         if tally["snapshot_copied"] == self._world.size:
             self._all_copied(self._copying.popleft(), tally)
         if tally["snapshot_written"] == self._world.size:
@@ -314,10 +300,17 @@ class Snapshots(Rider):
             # at once: no worker may write over the snapshot before this one until the next vote
             with self._remembering_failure():
                 self._publish(memory, taken, self._tiers.node)
-                memory.retain(newest=1, upto=iteration)
+            self._replaces = True
         self._in_memory = taken
         if self._is_due_in_storage(iteration):
             self._write(taken)
+
+    def _give_up_older(self) -> None:
+        """A vote has passed since the newest was published in memory, so the other nodes have it too."""
+        if self._replaces:
+            with self._remembering_failure():
+                self._tiers.memory.retain(newest=1, upto=self._in_memory.plan.iteration)
+            self._replaces = False
 
     def _is_due_in_storage(self, iteration: int) -> bool:
         every = self._tiers.persist_interval

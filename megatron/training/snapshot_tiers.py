@@ -1,0 +1,53 @@
+"""Where snapshots go, and how one gets from the memory of the nodes to storage without being taken again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.agreement import agreed, gather, on_first
+from moc.store.publish import joined
+from moc.store.store import Store
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where snapshots go.
+
+    Attributes:
+        storage: the checkpoints in ``--ckpt-dir``.
+        memory: those in this node's memory, or None with ``--ckpt-tier disk``.
+        leads_node: this worker publishes in this node's memory.
+        node: the workers of this node.
+        persist_interval: with a memory tier, iterations between snapshots that go to storage too.
+        keep: checkpoints to keep in storage.
+    """
+
+    storage: Store
+    memory: Store | None
+    leads_node: bool
+    node: tuple[int, ...]
+    persist_interval: int | None
+    keep: int
+
+
+def copy_to_storage(iteration: int, tiers: Tiers) -> None:
+    """Copies a snapshot from the memory of all nodes, and publishes it; a collective call.
+
+    Raises:
+        CheckpointError: on all workers; it cannot be read or written.
+    """
+    manifest = None
+
+    def copy() -> None:
+        nonlocal manifest
+        if tiers.leads_node:
+            manifest = tiers.memory.manifest(iteration)
+            tiers.memory.copy_files(manifest, tiers.storage)
+
+    def publish() -> None:
+        tiers.storage.publish(joined(manifests))
+        tiers.storage.retain(newest=tiers.keep, upto=iteration)
+
+    agreed(copy, "cannot write a snapshot to storage")
+    manifests = [found for found in gather(manifest) if found is not None]
+    on_first(publish, "cannot publish a snapshot in storage")

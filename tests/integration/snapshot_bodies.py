@@ -1,0 +1,148 @@
+"""What workers do in tests of snapshots, beside training: they are slow, or die at the worst of moments."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from megatron.training import snapshots
+from moc.snapshot import capture
+from moc.store import durable, places
+from moc.store.regions import FileLayout
+from tests.integration import bodies
+
+
+def train_slowly(flags: dict, write_s: float) -> dict:
+    """As ``bodies.train``; on the last worker so much time passes before each file of a snapshot is written."""
+    write = durable.write_parts_durably
+    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        places.write_parts_durably = lambda *args, **how: (time.sleep(write_s), write(*args, **how))[1]
+    return bodies.train(flags)
+
+
+def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
+    """As ``bodies.train``; copies begin only when training waits for them, or after ten seconds, and take so long."""
+    copy, begin, waited = capture._copy, capture.ThreadCapturer.start, threading.Event()
+
+    def waiting(method: Callable) -> Callable:
+        def call(*args):
+            if threading.current_thread() is threading.main_thread():
+                waited.set()
+            return method(*args)
+
+        return call
+
+    capture.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
+    capture._copy = lambda copies: (waited.wait(10), time.sleep(copy_s), copy(copies))[2]
+    capture._ThreadCapture.wait = waiting(capture._ThreadCapture.wait)
+    snapshots.Snapshots._wait_and_vote = waiting(snapshots.Snapshots._wait_and_vote)
+    return bodies.train(flags)
+
+
+def train_while_clocks_run_backwards(flags: dict) -> dict:
+    """As ``bodies.train``; each look at the clock shows an hour less."""
+    now, looks = time.time, itertools.count()
+    time.time = lambda: now() - 3600.0 * next(looks)
+    return bodies.train(flags)
+
+
+def train_on_nodes(flags: dict) -> dict:
+    """As ``bodies.train``, where each worker takes itself for a node with memory of its own."""
+    rank = os.environ["RANK"]
+    socket.gethostname = lambda: f"node-{rank}"
+    memory = f"{flags['ckpt_memory_dir']}/{rank}"
+    os.makedirs(memory, exist_ok=True)
+    return bodies.train(flags | {"ckpt_memory_dir": memory})
+
+
+def train_impatiently(flags: dict) -> dict:
+    """As ``bodies.train``, without waiting for a job that may still be dying."""
+    places.LocalPlace.__init__.__defaults__ = (0.2,)
+    return bodies.train(flags)
+
+
+def train_dying(flags: dict, rank: int, die_at: int | None) -> list[str]:
+    """As ``bodies.train``; a worker is killed right before one of its calls that change files or snapshot memory.
+
+    Args:
+        flags: the flags.
+        rank: which worker.
+        die_at: before which of these calls, counted from 0; None for none.
+
+    Returns:
+        The names of the calls.
+    """
+    calls = _Calls(die_at if os.environ["RANK"] == str(rank) else None)
+    _watch_files(calls, (flags["ckpt_dir"], flags.get("ckpt_memory_dir", flags["ckpt_dir"])))
+    _watch_memory(calls)
+    bodies.train(flags)
+    return calls.seen
+
+
+class _Calls:
+    """Notes calls, and kills this process at one of them."""
+
+    def __init__(self, die_at: int | None):
+        self.seen: list[str] = []
+        self._die_at, self._lock = die_at, threading.Lock()
+
+    def note(self, name: str, last_act: Callable = lambda: None) -> None:
+        """To be called before ``name`` is; ``last_act`` is what is done before dying here."""
+        with self._lock:
+            if len(self.seen) == self._die_at:
+                last_act()
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.seen.append(name)
+
+
+def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
+    def concerned(args, kwargs) -> bool:
+        """Whether a call is about snapshots; rmtree names files by a descriptor of their directory."""
+        return isinstance(args[0], int) or kwargs.get("dir_fd") is not None or os.fspath(args[0]).startswith(roots)
+
+    def watched(name: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if concerned(args, kwargs):
+                calls.note(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("replace", "rename", "link", "unlink", "rmdir", "mkdir", "fsync", "posix_fallocate"):
+        setattr(os, name, watched(name, getattr(os, name)))
+
+    class WatchedFile(io.FileIO):
+        def write(self, data) -> int:
+            calls.note("write")
+            calls.note("write half", lambda: super(WatchedFile, self).write(data[: len(data) // 2]))
+            return super().write(data)
+
+    def watched_open(path, mode, buffering):
+        calls.note("open")
+        return WatchedFile(path, mode)
+
+    durable.open = watched_open  # the module finds it before the built-in one
+
+
+def _watch_memory(calls: _Calls) -> None:
+    copy, header = capture._copy, FileLayout.header
+
+    def watched_copy(copies) -> float:
+        middle = len(copies) // 2
+        calls.note("copies")
+        seconds = copy(copies[:middle])
+        calls.note("copies half")
+        return seconds + copy(copies[middle:])
+
+    def watched_header(layout, digests) -> bytes:
+        if digests and any(digest.strip("0") for digest in digests):  # not while sizes are worked out
+            calls.note("header")
+        return header(layout, digests)
+
+    capture._copy, FileLayout.header = watched_copy, watched_header

@@ -1,0 +1,98 @@
+"""What tests of snapshots look for in files and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from moc.store.errors import CheckpointError
+from moc.store.places import LocalPlace
+from moc.store.regions import MissingRegionError, RegionReader
+from moc.store.store import Store, directory_of
+from moc.store.tiers import memory_place
+from tests.integration.tiny import FLAGS, LAYOUTS, Trained
+from tests.worlds import World, start_world
+
+EVERY = dict(ckpt_policy="full", snapshot_interval="1")
+
+
+def start(layout: str, flags: dict, body: str = "bodies:train", **arguments) -> World:
+    """Starts a world of the tiny model in a layout."""
+    size, parallel = LAYOUTS[layout]
+    return start_world(size, f"tests.integration.{body}", flags=FLAGS | parallel | flags, **arguments)
+
+
+def told(world: World) -> Trained:
+    """What a world that ended well has told."""
+    results = world.wait()
+    assert all(result.value is not None for result in results), results[0].output[-2000:]
+    return Trained([result.value for result in results])
+
+
+def train(layout: str, flags: dict, body: str = "bodies:train", **arguments) -> Trained:
+    """Trains the tiny model in a layout."""
+    return told(start(layout, flags, body, **arguments))
+
+
+@contextlib.contextmanager
+def node_memory() -> Iterator[str]:
+    """A directory for snapshots in this machine's memory."""
+    directory = tempfile.mkdtemp(prefix="moc-test-", dir="/dev/shm")
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def stores(flags: dict) -> dict[str, Store]:
+    """The places of a run's snapshots, by tier."""
+    found = {"storage": Store(LocalPlace(flags["ckpt_dir"]))}
+    if flags.get("ckpt_tier") == "memory":
+        found["memory"] = Store(memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"]))
+    return found
+
+
+def damage(store: Store, iteration: int) -> str | None:
+    """What is wrong with a published snapshot, if anything is: of every byte."""
+    try:
+        manifest = store.manifest(iteration)
+        for name, entry in manifest.files.items():
+            if wrong := store.damage_in_header(iteration, name, entry):
+                return wrong
+        files = (store.place.blob(f"{directory_of(iteration)}/{name}") for name in manifest.files)
+        return next(filter(None, (source.damage() for source in RegionReader(files).sources())), None)
+    except (CheckpointError, MissingRegionError) as error:
+        return str(error)
+
+
+def contents(store: Store, iteration: int) -> dict:
+    """The hash of each box that a snapshot holds, by tensor, slot and box."""
+    files = [store.place.blob(f"{directory_of(iteration)}/{name}") for name in store.manifest(iteration).files]
+    sources = RegionReader(files).sources()
+    return {(source.entry.name, source.entry.slot, source.entry.region): source.digest for source in sources}
+
+
+def whole(flags: dict) -> dict[str, list[int]]:
+    """Iterations of the snapshots that are there, by tier; fails if one of them is not whole."""
+    found = {tier: store.iterations() for tier, store in stores(flags).items()}
+    for tier, iterations in found.items():
+        for iteration in iterations:
+            assert (wrong := damage(stores(flags)[tier], iteration)) is None, (tier, iteration, wrong)
+    return found
+
+
+def newest_whole(flags: dict) -> int:
+    """Iteration of the newest snapshot in any tier, of which all must be whole; 0 if there is none."""
+    return max((max(iterations, default=0) for iterations in whole(flags).values()), default=0)
+
+
+def events(flags: dict, kind: str) -> list[dict]:
+    """What a run wrote to its ``--log-dir``."""
+    path = Path(flags["log_dir"]) / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    parsed = [json.loads(line) for line in lines if line.endswith("}")]
+    return [event for event in parsed if event["type"] == kind]

@@ -1,0 +1,121 @@
+"""Whatever kills a job, and whenever: it goes on from the newest whole snapshot, as if nothing had been."""
+
+import random
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.integration.snapshot_files import EVERY, events, newest_whole, node_memory, start, stores, train
+from tests.integration.test_atomic_save import wait_for
+
+SMALL = dict(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_experts=4, seq_length=16, global_batch_size=2)
+KILLS = 15
+
+
+@pytest.fixture(params=["disk", "memory"])
+def flags(request, data, tmp_path):
+    """Of a run that takes a snapshot in each iteration, with a tier."""
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory, log_dir=str(tmp_path / "log"))
+        yield data | SMALL | EVERY | places | dict(ckpt_tier=request.param, train_iters=1000)
+
+
+def straight(layout: str, data: dict, iterations: int):
+    """The same run without snapshots and faults."""
+    return train(layout, data | SMALL | dict(train_iters=1000, exit_interval=iterations))
+
+
+def assert_goes_on(layout: str, flags: dict, iterations: int, undisturbed) -> None:
+    """The next start takes the newest snapshot, and after so many iterations nobody can tell that there was a fault."""
+    newest = newest_whole(flags)
+    ended = train(layout, flags | dict(exit_interval=iterations))
+    assert ended.start == newest
+    assert ended.records == undisturbed.records[newest:]
+    assert ended.weights == undisturbed.weights
+    for tier, store in stores(flags).items():  # nothing is left of what was killed, and memory is given back
+        held = {f"iter_{iteration:07d}" for iteration in store.iterations() if tier == "storage"}
+        assert {name for name in store.place.names() if name != ".lock"} == held
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_a_job_that_is_killed_at_random_moments(flags, data):
+    chance, reached = random.Random(flags["ckpt_tier"]), [0]
+    for kills in range(KILLS):
+        world = start("EP2", flags)
+        wait_for(lambda world=world, kills=kills: len(events(flags, "start")) > kills or world.ended())
+        time.sleep(chance.uniform(0, 0.4))
+        world.kill()
+        assert {result.exit for result in world.wait()} == {-9}  # and no process is left
+        reached.append(newest_whole(flags))
+    assert [event["iteration"] for event in events(flags, "start")] == reached[:-1]
+    assert reached == sorted(reached) and reached[-1] > KILLS // 2
+    last = reached[-1] + 3
+    assert_goes_on("EP2", flags, last, straight("EP2", data, last))
+
+
+class Scene:
+    """A job with snapshots up to that of iteration 2, which can be put back to where it was.
+
+    Args:
+        layout: of the job.
+        flags: of the job.
+        root: where to keep its files.
+        memory: where to keep its memory.
+    """
+
+    def __init__(self, layout: str, flags: dict, root: Path, memory: str):
+        self.layout = layout
+        self._kept = {root / "snapshots": root / "kept", Path(memory): root / "kept memory"}
+        places = dict(ckpt_dir=str(root / "snapshots"), ckpt_memory_dir=memory, log_dir=str(root / "log"))
+        self.flags = flags | places | dict(ckpt_blocking=True)
+        calls = self.die(0, None, exit_interval=3)[0].value
+        third = [number for number, call in enumerate(calls) if call == "copies"][2]
+        shutil.rmtree(root / "snapshots")
+        self.die(0, third)
+        assert newest_whole(self.flags) == 2
+        for place, kept in self._kept.items():
+            shutil.copytree(place, kept)
+
+    def die(self, rank: int, die_at: int | None, **changes) -> list:
+        """Runs until a worker dies at one of its calls; how the workers ended."""
+        body = "snapshot_bodies:train_dying"
+        return start(self.layout, self.flags | changes, body, rank=rank, die_at=die_at, patience=1).wait()
+
+    def put_back(self) -> None:
+        """Undoes what was done to files and memory."""
+        for place, kept in self._kept.items():
+            shutil.rmtree(place)
+            shutil.copytree(kept, place)
+
+    def count(self, rank: int) -> int:
+        """How many calls a worker makes from its start to its end after iteration 3."""
+        calls = self.die(rank, None, exit_interval=3)[rank].value
+        assert {"copies half", "header", "write half", "replace", "fsync"} <= set(calls)
+        self.put_back()
+        return len(calls)
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout, rank, every", [("1", 0, 1), ("EP2", 0, 4), ("EP2", 1, 1)], ids=str)
+def test_killed_before_each_call_that_changes_something(layout, rank, every, flags, data, tmp_path):
+    undisturbed = straight(layout, data, 4)
+
+    def kill_at(scene: Scene, calls: range) -> None:
+        for call in calls:
+            died = scene.die(rank, call, exit_interval=3)
+            assert died[rank].exit == -9, (call, died[rank].output)
+            assert newest_whole(scene.flags) in (2, 3), call
+            assert_goes_on(scene.layout, scene.flags, 4, undisturbed)
+            scene.put_back()
+
+    with node_memory() as one, node_memory() as other, ThreadPoolExecutor(2) as two:
+        scenes = [Scene(layout, flags, tmp_path / str(i), memory) for i, memory in enumerate((one, other))]
+        count = scenes[0].count(rank)
+        done = [two.submit(kill_at, scene, range(i * every, count, 2 * every)) for i, scene in enumerate(scenes)]
+        for half in done:
+            half.result()

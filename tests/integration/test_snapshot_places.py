@@ -1,0 +1,159 @@
+"""Full disks, little memory, other jobs, other nodes: one sentence if it cannot go on, and nothing saved is lost."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.snapshot_files import (
+    EVERY,
+    events,
+    newest_whole,
+    node_memory,
+    start,
+    stores,
+    told,
+    train,
+    whole,
+)
+from tests.integration.test_atomic_save import wait_for
+
+MEMORY = dict(ckpt_tier="memory")
+
+
+@pytest.fixture
+def flags(data, tmp_path):
+    """Of a run that takes a snapshot in each iteration."""
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory, log_dir=str(tmp_path / "log"))
+        yield data | EVERY | places
+
+
+def assert_refused(world, *words: str) -> None:
+    """All workers end with an error, in one sentence that says these words."""
+    for result in world.wait():
+        assert result.exit == 1, result.output
+        (said,) = (line for line in result.output.splitlines() if "pretrain_gpt_moe.py: error" in line)
+        assert all(word in said for word in words), said
+        assert "Traceback" not in result.output, result.output
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, size: str):
+    """A small memory file system."""
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root, to mount a small tmpfs")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def fill(disk: Path, kib: int) -> Path:
+    """Leaves so much space; the file that takes the rest."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "filler").write_bytes(bytes(free - 1024 * kib))
+    return disk / "filler"
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["async", "blocking"])
+@pytest.mark.parametrize("free_kib", [0, 30, 3000, 6500])
+def test_a_full_disk(free_kib, blocking, flags, tmp_path):
+    with mounted(tmp_path / "disk", "40m") as disk:
+        flags = flags | dict(ckpt_dir=str(disk / "snapshots"), ckpt_blocking=blocking)
+        train("EP2", flags | dict(exit_interval=1))
+        filler = fill(disk, free_kib)
+        assert_refused(start("EP2", flags), str(disk), "make room")
+        assert newest_whole(flags) == 1
+        filler.unlink()
+        assert train("EP2", flags).start == 1
+
+
+def test_a_disk_that_cannot_be_written_to(flags, tmp_path):
+    with mounted(tmp_path / "disk", "40m") as disk:
+        flags = flags | dict(ckpt_dir=str(disk / "snapshots"))
+        train("EP2", flags | dict(exit_interval=1))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert_refused(start("EP2", flags), str(disk), "Read-only", "permissions")
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        assert train("EP2", flags).start == 1
+
+
+@pytest.mark.parametrize("size", ["64k", "6m", "18m"])  # a worker's buffer has 4 MiB
+def test_memory_that_is_too_small(size, flags, tmp_path):
+    train("EP2", flags | dict(exit_interval=1))
+    with mounted(tmp_path / "memory", size) as memory:
+        assert_refused(start("EP2", flags | MEMORY | dict(ckpt_memory_dir=str(memory))), str(memory), "enlarge it")
+    rest = train("EP2", flags)
+    assert rest.start in (1, 2, 3)  # it may have come some way
+
+
+@pytest.mark.parametrize("tier", ["disk", "memory"])
+def test_a_second_job_in_the_same_place_is_refused(tier, data, flags):
+    flags = flags | dict(ckpt_tier=tier, exit_signal_handler=True, train_iters=1000)
+    first = start("EP2", flags)
+    wait_for(lambda: newest_iterations(flags))
+    second = start("EP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently")
+    assert_refused(second, "another job is using", flags["ckpt_dir"])
+    os.kill(first.pids[0], 15)
+    run = told(first)
+    assert run.codes == [75, 75]
+    undisturbed = train("EP2", data | dict(train_iters=1000, exit_interval=len(run.records)))
+    assert run.losses == undisturbed.losses and run.weights == undisturbed.weights
+    assert newest_whole(flags) == len(run.records)
+
+
+def test_memory_that_another_job_holds(flags, tmp_path):
+    """It is locked by itself, since storage may be locked on another node."""
+    flags = flags | MEMORY | dict(train_iters=1000)
+    first = start("EP2", flags)
+    wait_for(lambda: newest_iterations(flags))
+    memory = stores(flags)["memory"].place
+    (tmp_path / "snapshots" / ".lock").unlink()
+    assert_refused(start("EP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently"), memory.name)
+    first.kill()
+    assert {result.exit for result in first.wait()} == {-9}
+
+
+def newest_iterations(flags: dict) -> list[int]:
+    """Iterations of the snapshots that are published in any tier."""
+    return [iteration for store in stores(flags).values() for iteration in store.iterations()]
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("layout", ["EP2", "DP2"])
+def test_nodes_that_each_hold_a_part(layout, data, flags):
+    flags = flags | MEMORY | dict(train_iters=12)
+    body = "snapshot_bodies:train_on_nodes"
+    world = start(layout, flags, body)
+    wait_for(lambda: world.ended() or events(flags, "snapshot")[2:])
+    world.kill()
+    assert {result.exit for result in world.wait()} == {-9}
+    taken = max(event["iteration"] for event in events(flags, "snapshot"))
+    rest, straight = train(layout, flags, body), train(layout, data | dict(train_iters=12))
+    assert rest.start >= taken - 1 >= 2
+    assert events(flags, "resume")[0]["tier"] == "memory"
+    assert rest.records == straight.records[rest.start :]
+    assert rest.weights == straight.weights
+    assert whole(flags | dict(ckpt_tier="disk"))["storage"] == [12]
+
+
+@pytest.mark.recovery
+def test_memory_that_one_node_has_lost(data, flags):
+    flags = flags | MEMORY | dict(persist_interval=2, train_iters=12)
+    body = "snapshot_bodies:train_on_nodes"
+    world = start("EP2", flags, body)
+    wait_for(lambda: world.ended() or events(flags, "persist"))
+    world.kill()
+    world.wait()
+    shutil.rmtree(Path(flags["ckpt_memory_dir"], "1"))
+    newest = newest_whole(flags | dict(ckpt_tier="disk"))
+    rest, straight = train("EP2", flags, body), train("EP2", data | dict(train_iters=12))
+    assert rest.start == newest >= 2
+    assert rest.records == straight.records[newest:]
+    assert rest.weights == straight.weights
