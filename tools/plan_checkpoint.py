@@ -6,15 +6,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from _explain_k import add_flags, explained, measured
 
 from megatron.training.arguments import parse_config
 from megatron.training.config import Config
 from megatron.training.model_shape import model_shape
 from megatron.training.presets import PRESETS
+from moc.policy.adaptive import choose
 from moc.policy.sequential import sequential_experts
 from moc.sharding import (
     RULES,
@@ -45,6 +48,8 @@ examples:
   python tools/plan_checkpoint.py --model gpt-350m-16e --world 16 --ep 8 --pec-k 1
   python tools/plan_checkpoint.py --case 3 --whole --keep-master
   python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --json
+  python tools/plan_checkpoint.py --case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 \\
+      --snapshot-gbs 1 --persist-gbs 0.1 --restart-s 120 --mtbf-hours 24 --plt-limit 0.0375
 
 Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage, "forced" the most that
 some rank is the only holder of; no rule can go below either, and "over" says how far above the larger of them the best
@@ -82,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fp32", action="store_true", help="32-bit training: no 16-bit weights beside the master's")
     parser.add_argument("--no-zero", action="store_true", help="optimizer state is replicated, not partitioned")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    add_flags(parser)
     return parser
 
 
@@ -103,13 +109,17 @@ def main(argv: list[str] | None = None) -> int:
         plan = _plan(args, model_flags)
         rows = [plan.row(k) for k in plan.rows_wanted()]
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
+        busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
+        choice = choose(measured(args, busiest), args.plt_limit) if args.explain_k else None
     except (ToolError, ValueError) as error:
         print(f"plan_checkpoint: {error}", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps(plan.facts() | {"rows": [row.to_dict() for row in rows], "ranks": ranks}, indent=2))
+        told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
+        print(json.dumps(plan.facts() | told, indent=2))
     else:
-        print(_title(plan), _table(rows), *([_rank_table(plan, ranks)] if ranks else []), sep="\n\n")
+        more = ([_rank_table(plan, ranks)] if ranks else []) + ([explained(choice)] if choice else [])
+        print(_title(plan), _table(rows), *more, sep="\n\n")
     return 0
 
 

@@ -1,4 +1,7 @@
-"""What the machine can do: 4 workers at once copy, write and read their shares of the same bytes, and nothing else."""
+"""What the machine can do, and what ours makes of it: 4 workers at once copy, write and read shares of the same bytes.
+
+A disk's speed changes from minute to minute, so ours takes turns with plain copying, writing and reading.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,26 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.save_peers.rounds import gather, write_result
+from megatron.training import cpu
+
+cpu.install()
+
+from moc.snapshot.contents import Share  # noqa: E402
+from moc.snapshot.saver import Saver  # noqa: E402
+from moc.state.region import Region  # noqa: E402
+from moc.store.fill import reading_ahead, values_for  # noqa: E402
+from moc.store.places import LocalPlace  # noqa: E402
+from moc.store.regions import Entry, FileLayout, RegionReader  # noqa: E402
+from moc.store.store import Store, directory_of, file_of  # noqa: E402
 
 BLOCK = 8 << 20  # bytes given to one call
+PIECES = 60  # fragments of a share
 
 
 def main() -> int:
@@ -30,18 +46,78 @@ def main() -> int:
     dist.init_process_group("gloo")
     share = own.bytes // dist.get_world_size()
     path = own.directory / f"share_{dist.get_rank()}"
-    rates = {name: [] for name in ("memcpy", "write", "read_cold", "read_warm")}
+    rates = {name: [] for name in ("memcpy", "write", "read_cold", "read_warm", "capture", "persist", "load")}
     source, target = torch.ones(share, dtype=torch.uint8), torch.zeros(share, dtype=torch.uint8)
-    for _ in range(own.repeats):
+    ours = Ours(own.directory, source, target)
+    for number in range(own.repeats):
         rates["memcpy"].append(rate(own.bytes, lambda: target.copy_(source)))
         rates["write"].append(rate(own.bytes, lambda: write(path, source)))
         forget(path)
         rates["read_cold"].append(rate(own.bytes, lambda: read(path, target)))
         rates["read_warm"].append(rate(own.bytes, lambda: read(path, target)))
         path.unlink()
+        rates["capture"].append(rate(own.bytes, lambda number=number: ours.capture(number)))
+        rates["persist"].append(rate(own.bytes, ours.persist))
+        forget(ours.path)
+        rates["load"].append(rate(own.bytes, ours.load))
+        ours.remove()
     medians = {f"{name}_bytes_per_s": statistics.median(values) for name, values in rates.items()}
     write_result(own.result, {"bytes": own.bytes, **medians, "samples": rates})
     return 0
+
+
+class Ours:
+    """One worker's share of a snapshot, through the classes that training uses.
+
+    Args:
+        directory: where to.
+        source: bytes that stand for the live state.
+        target: bytes to load into.
+    """
+
+    def __init__(self, directory: Path, source: torch.Tensor, target: torch.Tensor):
+        self._rank, self._store = dist.get_rank(), Store(LocalPlace(directory))
+        elements = len(source) // 4 // PIECES
+        cut = slice(0, elements * PIECES * 4)
+        sources, self._targets = (t[cut].view(torch.float32).split(elements) for t in (source, target))
+        names = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(PIECES)]
+        whole = Region((0,), (elements,))
+        entries = [Entry(name, "master", (elements,), whole, torch.float32) for name in names]
+        self._share = Share(FileLayout(entries), sources, {})
+        self._fragments = [
+            SimpleNamespace(name=e.name, slot=e.slot, region=e.region, global_shape=e.global_shape, view=target)
+            for e, target in zip(entries, self._targets, strict=True)
+        ]
+        self._saver = Saver(self._rank, torch.device("cpu"), None, self._store)
+        self._saver.reserve(0, self._share)
+
+    @property
+    def path(self) -> Path:
+        """The file of the last snapshot."""
+        return Path(self._store.place.path(f"{directory_of(self._snapshot.iteration)}/{file_of(self._rank)}"))
+
+    def capture(self, iteration: int) -> None:
+        """Copies the state into the buffer."""
+        self._snapshot = self._saver.take(0, iteration, self._share, {})
+        self._snapshot.capture.wait()
+
+    def persist(self) -> None:
+        """Writes it, once it is hashed."""
+        self._saver.persist(self._snapshot)
+        self._snapshot.persisted.result()
+
+    def load(self) -> None:
+        """Reads it, compares hashes, and fills the state."""
+        reader = RegionReader([self.path], verify=True)
+        for fragment in reading_ahead(self._fragments, reader):
+            fragment.view.copy_(values_for(fragment, reader))
+
+    def remove(self) -> None:
+        """Removes it."""
+        dist.barrier()
+        if self._rank == 0:
+            self._store.remove(self._snapshot.iteration)
+        dist.barrier()
 
 
 def rate(size: int, work: Callable[[], object]) -> float:

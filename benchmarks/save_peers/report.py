@@ -46,23 +46,17 @@ def summary(measured: dict, every: int, plain_s: list[float]) -> dict:
 def ratios(cases: dict[str, dict], limits: dict | None) -> dict[str, float]:
     """Ours against the best peer and against the machine, as far as both were measured.
 
-    Against the machine counts the blocking save, with which training takes no part of the cores.
-
     Args:
         cases: summaries by case.
         limits: what :mod:`benchmarks.save_peers.limits` wrote.
     """
-    result, ours, alone = {}, cases.get("ours-disk"), cases.get("ours-blocking")
+    result, ours = {}, cases.get("ours-disk")
     blocking = [s["stall_s"] for name, s in cases.items() if CASES[name].blocking and CASES[name].program != OURS]
     if ours and blocking:
         result["stall_ratio"] = ours["stall_s"] / min(blocking)
-    for ratio, case, key, limit in (
-        ("capture_ratio", alone, "capture_s", "memcpy"),
-        ("persist_ratio", alone, "persist_s", "write"),
-        ("load_ratio", ours, "load_s", "read_cold"),
-    ):
-        if limits and case and case.get(key):
-            result[ratio] = case["bytes"] / case[key] / limits[f"{limit}_bytes_per_s"]
+    for name, limit in (("capture", "memcpy"), ("persist", "write"), ("load", "read_cold")):
+        if limits:
+            result[f"{name}_ratio"] = limits[f"{name}_bytes_per_s"] / limits[f"{limit}_bytes_per_s"]
     return result
 
 
@@ -87,7 +81,7 @@ def lines(told: dict) -> list[str]:
     """What a table does not hold: the machine's limits, ours against them, and what was left out."""
     said = []
     if told["limits"]:
-        names = ("memcpy", "write", "read_cold", "read_warm")
+        names = ("memcpy", "capture", "write", "persist", "read_cold", "load", "read_warm")
         rates = ", ".join(f"{n} {told['limits'][f'{n}_bytes_per_s'] / 1e9:.2f} GB/s" for n in names)
         said.append(f"the machine, {told['limits']['bytes'] / 1e6:,.0f} MB by all workers at once: {rates}")
     for name, value in told["ratios"].items():

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections import defaultdict
 from dataclasses import asdict
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.training import checkpoint_contents as contents
-from megatron.training.agreement import first_of_any, gather, on_first
+from megatron.training.agreement import gather, on_first
 from megatron.training.checkpoint_contents import Position
 from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.snapshot_tiers import Tiers
+from megatron.training.tokens import TokenBook
 from moc.policy import Policy
+from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.sources import MEMORY, Held, Recovery, part_of_slot, recoveries
 from moc.state.detail import Detail
+from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
-from moc.store.candidates import MEMORY, Candidate, candidates
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest
 from moc.store.regions import MissingRegionError, RegionReader
 from moc.store.store import Store, directory_of, file_of
+
+Key = tuple[int, str]
+"""Tells a checkpoint from the others: see :class:`Held`."""
 
 
 class SnapshotLoader:
@@ -37,7 +43,8 @@ class SnapshotLoader:
         optimizer: of which loss scales are restored.
         scheduler: the schedule of learning rate and weight decay.
         tiers: where snapshots are.
-        policy: whose interval goes on from what it has learned.
+        policy: which goes on from what it was told.
+        tokens: the token ledger, where snapshots are partial.
         log: where to report.
     """
 
@@ -50,110 +57,175 @@ class SnapshotLoader:
         scheduler: OptimizerParamScheduler,
         tiers: Tiers,
         policy: Policy,
+        tokens: TokenBook | None,
         log: Log,
     ):
         self._config, self._world, self._state, self._log = config, world, state, log
-        self._optimizer, self._scheduler, self._policy = optimizer, scheduler, policy
+        self._optimizer, self._scheduler, self._policy, self._tokens = optimizer, scheduler, policy, tokens
         self._storage, self._memory, self._leads_node = tiers.storage, tiers.memory, tiers.leads_node
+        self._damage: str | None = None
 
-    def find(self) -> list[Candidate]:
-        """The checkpoints to try, in this order; with ``--ckpt-step`` those of that iteration."""
-        stored = on_first(self._storage.iterations, f"cannot look for snapshots in {self._storage.place.name}")
-        return candidates(gather(self._in_memory()), stored, only=self._config.checkpoint.ckpt_step)
+    def find(self) -> list[Held]:
+        """The checkpoints that there are; what cannot be read of those in storage is said."""
+        where = f"cannot look for snapshots in {self._storage.place.name}"
+        stored, problems = on_first(lambda: look(self._storage), where)
+        here = look(self._memory)[0] if self._memory is not None and self._leads_node else []
+        for problem in problems:
+            self._note(problem)
+        nodes = [[Summary(*one) for one in node] for node in gather(here)]
+        return in_storage(Summary(*one) for one in stored) + in_memory(nodes, self._policy.operators)
 
-    def load(self, found: list[Candidate], must: bool) -> tuple[Candidate, Position] | None:
-        """Fills model, optimizer and schedule from the first candidate that is whole.
+    def load(self, held: list[Held], oldest: int | None) -> tuple[Recovery, Position] | None:
+        """Fills model, optimizer and schedule in the newest way that is whole.
 
         Args:
-            found: what to try.
-            must: there is nothing else to go on from.
+            held: the checkpoints that there are.
+            oldest: iteration of a dense checkpoint, which is better than older snapshots; None if there is none.
 
         Returns:
-            That candidate, and where to go on; None if there is none.
+            How, and where to go on; None if there is no way.
 
         Raises:
-            CheckpointError: none of them is whole though one must be, or they are of another model.
+            CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
+                another model.
         """
-        damage = None
-        for candidate in found:
-            store = self._store(candidate)
-            where = store.place.path(directory_of(candidate.iteration))
+        only = self._config.checkpoint.ckpt_step
+        self._check_newest(held)
+        while way := next(recoveries(held, self._policy.operators, self._policy.exact, only), None):
+            if oldest is not None and way.iteration < oldest:
+                break
             begun = time.perf_counter()
-            manifest, problem = self._read(store, candidate.iteration)
-            if problem is None:
-                self._check(manifest, where)
+            manifests, bad = self._manifests(way)
+            if not bad:
+                where = self._where(way.base)
+                self._check(manifests[way.base.key], where)
                 self._log.message(f"loading snapshot {where}")
-                problem = first_of_any(self._fill(store, manifest))
-            if problem is None:
-                position = self._restore(manifest, where)
-                self._report(candidate, manifest, time.perf_counter() - begun)
-                return candidate, position
-            damage = damage or problem
-            self._log.message(f"WARNING: {problem}; an older snapshot is tried")
-        if damage and must:
+                bad = self._agree(self._fill(way, manifests))
+            if not bad:
+                position = self._restore(way, manifests)
+                self._report(way, manifests, time.perf_counter() - begun)
+                return way, position
+            for problem in bad.values():
+                self._note(problem)
+            held = [one for one in held if one.key not in bad]
+        if self._damage and oldest is None:
             raise CheckpointError(
-                f"no snapshot is whole ({damage}): restore one, or start anew in another directory with --ckpt-dir"
+                f"no snapshot is whole ({self._damage}): restore one, or start anew in another directory with "
+                "--ckpt-dir"
             )
+        if self._damage:
+            self._forget_moments()
         return None
 
-    def _in_memory(self) -> dict[int, tuple[int, list[str]]]:
-        if self._memory is None or not self._leads_node:
-            return {}
-        held = {}
-        for iteration in self._memory.iterations():
-            with contextlib.suppress(CheckpointError):  # a damaged one is as good as none
-                manifest = self._memory.manifest(iteration)
-                held[iteration] = manifest.writers, list(manifest.files)
-        return held
+    def _forget_moments(self) -> None:
+        """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
+        for fragment in self._state.fragments(self._state.operators(), Detail.MOMENTS):
+            fragment.view.zero_()
 
-    def _store(self, candidate: Candidate) -> Store:
-        return self._memory if candidate.tier == MEMORY else self._storage
+    def _check_newest(self, held: list[Held]) -> None:
+        """Another model is refused by name, before anybody wonders what of it is missing."""
+        newest = max((one for one in held if one.tier != MEMORY), key=lambda one: one.iteration, default=None)
+        if newest is not None:
+            self._check(self._store(newest).manifest(newest.iteration), self._where(newest))
 
-    def _read(self, store: Store, iteration: int) -> tuple[Manifest | None, str | None]:
-        manifest, problem = None, None
-        try:
-            manifest = store.manifest(iteration)
-        except CheckpointError as error:
-            problem = str(error)
-        return manifest, first_of_any(problem)
+    def _manifests(self, way: Recovery) -> tuple[dict[Key, Manifest], dict[Key, str]]:
+        """What this worker reads; and by checkpoint what is wrong with it, as all workers know."""
+        manifests, problem = {}, None
+        for one in way.used():
+            try:
+                manifests[one.key] = self._store(one).manifest(one.iteration)
+            except CheckpointError as error:
+                problem = problem or (one.key, str(error))
+        return manifests, self._agree(problem)
+
+    def _agree(self, problem: tuple[Key, str] | None) -> dict[Key, str]:
+        """By checkpoint what is wrong with it, for all that any worker has found."""
+        return {tuple(key): text for key, text in filter(None, gather(problem))}
+
+    def _note(self, problem: str) -> None:
+        self._damage = self._damage or problem
+        self._log.message(f"WARNING: {problem}; an older snapshot is tried")
+
+    def _store(self, held: Held) -> Store:
+        return self._memory if held.tier == MEMORY else self._storage
+
+    def _where(self, held: Held) -> str:
+        return self._store(held).place.path(directory_of(held.iteration))
 
     def _check(self, manifest: Manifest, where: str) -> None:
         contents.check_shape(self._config, manifest.state["shape"], where)
         contents.check_optimizer(self._config, manifest.state["optimizer"], where)
 
-    def _fill(self, store: Store, manifest: Manifest) -> str | None:
-        """Fills this worker's state; what is wrong with the checkpoint, if anything is."""
-        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
-        names = sorted(manifest.files, key=lambda name: name != mine)
-        blobs = (store.blob(manifest.iteration, name, manifest.files[name]) for name in names)
+    def _fill(self, way: Recovery, manifests: dict[Key, Manifest]) -> tuple[Key, str] | None:
+        """Fills this worker's state; what is wrong with a checkpoint, if anything is."""
+        readers = {one.key: self._reader(one, manifests[one.key]) for one in way.used()}
+        fragments: dict[Key, list[Fragment]] = defaultdict(list)
+        for fragment in self._state.fragments(self._state.operators(), Detail.FULL):
+            fragments[way.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
+        for one in way.used():
+            problem = self._fill_from(one, manifests[one.key], readers[one.key], fragments[one.key])
+            if problem is not None:
+                return one.key, problem
+        return None
+
+    def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
         try:
-            reader = RegionReader(blobs, verify=True, lazy=True)
-            fragments = list(self._state.fragments(self._state.operators(), Detail.FULL))
             for fragment in reading_ahead(fragments, reader):
                 self._state.load(fragment, values_for(fragment, reader))
-            for name in names[self._world.rank :: self._world.size]:  # all are looked at, whoever needs them
-                store.blob(manifest.iteration, name, manifest.files[name])
+            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # all, whoever needs them
+                self._store(one).blob(one.iteration, name, manifest.files[name])
         except MissingRegionError as error:
             return str(error)
         except OSError as error:
-            return f"{store.place.path(directory_of(manifest.iteration))} cannot be read ({error.strerror or error})"
+            return f"{self._where(one)} cannot be read ({error.strerror or error})"
         return None
 
-    def _restore(self, manifest: Manifest, where: str) -> Position:
-        saved = manifest.state
+    def _reader(self, one: Held, manifest: Manifest) -> RegionReader:
+        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
+        names = sorted(manifest.files, key=lambda name: name != mine)
+        blobs = (self._store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
+        return RegionReader(blobs, verify=True, lazy=True)
+
+    def _restore(self, way: Recovery, manifests: dict[Key, Manifest]) -> Position:
+        base = manifests[way.base.key]
+        saved, where = base.state, self._where(way.base)
         self._state.gather_weights()
-        self._state.set_steps(
-            {name: entry.step for name, entry in manifest.operators.items() if entry.step is not None}
-        )
+        # stale experts count the run's updates, not their own, as the published systems have it
+        steps = {name: entry.step for name, entry in base.operators.items() if entry.step is not None}
+        latest = max(steps.values(), default=None)
+        if latest is not None:
+            steps = {operator.name: steps.get(operator.name, latest) for operator in self._policy.operators}
+        self._state.set_steps(steps)
         contents.restore_grad_scaler(self._optimizer, saved["grad_scaler"])
         contents.restore_scheduler(self._scheduler, saved["scheduler"], where)
         contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
-        if saved["interval"]:
+        if saved.get("interval"):
             self._policy.interval.load_state_dict(saved["interval"])
+        if saved.get("policy_state"):
+            self._policy.load_state_dict(saved["policy_state"])
+        if self._memory is not None and way.base.tier != MEMORY:
+            self._policy.memory_lost()
+        if self._tokens is not None:
+            self._count_lost_tokens(way, manifests)
         return Position(**{name: saved[name] for name in asdict(Position())})
 
-    def _report(self, candidate: Candidate, manifest: Manifest, seconds: float) -> None:
-        self._log.events.write(
-            "resume", iteration=candidate.iteration, tier=candidate.tier, bytes=manifest.bytes, seconds=seconds
+    def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+        states = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
+        raised = self._tokens.recovered(way, states)
+        self._policy.recovered(raised)
+        self._log.events.write("lost", iteration=way.iteration, plt=self._tokens.plt, raised_by=raised)
+        self._log.message(
+            f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised:.3%} by this recovery"
         )
-        self._log.message(f"loaded {manifest.bytes / 1e9:.3g} GB from {candidate.tier} in {seconds:.2f} s")
+
+    def _report(self, way: Recovery, manifests: dict[Key, Manifest], seconds: float) -> None:
+        amount = sum(manifest.bytes for manifest in manifests.values())
+        self._log.events.write(
+            "resume",
+            iteration=way.iteration,
+            tier=way.base.tier,
+            bytes=amount,
+            seconds=seconds,
+            sources=[list(one.key) for one in way.used()],
+        )
+        self._log.message(f"loaded {amount / 1e9:.3g} GB from {way.base.tier} in {seconds:.2f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from megatron.training import checkpoint_contents as contents
 from megatron.training.agreement import agreed, gather
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
-from megatron.training.config import Config
+from megatron.training.config import Config, ConfigError
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
@@ -21,7 +22,9 @@ from megatron.training.optimizer import VotedOptimizer
 from megatron.training.snapshot_loading import SnapshotLoader
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import NoSnapshots, Snapshots
+from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
+from moc.recovery.sources import MEMORY
 from moc.sharding import scheme_named
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
@@ -29,7 +32,7 @@ from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.shape import model_operators
 from moc.state.training_state import TrainingState
-from moc.store.candidates import MEMORY
+from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
 from moc.store.store import Store
 from moc.store.tiers import memory_place
@@ -60,29 +63,37 @@ def begin(
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
     state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
 
-    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, log)
-    dense = checkpoints.newest()
-    found = [candidate for candidate in loader.find() if dense is None or candidate.iteration >= dense]
-    loaded = loader.load(found, must=dense is None)
+    tokens = None if policy.exact else TokenBook(config, world, chunks, policy.operators)
+
+    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
+    loaded = loader.load(loader.find(), oldest=checkpoints.newest())
     position = loaded[1] if loaded else checkpoints.load() or Position()
-    recovered = loaded[0].iteration if loaded and loaded[0].tier == MEMORY else None
+    recovered = position.iteration if loaded and loaded[0].base.tier == MEMORY else None
+    if tokens is not None and not loaded:
+        tokens.starts_at(position.iteration)
 
     agreed(lambda: _tidy(tiers, world, position.iteration, recovered), "cannot tidy up old snapshots")
+    stage = _stage(state)
+    if tiers.memory is not None:
+        agreed(lambda: _check_nodes(stage, policy, tiers), "cannot keep snapshots in memory")
     snapshots = Snapshots(
         world=world,
         policy=policy,
-        contents=Contents(state, _stage(state), world.rank, scheme_named(config.snapshot.ckpt_sharding)),
+        contents=Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding)),
         saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
         tiers=tiers,
         describe=lambda at: {
             **contents.training_state(config, world, at, optimizer, scheduler),
             "optimizer": config.regularization.optimizer,
             "interval": policy.interval.state_dict(),
+            "policy_state": policy.state_dict(),
+            "ledger": tokens.state_dict() if tokens is not None else None,
         },
         layout=_layout(config, world),
         blocking=config.snapshot.ckpt_blocking,
         recovered=recovered,
         newest=position.iteration if loaded else None,
+        tokens=tokens,
         log=log,
     )
     snapshots.reserve()
@@ -96,7 +107,7 @@ def _tiers(config: Config, world: World) -> Tiers:
     in_memory = snapshot.ckpt_tier == "memory"
     return Tiers(
         storage=Store(place_of(directory)),
-        memory=Store(memory_place(snapshot.ckpt_memory_dir, directory)) if in_memory else None,
+        memory=Store(memory_place(snapshot.ckpt_memory_dir, directory), slack=True) if in_memory else None,
         leads_node=world.rank == node[0],
         node=node,
         persist_interval=snapshot.persist_interval,
@@ -115,7 +126,28 @@ def _policy(config: Config, vocab_size: int) -> Policy:
     snapshot = config.snapshot
     operators = model_operators(model_shape(config.network, config.moe, vocab_size))
     interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
-    return policy_named(snapshot.ckpt_policy)(operators, interval)
+    kind = policy_named(snapshot.ckpt_policy)
+    wanted = {field.name for field in dataclasses.fields(kind)}
+    settings = {name: value for name, value in _settings(config).items() if name in wanted}
+    try:
+        return kind(operators, interval, **settings)
+    except ValueError as error:
+        raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
+
+
+def _settings(config: Config) -> dict[str, object]:
+    """What policies may be told; each takes what it has a field for."""
+    snapshot = config.snapshot
+    every, interval = snapshot.persist_interval, snapshot.snapshot_interval
+    return {
+        "k": snapshot.pec_k_snapshot or snapshot.pec_k,
+        "k_persist": snapshot.pec_k_persist or snapshot.pec_k,
+        "selection": snapshot.pec_selection,
+        "target": snapshot.pec_target,
+        "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,
+        "ep": config.parallel.expert_model_parallel_size,
+        "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
+    }
 
 
 def _tidy(tiers: Tiers, world: World, iteration: int, recovered: int | None) -> None:
@@ -138,10 +170,21 @@ def _stage(state: TrainingState) -> Stage:
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     told = [
         holding
-        for detail in (Detail.FULL, Detail.COMPUTE)
+        for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE)
         for holding in describe(state.fragments(state.operators(), detail), detail)
     ]
     return Stage({rank: unpack(text) for rank, text in gather((dist.get_rank(), pack(told)), group)})
+
+
+def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers) -> None:
+    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory."""
+    here = set(tiers.node)
+    for item in stage.items(policy.everything(0).operators):
+        if here & set(item.holders) and not here.issuperset(item.holders):
+            raise CheckpointError(
+                f"--ckpt-tier memory cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
+                "with --use-distributed-optimizer, keep tensor parallelism inside of a node, or take --ckpt-tier disk"
+            )
 
 
 def _layout(config: Config, world: World) -> dict[str, int]:

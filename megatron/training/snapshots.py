@@ -12,19 +12,22 @@ No collective is added to an iteration.  Buffers rotate as :mod:`moc.snapshot.ro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from megatron.training.agreement import first_of_any
+from megatron.training.agreement import agreed, first_of_any
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, sum_over_workers
-from moc.policy import Policy, SnapshotPlan
+from megatron.training.tokens import TokenBook
+from moc.policy import Load, Policy, SnapshotPlan
+from moc.recovery.retention import retain
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
 from moc.snapshot.saver import Saver, Snapshot
@@ -53,9 +56,17 @@ class NoSnapshots(Rider):
 
 @dataclass(frozen=True)
 class _Taken:
-    """One that is not everywhere yet where it is to go."""
+    """One that is not everywhere yet where it is to go.
+
+    Attributes:
+        plan: what it holds.
+        storage: what of it goes to storage; None if nothing does.
+        state: what is not a tensor.
+        snapshot: this worker's part.
+    """
 
     plan: SnapshotPlan
+    storage: SnapshotPlan | None
     state: dict
     snapshot: Snapshot
 
@@ -92,6 +103,7 @@ class Snapshots(Rider):
         blocking: wait until a snapshot is safe.
         recovered: iteration of the snapshot in memory from which this run goes on, if it does.
         newest: iteration of the snapshot from which this run goes on, in memory or in storage.
+        tokens: the token ledger, where snapshots are partial.
         log: where to report.
     """
 
@@ -107,19 +119,20 @@ class Snapshots(Rider):
         blocking: bool,
         recovered: int | None,
         newest: int | None,
+        tokens: TokenBook | None,
         log: Log,
     ):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
         self._describe, self._layout, self._blocking, self._log = describe, layout, blocking, log
+        self._tokens = tokens
         self._operators = {operator.name: operator for operator in policy.operators}
-        in_memory = tiers.memory is not None
-        self._rotation = Rotation.of(BUFFERS if in_memory else BUFFERS - 1, keep=in_memory, recovered=recovered)
+        self._rotation = self._empty_rotation(recovered)
         self._copying: deque[_Taken] = deque()
         self._writing: deque[_Taken] = deque()
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="snapshot-publish")
         self._publishing: list[Future] = []
         self._failure: str | None = None
-        self._newest = newest
+        self._newest, self._newest_is_complete = newest, True
         self._stored = None if recovered else newest
         self._in_memory: _Taken | None = None
         self._replaces = False  # what is newest in memory has an older one beside it
@@ -127,7 +140,7 @@ class Snapshots(Rider):
         self._started, self._was_busy = False, False
         self._iteration_s, self._stall_s = 0.0, 0.0  # of this worker, until the next vote
         self._agreed_s, self._agreed_stall_s = 0.0, 0.0  # means over workers, by the last vote
-        self._cost = _Cost()
+        self._cost, self._skipped = _Cost(), 0
 
     def reserve(self) -> None:
         """Makes the buffers that are free now, before training needs them.
@@ -159,11 +172,14 @@ class Snapshots(Rider):
         begun = time.perf_counter()
         if self._agreed_s:
             self._policy.interval.observe(self._agreed_s, self._agreed_stall_s, self._started, self._was_busy)
-        plan = self._policy.plan(position.iteration)
+        if self._tokens is not None:
+            self._tokens.completed(skipped=position.skipped_iterations > self._skipped)
+            self._skipped = position.skipped_iterations
+        plan = self._policy.plan(position.iteration, self._load)
         self._started = plan is not None
         if plan is not None:
             with self._stalling():
-                self._start(plan, position)
+                self._start(plan, self._for_storage(plan), position)
                 if self._blocking:
                     self.finish()
         self._was_busy = bool(self._copying or self._writing)
@@ -175,14 +191,14 @@ class Snapshots(Rider):
         copied = copying is not None and copying.snapshot.sealed.done()
         written = writing is not None and writing.snapshot.persisted.done()
         stall_s, self._stall_s = self._stall_s, 0.0
-        return {
+        return (self._tokens.ballot() if self._tokens is not None else {}) | {
             "snapshot_failed": float(self._find_failure() is not None),
             "snapshot_copied": float(copied),
             "snapshot_written": float(written),
             "snapshot_bytes": float(copying.snapshot.layout.nbytes if copied else 0),
             "snapshot_copy_s": copying.snapshot.capture.seconds if copied and not self._failed(copying) else 0.0,
             "snapshot_seal_s": copying.snapshot.seal_s if copied else 0.0,
-            "snapshot_written_bytes": float(writing.snapshot.layout.nbytes if written else 0),
+            "snapshot_written_bytes": float(writing.snapshot.persisted_bytes if written else 0),
             "snapshot_write_s": writing.snapshot.persist_s if written else 0.0,
             "snapshot_stall_s": stall_s,
             "snapshot_iteration_s": self._iteration_s,
@@ -195,6 +211,8 @@ class Snapshots(Rider):
             CheckpointError: on all workers; something could not be saved.
         """
         self._hear(tally)
+        if self._tokens is not None:
+            self._tokens.voted(tally)
         self._cost.training_s += self._agreed_s
         if self._copying:  # else not even a microsecond counts: --snapshot-interval auto measures what is undisturbed
             with self._stalling():
@@ -214,11 +232,12 @@ class Snapshots(Rider):
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
-        if position.iteration not in (0, self._newest):
-            self._start(self._policy.everything(position.iteration), position)
         self.finish()
+        if position.iteration != 0 and (position.iteration != self._newest or not self._newest_is_complete):
+            self._start_everything(position)
+            self.finish()
         if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
-            self._write(self._in_memory)
+            self._write(dataclasses.replace(self._in_memory, storage=self._in_memory.plan))
             self.finish()
         elif self._in_memory is None and self._newest != self._stored:  # nothing was done since it was recovered
             copy_to_storage(self._newest, self._tiers)
@@ -234,12 +253,17 @@ class Snapshots(Rider):
         yield
         self._stall_s += time.perf_counter() - begun
 
-    def _start(self, plan: SnapshotPlan, position: Position) -> None:
+    @property
+    def _load(self) -> Load | None:
+        return self._tokens.load if self._tokens is not None else None
+
+    def _start(self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position) -> None:
         while self._rotation.free() is None:
             self._wait_and_vote()
-        to_storage = self._tiers.memory is None
-        slot, self._newest = self._rotation.free(), plan.iteration
-        self._rotation = self._rotation.begin(plan.iteration, to_storage)
+        slot = self._rotation.free()
+        self._newest, self._newest_is_complete = plan.iteration, plan.complete
+        self._rotation = self._rotation.begin(plan.iteration, persisting=self._tiers.memory is None)
+        self._tell_policy(plan, storage)
         try:
             share, entries = self._contents.share(plan.operators), self._contents.entries(plan.operators)
             snapshot = self._saver.take(slot, plan.iteration, share, entries)
@@ -247,16 +271,50 @@ class Snapshots(Rider):
             self._failure = str(error)  # the next vote tells the others
             return
         publishes = self._world.rank == 0 or self._tiers.leads_node
-        taken = _Taken(plan, self._describe(position) if publishes else {}, snapshot)
+        taken = _Taken(plan, storage, self._describe(position) if publishes else {}, snapshot)
         self._copying.append(taken)
-        if to_storage:
+        if self._tiers.memory is None:
             self._saver.persist(snapshot)
             self._writing.append(taken)
+
+    def _start_everything(self, position: Position) -> None:
+        if position.iteration == self._newest:  # it is partial, and all before it stays as it is
+            agreed(self._forget_newest, "cannot replace a partial snapshot")
+            self._rotation, self._in_memory, self._stored = self._empty_rotation(None), None, None
+        everything = self._policy.everything(position.iteration)
+        self._start(everything, everything, position)
+
+    def _forget_newest(self) -> None:
+        if self._world.rank == 0:
+            self._tiers.storage.remove(self._newest)
+        if self._tiers.memory is not None and self._tiers.leads_node:
+            self._tiers.memory.remove(self._newest)
+
+    def _empty_rotation(self, recovered: int | None) -> Rotation:
+        in_memory = self._tiers.memory is not None
+        return Rotation.of(BUFFERS if in_memory else BUFFERS - 1, keep=in_memory, recovered=recovered)
+
+    def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
+        """What of a snapshot that begins now is to go to storage."""
+        if self._tiers.memory is None:
+            return plan
+        first = not self._policy.exact and plan.complete and self._stored is None  # without it others are of no use
+        if self._is_due_in_storage(plan.iteration) or first:
+            return self._policy.for_storage(plan)
+        return None
+
+    def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
+        self._policy.taken(plan, self._load)
+        if storage is not None:
+            self._policy.stored(storage)
+        if self._tokens is not None:
+            self._tokens.begun(plan, storage)
 
     def _write(self, taken: _Taken) -> None:
         """Lets a snapshot that all have in memory go to storage too."""
         self._rotation = self._rotation.persist(taken.plan.iteration)
-        self._saver.persist(taken.snapshot)
+        whole = taken.storage.operators == taken.plan.operators
+        self._saver.persist(taken.snapshot, None if whole else self._contents.entries(taken.storage.operators))
         self._writing.append(taken)
 
     def _wait_and_vote(self) -> None:
@@ -294,15 +352,17 @@ class Snapshots(Rider):
             copy_s=tally["snapshot_copy_s"] / self._world.size,
             hash_s=tally["snapshot_seal_s"] / self._world.size,
         )
+        if self._tokens is not None:
+            self._tokens.snapshotted(iteration)
         if memory is None:
             return
         if self._tiers.leads_node:
             # at once: no worker may write over the snapshot before this one until the next vote
             with self._remembering_failure():
-                self._publish(memory, taken, self._tiers.node)
+                self._publish(memory, taken.plan, taken.state, self._tiers.node)
             self._replaces = True
         self._in_memory = taken
-        if self._is_due_in_storage(iteration):
+        if taken.storage is not None:
             self._write(taken)
 
     def _give_up_older(self) -> None:
@@ -314,7 +374,8 @@ class Snapshots(Rider):
 
     def _is_due_in_storage(self, iteration: int) -> bool:
         every = self._tiers.persist_interval
-        if every is None or iteration < self._persist_due or self._rotation.persisting:
+        under_way = self._rotation.persisting or any(taken.storage is not None for taken in self._copying)
+        if every is None or iteration < self._persist_due or under_way:
             return False
         self._persist_due = (iteration // every + 1) * every
         return True
@@ -322,6 +383,8 @@ class Snapshots(Rider):
     def _all_written(self, taken: _Taken, tally: dict[str, float]) -> None:
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         self._stored = taken.plan.iteration
+        if self._tokens is not None:
+            self._tokens.persisted(taken.plan.iteration)
         if self._world.rank == 0:
             amount, seconds = int(tally["snapshot_written_bytes"]), tally["snapshot_write_s"] / self._world.size
             self._publishing = [future for future in self._publishing if not future.done() or future.exception()]
@@ -329,21 +392,18 @@ class Snapshots(Rider):
 
     def _publish_in_storage(self, taken: _Taken, amount: int, seconds: float) -> None:
         begun, storage, iteration = time.perf_counter(), self._tiers.storage, taken.plan.iteration
-        self._publish(storage, taken, range(self._world.size))
-        storage.retain(newest=self._tiers.keep, upto=iteration)
+        self._publish(storage, taken.storage, taken.state, range(self._world.size))
+        retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=iteration)
         self._log.events.write(
             "persist", iteration=iteration, bytes=amount, write_s=seconds, publish_s=time.perf_counter() - begun
         )
         self._log.message(f"saved snapshot of iteration {iteration} to {storage.place.name}")
 
-    def _publish(self, store: Store, taken: _Taken, ranks) -> None:
-        plan = taken.plan
+    def _publish(self, store: Store, plan: SnapshotPlan, state: dict, ranks) -> None:
         try:
             parts = store.reported(plan.iteration, ranks)
             planned = [self._operators[name] for name in plan.operators]
-            store.publish(
-                assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, taken.state)
-            )
+            store.publish(assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state))
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of iteration {plan.iteration} cannot be published in {store.place.name} "

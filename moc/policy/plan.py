@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from moc.policy.interval import Interval
 from moc.state.detail import Detail
@@ -60,17 +60,22 @@ class Policy(ABC):
 
     A policy is a frozen dataclass; settings of its own are further fields, with defaults.  Every rank asks its own copy
     and acts on the answer without a word to the others, so an answer may follow from the fields, the arguments and
-    what the interval was told (the same on all ranks), and from nothing else: no clock, no random numbers, no rank.
+    what policy and interval were told (the same on all ranks), and from nothing else: no clock, no random numbers, no
+    rank.  Asking changes nothing; telling does.  What was told is in :meth:`state_dict`, which is stored with every
+    snapshot, since with a tuned interval the number of snapshots so far does not follow from the iteration.
 
     Attributes:
         operators: all operators of the model, in model order (:func:`moc.state.shape.model_operators`).
         interval: when a snapshot is due.
         name: of the policy; set by :func:`moc.policy.registry.policy`.
+        exact: a run that goes on from its snapshots is the one that was never killed; if not, experts may come back in
+            an older state than the rest.
     """
 
     operators: Sequence[Operator]
     interval: Interval
     name: ClassVar[str]
+    exact: ClassVar[bool] = True
 
     @abstractmethod
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
@@ -82,6 +87,45 @@ class Policy(ABC):
 
         Returns:
             The plan, or None where nothing is to be saved.
+        """
+
+    def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
+        """Learns that a snapshot of this plan was begun; to be called before the state that it stores is asked for.
+
+        Args:
+            plan: from :meth:`plan` or :meth:`everything`.
+            load: tokens by layer and expert at that moment; None where nobody counts them.
+        """
+
+    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """What of a snapshot in memory goes on to storage; all of it, where a policy does not say otherwise.
+
+        Not for the end of a run: then :meth:`everything` goes there as it is.
+        """
+        return plan
+
+    def stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
+        """Learns that this part of a snapshot, from :meth:`for_storage`, goes to storage; told after :meth:`taken`."""
+
+    def memory_lost(self) -> None:  # noqa: B027
+        """Learns that memory holds nothing: the run goes on from storage."""
+
+    def recovered(self, plt: float) -> None:  # noqa: B027
+        """Learns what a recovery has cost.
+
+        Args:
+            plt: by how much it has raised the proportion of lost tokens.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the policy was told, as JSON can hold it; the interval's is its own."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Goes on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: this is no such state.
         """
 
     def everything(self, iteration: int) -> SnapshotPlan:

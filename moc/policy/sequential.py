@@ -7,9 +7,10 @@ def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int
     """The k experts of one layer that a checkpoint saves (MoC, section 3.2, Figure 4).
 
     The experts of a layer stand in a circle, in which neighbours belong to different expert-parallel ranks.  Each
-    checkpoint takes the next k of them, and each layer starts where the one before it stops.  So a checkpoint
-    takes about as many experts from every rank, and every expert is saved at least once in ceil(num_experts / k)
-    checkpoints.
+    checkpoint takes the next k of them, and each layer starts where the one before it stops.  So what a checkpoint
+    takes from any layers that follow each other is one arc of a circle whose places belong to ranks 0, 1, ... in turn:
+    no rank saves more than one expert above any other, in all of the model as in a pipeline stage.  And every expert is
+    saved at least once in any ceil(num_experts / k) checkpoints.
 
     Args:
         checkpoint: number of the checkpoint, from 0.

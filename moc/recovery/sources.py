@@ -23,6 +23,11 @@ PARTS = {
 """By detail, the parts of an operator's state that it holds; other details hold nothing that could be trained."""
 
 
+def part_of_slot(slot: str) -> str:
+    """The part of an operator's state that a slot belongs to."""
+    return MASTER if slot in ("master", "param") else MOMENTS
+
+
 @dataclass(frozen=True)
 class Held:
     """One checkpoint, as far as it can be read.

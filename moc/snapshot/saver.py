@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from moc.snapshot.buffers import Buffer
 from moc.snapshot.capture import Capture, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
+from moc.state.operators import operator_of
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, OperatorEntry, Part
 from moc.store.places import LocalPlace
@@ -36,9 +37,11 @@ class Snapshot:
         capture: the copies into the buffer.
         sealed: done when the buffer holds the whole file, hashes included; in memory that outlives this process, if
             there is a memory tier.
+        digests: hashes of the entries, as soon as it is sealed.
         persisted: done when storage has it; None as long as nobody asked for that.
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.
+        persisted_bytes: how much was written.
     """
 
     iteration: int
@@ -47,9 +50,11 @@ class Snapshot:
     operators: Mapping[str, OperatorEntry]
     capture: Capture
     sealed: Future = field(init=False)
+    digests: tuple[str, ...] = ()
     persisted: Future | None = None
     seal_s: float = 0.0
     persist_s: float = 0.0
+    persisted_bytes: int = 0
 
 
 class Saver:
@@ -71,13 +76,13 @@ class Saver:
         self._copies: dict[int, tuple[Share, list[Copy]]] = {}
 
     def reserve(self, slot: int, share: Share) -> None:
-        """Makes the buffer of a slot fit for a share; keeps the one that is there if it fits.
+        """Makes the buffer of a slot large enough for a share; keeps the one that is there if it is.
 
         Raises:
             CheckpointError: there is not so much memory.
         """
         buffer = self._buffers.get(slot)
-        if buffer is not None and buffer.nbytes == share.layout.nbytes:
+        if buffer is not None and buffer.nbytes >= share.layout.nbytes:
             return
         if buffer is not None:
             self._copies.pop(slot, None)
@@ -112,15 +117,21 @@ class Saver:
             self._copies[slot] = share, copies
         return copies
 
-    def persist(self, snapshot: Snapshot) -> None:
-        """Begins to write a snapshot to storage as soon as it is sealed; returns at once."""
-        snapshot.persisted = self._writing.submit(self._persist, snapshot)
+    def persist(self, snapshot: Snapshot, operators: Mapping[str, OperatorEntry] | None = None) -> None:
+        """Begins to write a snapshot to storage as soon as it is sealed; returns at once.
+
+        Args:
+            snapshot: what :meth:`take` gave.
+            operators: what of it is to be written; by default all.
+        """
+        snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
 
     def _seal(self, snapshot: Snapshot) -> Part:
         snapshot.capture.wait()
         begun = time.perf_counter()
         layout, memory = snapshot.layout, snapshot.buffer.memory
-        header = layout.header([digest_of(memory[start:stop]) for start, stop in layout.spans])
+        snapshot.digests = tuple(digest_of(memory[start:stop]) for start, stop in layout.spans)
+        header = layout.header(snapshot.digests)
         memory[: len(header)] = header
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
         part = Part(file_of(self._rank), entry, snapshot.operators)
@@ -129,28 +140,43 @@ class Saver:
         snapshot.seal_s = time.perf_counter() - begun
         return part
 
-    def _persist(self, snapshot: Snapshot) -> None:
+    def _persist(self, snapshot: Snapshot, operators: Mapping[str, OperatorEntry] | None) -> None:
         part = snapshot.sealed.result()
         begun = time.perf_counter()
-        memory, place = snapshot.buffer.memory[: snapshot.layout.nbytes], self._storage.place
+        parts = [snapshot.buffer.memory[: snapshot.layout.nbytes]]
+        if operators is not None:
+            part, parts = self._subset(snapshot, operators)
+        self._write_part(snapshot.iteration, part, parts)
+        snapshot.persisted_bytes = part.file.bytes
+        snapshot.persist_s = time.perf_counter() - begun
+
+    def _subset(self, snapshot: Snapshot, operators: Mapping[str, OperatorEntry]) -> tuple[Part, list[memoryview]]:
+        """The file that holds some of what a snapshot does: a header of its own, and pieces of the buffer."""
+        described = zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.digests, strict=True)
+        chosen = [d for d in described if d[0].slot in operators.get(operator_of(d[0].name), _NOTHING).elements]
+        layout = FileLayout(entry for entry, _, _ in chosen)  # in the same order, since that is by width
+        header = layout.header([digest for _, _, digest in chosen])
+        file = FileEntry(layout.nbytes, len(header), digest_of(header))
+        pieces = [snapshot.buffer.memory[start:stop] for _, (start, stop), _ in chosen]
+        return Part(file_of(self._rank), file, operators), [memoryview(header), *pieces]
+
+    def _write_part(self, iteration: int, part: Part, parts: Sequence[memoryview]) -> None:
+        place = self._storage.place
         free = place.free_bytes()
-        if free is not None and free < len(memory):
+        if free is not None and free < part.file.bytes:
             raise CheckpointError(
-                f"{place.name} has {free:,} bytes left, and the part of rank {self._rank} has {len(memory):,} and "
+                f"{place.name} has {free:,} bytes left, and the part of rank {self._rank} has {part.file.bytes:,} and "
                 "does not fit: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir"
             )
         try:
-            self._storage.write_file(
-                snapshot.iteration, self._rank, (memory[i : i + _CHUNK] for i in range(0, len(memory), _CHUNK))
-            )
-            self._storage.report(snapshot.iteration, self._rank, part)
+            self._storage.write_file(iteration, self._rank, _chunks(parts))
+            self._storage.report(iteration, self._rank, part)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint of iteration {snapshot.iteration} cannot be written to {place.name} "
+                f"the checkpoint of iteration {iteration} cannot be written to {place.name} "
                 f"({error.strerror or error}): make room or repair it, and start again; earlier checkpoints are "
                 "untouched"
             ) from error
-        snapshot.persist_s = time.perf_counter() - begun
 
     def _name_in_memory(self, snapshot: Snapshot, part: Part) -> None:
         try:
@@ -180,3 +206,12 @@ class Saver:
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
+
+
+_NOTHING = OperatorEntry("", None, {})
+
+
+def _chunks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        for start in range(0, len(part), _CHUNK):
+            yield part[start : start + _CHUNK]

@@ -12,6 +12,12 @@ class Detail(Enum):
     """Master weights and moments (fp32; with ZeRO-1 the slices of this rank), from which the weights follow; and the
     biases of routers, which no optimizer owns, as slot ``param`` (fp32)."""
 
+    MASTER = "master"
+    """The master weights of ``FULL`` and the biases of routers, without moments."""
+
+    MOMENTS = "moments"
+    """The moments of ``FULL`` alone: ``MASTER`` and ``MOMENTS`` together are ``FULL``, and nothing is in both."""
+
     COMPUTE = "compute"
     """Slot ``param``: the weights that the model computes with (in its dtype, whole on every data-parallel rank), and
     the biases of routers."""

@@ -161,8 +161,8 @@ class TrainingState:
         else:
             owned = {part.parameter: part for part in owned_slices(self._optimizer)}
             held = [owned[parameter] for parameter in self._parameters if parameter in owned]
-            yield from held if detail is Detail.FULL else map(_gradient, held)
-        if detail is not Detail.GRAD:
+            yield from (_CUT[detail](part) for part in held)
+        if detail not in (Detail.GRAD, Detail.MOMENTS):
             yield from map(_whole, self._buffers)
 
     def _find_counters(self) -> Iterator[tuple[str, dict]]:
@@ -182,3 +182,19 @@ def _whole(tensor: torch.Tensor) -> OwnedSlice:
 def _gradient(owned: OwnedSlice) -> OwnedSlice:
     values = _flat(owned.parameter.main_grad)[owned.start : owned.stop]
     return dataclasses.replace(owned, slots={GRAD: values})
+
+
+def _master(owned: OwnedSlice) -> OwnedSlice:
+    return dataclasses.replace(owned, slots={MASTER: owned.slots[MASTER]})
+
+
+def _moments(owned: OwnedSlice) -> OwnedSlice:
+    return dataclasses.replace(owned, slots={slot: v for slot, v in owned.slots.items() if slot != MASTER})
+
+
+_CUT = {
+    Detail.FULL: lambda owned: owned,
+    Detail.MASTER: _master,
+    Detail.MOMENTS: _moments,
+    Detail.GRAD: _gradient,
+}

@@ -23,15 +23,22 @@ class Blob(Protocol):
         """Says that these bytes will be read soon."""
 
 
+_PIECE = 4 << 20  # bytes read ahead at once
+
+
 class LocalBlob:
     """A file of this machine, mapped: ranges are read without a copy.
+
+    Args:
+        path: the file.
+        in_memory: it is in memory anyway, so nothing is gained by reading ahead.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path):
-        self.name = str(path)
+    def __init__(self, path: Path, in_memory: bool = False):
+        self.name, self._in_memory = str(path), in_memory
         self._file = open(path, "rb", buffering=0)  # as long as anybody may want to read ahead
         self.size = os.fstat(self._file.fileno()).st_size
         self._bytes = memoryview(self._map() if self.size else b"")
@@ -41,8 +48,15 @@ class LocalBlob:
         return self._bytes[start:stop]
 
     def will_read(self, start: int, stop: int) -> None:
-        """Lets the kernel read ahead; may take a while, but not the interpreter's lock."""
-        os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+        """Reads, so that the kernel has it in its cache; takes a while, but not the interpreter's lock.
+
+        Advice to the kernel would be cheaper, but it reads less far ahead than a disk needs.
+        """
+        if self._in_memory or stop <= start:
+            return
+        scratch = memoryview(bytearray(min(_PIECE, stop - start)))
+        for position in range(start, stop, _PIECE):
+            os.preadv(self._file.fileno(), [scratch[: stop - position]], position)
 
     def _map(self) -> mmap.mmap:
         # private and writable: torch wants tensors to be, and nothing is copied unless somebody writes

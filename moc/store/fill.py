@@ -35,7 +35,7 @@ def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
     return values
 
 
-def reading_ahead(fragments: Sequence[Fragment], reader: RegionReader, lead: int = 256 << 20) -> Iterator[Fragment]:
+def reading_ahead(fragments: Sequence[Fragment], reader: RegionReader, lead: int = 64 << 20) -> Iterator[Fragment]:
     """Yields fragments, while a thread has what they will take read in advance.
 
     Args:

@@ -81,10 +81,11 @@ class LocalPlace(Place):
     Args:
         root: the directory; made when something is written.
         patience: seconds to wait for a lock, since the job before may still be dying.
+        in_memory: it is in a memory file system.
     """
 
-    def __init__(self, root: str | Path, patience: float = 10.0):
-        self.root, self.name = Path(root), str(root)
+    def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False):
+        self.root, self.name, self._in_memory = Path(root), str(root), in_memory
         self._patience, self._lock_file = patience, None
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
@@ -101,7 +102,7 @@ class LocalPlace(Place):
 
     def blob(self, path: str) -> Blob:
         """See :class:`Place`."""
-        return LocalBlob(self.root / path)
+        return LocalBlob(self.root / path, self._in_memory)
 
     def names(self, directory: str = "") -> list[str]:
         """See :class:`Place`."""

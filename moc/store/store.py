@@ -28,10 +28,15 @@ def file_of(rank: int) -> str:
 
 
 class Store:
-    """The checkpoints in a place."""
+    """The checkpoints in a place.
 
-    def __init__(self, place: Place):
-        self.place = place
+    Args:
+        place: where.
+        slack: files may be longer than what they hold, as buffers are that are used again.
+    """
+
+    def __init__(self, place: Place, slack: bool = False):
+        self.place, self._slack = place, slack
 
     def iterations(self) -> list[int]:
         """Iterations that have a manifest, ascending."""
@@ -59,11 +64,10 @@ class Store:
 
     def copy_files(self, manifest: Manifest, target: Store) -> None:
         """Copies the files of a checkpoint to another place; it is for the caller to publish them there."""
-        for name in manifest.files:
+        for name, entry in manifest.files.items():
             path = f"{directory_of(manifest.iteration)}/{name}"
-            blob = self.place.blob(path)
-            starts = range(0, blob.size, _CHUNK)
-            target.place.write(path, (blob.read(i, min(i + _CHUNK, blob.size)) for i in starts), final=False)
+            blob, starts = self.place.blob(path), range(0, entry.bytes, _CHUNK)
+            target.place.write(path, (blob.read(i, min(i + _CHUNK, entry.bytes)) for i in starts), final=False)
 
     def report(self, iteration: int, rank: int, part: Part) -> None:
         """Leaves word of what a rank has written, for the one that publishes."""
@@ -154,7 +158,7 @@ class Store:
             blob = self.place.blob(path)
         except OSError as error:
             raise DamagedRegionError(f"{self.place.path(path)} cannot be read ({error.strerror or error})") from None
-        if blob.size != entry.bytes:
+        if blob.size < entry.bytes or (blob.size > entry.bytes and not self._slack):
             raise DamagedRegionError(
                 f"{blob.name} has {blob.size} bytes instead of {entry.bytes}: it is truncated or overwritten"
             )

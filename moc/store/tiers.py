@@ -36,4 +36,5 @@ def memory_place(memory_dir: str | Path, job: str) -> LocalPlace:
             "file system with --ckpt-memory-dir"
         )
     whole = job.rstrip("/") if "://" in job else os.path.abspath(job)
-    return LocalPlace(home / f"{os.path.basename(whole)}-{xxhash.xxh3_64_hexdigest(whole.encode())}")
+    name = f"{os.path.basename(whole)}-{xxhash.xxh3_64_hexdigest(whole.encode())}"
+    return LocalPlace(home / name, in_memory=True)

@@ -23,6 +23,13 @@ SAVED = {
     "fp16 tensor parallel": ("TP2xEP2", FP16),
     "bf16 interleaved": ("interleaved", BF16),
 }
+SLOTS = {
+    "FULL": {"master", "exp_avg", "exp_avg_sq"},
+    "MASTER": {"master"},
+    "MOMENTS": {"exp_avg", "exp_avg_sq"},
+    "COMPUTE": {"param"},
+    "GRAD": {"grad"},
+}
 ELSEWHERE = {
     "fp32": ("1", EXPERT_BIAS),
     "bf16 biases": ("TP2", BF16 | EXPERT_BIAS),
@@ -64,16 +71,16 @@ def test_any_split_gives_back_every_byte(name, saved):
 
 
 @pytest.mark.parametrize("name", SAVED)
-@pytest.mark.parametrize("detail", ["FULL", "COMPUTE", "GRAD"])
+@pytest.mark.parametrize("detail", SLOTS)
 def test_first_copies_cover_every_tensor_once(name, detail, saved):
     counts = covered(worker["boxes"][detail] for worker in saved(name)[1])
     assert all((count == 1).all() for count in counts.values())
-    slots = {"FULL": {"master", "exp_avg", "exp_avg_sq"}, "COMPUTE": {"param"}, "GRAD": {"grad"}}[detail]
     biases = {tensor for _, tensor in counts if tensor.endswith("expert_bias")}
-    for slot in slots:
+    assert {slot for slot, tensor in counts if tensor not in biases} == SLOTS[detail]
+    for slot in SLOTS[detail]:
         assert {tensor for s, tensor in counts if s == slot} - biases == parameters()
     flags = SAVED[name][1]
-    assert len(biases) == (4 if flags.items() >= EXPERT_BIAS.items() and detail != "GRAD" else 0)
+    assert len(biases) == (4 if flags.items() >= EXPERT_BIAS.items() and detail not in ("GRAD", "MOMENTS") else 0)
 
 
 def covered(workers) -> dict[tuple[str, str], torch.Tensor]:

@@ -46,7 +46,6 @@ class Checkpoint(Group):
             f"--save-retain-interval {self.save_retain_interval} is not a multiple of --save-interval "
             f"{self.save_interval}: change one of them.",
         )
-        refuse(self.ckpt_step is not None and not self.load, "--ckpt-step needs --load: add it.")
         refuse(self.finetune and not self.load, "--finetune needs --load: add it.")
         refuse(
             self.exit_on_missing_checkpoint and not self.load,

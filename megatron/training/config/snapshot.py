@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.flag import Group, flag, refuse
+from megatron.training.config.flag import Group, flag, flags_of, refuse
 from moc.policy import POLICIES, interval_named
 from moc.sharding import scheme_named
 
@@ -54,12 +54,47 @@ class Snapshot(Group):
         at_least=1,
     )
 
+    pec_k: int = flag(1, "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec).", at_least=1)
+    pec_k_snapshot: int | None = flag(
+        None, "Experts of each layer in a snapshot in memory, where that differs from --pec-k.", at_least=1
+    )
+    pec_k_persist: int | None = flag(
+        None, "Those of them that go on to --ckpt-dir, where that differs from --pec-k.", at_least=1
+    )
+    pec_selection: str = flag(
+        "sequential",
+        "Which experts: in turn, or those with the most tokens since they were saved last.",
+        choices=("sequential", "load_aware"),
+    )
+    pec_target: str = flag(
+        "both",
+        "What of chosen experts alone is saved: their weights (and the moments of all), their optimizer state (and the "
+        "weights of all), or both.",
+        choices=("weights", "optimizer", "both"),
+    )
+    pec_dynamic_k: bool = flag(False, "Double K when faults have cost its share of --pec-plt-limit.")
+    pec_plt_limit: float = flag(
+        0.0375, "Proportion of tokens that experts may lose (MoC-System's PLT).", above=0.0, at_most=1.0
+    )
+
     def validate(self) -> None:
         """Refuses details of snapshots that are not taken, or not in memory."""
-        refuse(self.ckpt_dir and not self.ckpt_policy, "--ckpt-dir needs --ckpt-policy: add it, for example full.")
+        for spec in flags_of(type(self)):
+            given = getattr(self, spec.name) != spec.default
+            refuse(given and not self.ckpt_policy, f"{spec.spelling} needs --ckpt-policy: add it, for example full.")
+            owner = spec.name.split("_")[0]  # --pec-k belongs to the policy pec
+            refuse(
+                given and owner in POLICIES and owner != self.ckpt_policy,
+                f"{spec.spelling} needs --ckpt-policy {owner}, not {self.ckpt_policy}: drop it or change the policy.",
+            )
         refuse(
-            self.ckpt_blocking and not self.ckpt_policy,
-            "--ckpt-blocking needs --ckpt-policy: add it, for example full.",
+            (self.pec_k_snapshot or self.pec_k) < (self.pec_k_persist or self.pec_k),
+            f"--pec-k-persist {self.pec_k_persist or self.pec_k} is more than the {self.pec_k_snapshot or self.pec_k} "
+            "experts that are in a snapshot: lower it, or raise --pec-k-snapshot.",
+        )
+        refuse(
+            self.pec_plt_limit != 0.0375 and not self.pec_dynamic_k,
+            "--pec-plt-limit needs --pec-dynamic-k, which acts on it: add it.",
         )
         refuse(
             self.persist_interval and self.ckpt_tier != "memory",

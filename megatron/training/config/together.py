@@ -36,6 +36,10 @@ def check_together(config: Config) -> None:
 def _check_snapshots(config: Config) -> None:
     snapshot, save = config.snapshot, config.checkpoint.save
     refuse(
+        config.checkpoint.ckpt_step is not None and not config.checkpoint.load and not snapshot.ckpt_policy,
+        "--ckpt-step needs --load or --ckpt-policy: add one of them.",
+    )
+    refuse(
         snapshot.ckpt_policy and not (snapshot.ckpt_dir or save),
         "--ckpt-policy needs a directory for snapshots: add --ckpt-dir or --save.",
     )

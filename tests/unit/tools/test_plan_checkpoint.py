@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import plan_checkpoint
 import pytest
@@ -135,3 +136,50 @@ def test_it_needs_no_torch():
         [sys.executable, "-c", program], env={"PYTHONPATH": str(REPOSITORY / "tools")}, capture_output=True, text=True
     )
     assert done.stdout.endswith("False\n"), done.stderr
+
+
+EXPLAIN = (
+    "--case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 --snapshot-gbs 1 --persist-gbs 0.1 "
+    "--restart-s 120 --mtbf-hours 24"
+).split()
+
+
+def test_numbers_of_experts_are_chosen_and_explained(capsys):
+    told = plan(capsys, *EXPLAIN)
+    busiest = {row["k"]: row["bottleneck"]["EE+AN"] / 1e9 for row in told["rows"] if row["k"]}
+    hidden = max(k for k, size in busiest.items() if size <= 1.2)
+    choice = told["choice"]
+    assert (choice["k_snapshot"], choice["save_s"]) == (hidden, 0)
+    assert choice["interval"] == -(-busiest[choice["k_persist"]] / 0.1 // 1.5)
+    limited = plan(capsys, *EXPLAIN, "--plt-limit", "0.0001")["choice"]
+    assert limited["plt"] <= 0.0001 < choice["plt"]
+    assert plan_checkpoint.main(EXPLAIN) == 0
+    said = capsys.readouterr().out
+    assert f"K_snapshot {hidden}, K_persist 1, a snapshot every {choice['interval']} iterations\n" in said
+    assert f"A snapshot of {hidden} experts hides" in said
+    assert plan(capsys, "--case", "1")["choice"] is None
+
+
+def test_the_choice_that_the_docs_show(capsys):
+    page = (REPOSITORY / "docs" / "moc_system.md").read_text(encoding="utf-8")
+    command, said = page.split("    python tools/plan_checkpoint.py ")[1].split("\n\nsays at its end\n\n")
+    assert plan_checkpoint.main(command.replace("\\\n", " ").split()) == 0
+    choice = capsys.readouterr().out.rstrip().split("\n\n")[-1]
+    assert said.startswith(textwrap.indent(choice, "    ") + "\n\n")
+
+
+DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100".split()
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (EXPLAIN[:-2], "--explain-k needs --mtbf-hours too"),
+        ([*EXPLAIN[:-1], "0"], "--mtbf-hours must be above 0"),
+        ([*EXPLAIN, "--iteration-s", "0"], "iteration_s must be a number above 0, not 0.0"),
+        ([*DENSE, *EXPLAIN[2:]], "--explain-k chooses numbers of experts: take a model that has some"),
+    ],
+)
+def test_what_cannot_be_explained_is_said_in_one_sentence(capsys, argv, sentence):
+    assert plan_checkpoint.main(argv) == 1
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""The token ledger of a run: fed by the routers through the vote, kept with snapshots, told what recoveries cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron.training.config import Config
+from megatron.training.initialize import World
+from megatron.training.routing import RouterCounts
+from moc.policy import Load, SnapshotPlan
+from moc.policy.ledger import Ledger
+from moc.recovery.sources import MASTER, Recovery
+from moc.state.detail import Detail
+from moc.state.operators import Operator
+
+Experts = dict[int, list[int]]
+
+
+class TokenBook:
+    """Keeps the ledger; all methods are for all workers alike.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        chunks: whose routers are counted.
+        operators: of the model.
+    """
+
+    def __init__(
+        self, config: Config, world: World, chunks: list[DistributedDataParallel], operators: Iterable[Operator]
+    ):
+        self._experts = {o.name: (o.layer, o.expert) for o in operators if o.expert is not None}
+        numbers: dict[int, int] = {}
+        for layer, _ in self._experts.values():
+            numbers[layer] = numbers.get(layer, 0) + 1
+        padded = config.moe.moe_pad_expert_input_to_capacity
+        self._counts = RouterCounts(chunks, sorted(numbers), config.moe.num_experts or 0, padded, world.device)
+        self._ledger, self._heard = Ledger.of(numbers), ({}, {})
+
+    def ballot(self) -> dict:
+        """What this worker's routers did; see :class:`megatron.training.step.Rider`."""
+        return self._counts.take()
+
+    def voted(self, tally: dict) -> None:
+        """Hears what all routers did."""
+        self._heard = self._counts.by_layer(tally)
+
+    def completed(self, skipped: bool) -> None:
+        """An iteration is complete; if it was skipped, nobody has learned from it."""
+        counts, sent = self._heard
+        if skipped:
+            counts, sent = {layer: [0] * len(row) for layer, row in counts.items()}, dict.fromkeys(sent, 0)
+        self._ledger = self._ledger.after(counts, sent)
+
+    def begun(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
+        """A snapshot begins, and what of it goes to storage."""
+        self._ledger = self._ledger.begun(self._saved(plan), None if storage is None else self._saved(storage))
+
+    def snapshotted(self, iteration: int) -> None:
+        """A snapshot is complete in memory."""
+        self._ledger = self._ledger.snapshotted(iteration)
+
+    def persisted(self, iteration: int) -> None:
+        """One is complete in storage."""
+        self._ledger = self._ledger.persisted(iteration)
+
+    def starts_at(self, iteration: int) -> None:
+        """The run goes on from a checkpoint that has no ledger: nothing is known of what was before."""
+        self._ledger = dataclasses.replace(self._ledger, iteration=iteration)
+
+    def recovered(self, way: Recovery, states: Mapping[tuple[int, str], Mapping]) -> float:
+        """The run goes on in a way; by how much that has raised the proportion of lost tokens.
+
+        Args:
+            way: where everything came from.
+            states: by checkpoint, the ledger that is stored with it.
+        """
+        ledgers = {key: Ledger.from_state(state) for key, state in states.items()}
+        if way.base.key not in ledgers:
+            self.starts_at(way.iteration)
+            return 0.0
+        base, restored = ledgers.pop(way.base.key), {}
+        for name, (layer, expert) in self._experts.items():
+            # newer than the rest: it has learned all that the run goes on from
+            restored.setdefault(layer, {})[expert] = min(way.sources[name, MASTER].iteration, way.iteration)
+        self._ledger = base.recovered(restored, ledgers.values())
+        return self._ledger.plt() - base.plt()
+
+    @property
+    def load(self) -> Load:
+        """Tokens by layer and expert since training began."""
+        return self._ledger.load
+
+    @property
+    def plt(self) -> float:
+        """The proportion of lost tokens so far (MoC-System, eq. 7)."""
+        return self._ledger.plt()
+
+    def state_dict(self) -> dict:
+        """The ledger, as JSON can hold it."""
+        return self._ledger.state_dict()
+
+    def _saved(self, plan: SnapshotPlan) -> Experts:
+        saved: Experts = {}
+        for name, detail in plan.operators.items():
+            if name in self._experts and detail is Detail.FULL:
+                layer, expert = self._experts[name]
+                saved.setdefault(layer, []).append(expert)
+        return saved

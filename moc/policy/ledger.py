@@ -1,0 +1,319 @@
+"""The token ledger: what each expert has learned, what of it is saved, and what faults have cost.
+
+In a run without partial checkpoints every update is in the state that the run goes on from.  With them an expert may be
+restored to an earlier state than the rest.  The ledger counts, for each expert, the tokens that it was *given* at this
+position of the run, and those of them that its live state has *learned*; the difference is *lost*.
+
+A ledger belongs to a position, as the state does, and is stored with it.  Whoever goes back takes the ledger of the
+iteration that the run goes on from: what everybody replays is not counted twice, losses before that iteration stay
+booked, and those of a time line that was given up are forgotten with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Table = tuple[tuple[int, ...], ...]
+"""Tokens by place of the layer among those with experts, and by expert."""
+
+
+class Version(NamedTuple):
+    """A saved state of one expert: at which iteration it was saved, and how many tokens it has learned."""
+
+    iteration: int
+    learned: int
+
+
+Versions = tuple[tuple[Version, ...], ...]
+"""By place of the layer and by expert."""
+
+
+class Begun(NamedTuple):
+    """A save that is not known to be complete: when, and by layer and expert what is saved."""
+
+    iteration: int
+    experts: tuple[tuple[int, tuple[int, ...]], ...]
+    learned: Table
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The counts at one position of a run, the same on every rank; all methods give new ones.
+
+    Attributes:
+        iteration: iterations completed.
+        layers: global numbers of the layers with experts, ascending.
+        given: tokens by layer and expert since training began.
+        learned: those whose updates are in the live state.
+        routed: by layer the tokens that routers sent to experts: T_i TopK_i of MoC's eq. 7, dropped ones included.
+        memory: the newest version of each expert whose snapshot is complete.
+        storage: the newest version of each expert in storage.
+        to_memory: snapshots under way, oldest first.
+        to_storage: the same on their way to storage.
+    """
+
+    iteration: int
+    layers: tuple[int, ...]
+    given: Table
+    learned: Table
+    routed: tuple[int, ...]
+    memory: Versions
+    storage: Versions
+    to_memory: tuple[Begun, ...] = ()
+    to_storage: tuple[Begun, ...] = ()
+
+    @classmethod
+    def of(cls, experts: Mapping[int, int]) -> Ledger:
+        """An empty one, before the first iteration.
+
+        Args:
+            experts: by global number of a layer with experts, how many it has.
+        """
+        layers = tuple(sorted(experts))
+        zeros = tuple((0,) * experts[layer] for layer in layers)
+        versions = tuple((Version(0, 0),) * experts[layer] for layer in layers)
+        return cls(0, layers, zeros, zeros, (0,) * len(layers), versions, versions)
+
+    def after(self, counts: Mapping[int, Sequence[int]], sent: Mapping[int, int] | None = None) -> Ledger:
+        """After one more iteration.
+
+        Args:
+            counts: by layer, the tokens that each expert has processed, over all ranks.
+            sent: by layer, the tokens times TopK of that iteration, where capacity may have dropped some; by default
+                the sum of ``counts``.
+
+        Raises:
+            ValueError: other layers or experts than the ledger's, or a count that is no number of tokens.
+        """
+        rows = [self._row(counts, layer) for layer in self.layers]
+        total = [sum(row) for row in rows] if sent is None else [sent[layer] for layer in self.layers]
+        return dataclasses.replace(
+            self,
+            iteration=self.iteration + 1,
+            given=_added(self.given, rows),
+            learned=_added(self.learned, rows),
+            routed=tuple(map(sum, zip(self.routed, total, strict=True))),
+        )
+
+    def begun(self, experts: Mapping[int, Iterable[int]], storage: Mapping[int, Iterable[int]] | None = None) -> Ledger:
+        """A snapshot begins now.
+
+        Args:
+            experts: by layer, those that are saved; layers that are left out save none.
+            storage: those of them that go on to storage; None where the snapshot does not.
+        """
+        ledger = self
+        if experts:
+            ledger = dataclasses.replace(ledger, to_memory=(*self.to_memory, self._begun(experts)))
+        if storage is not None:
+            ledger = dataclasses.replace(ledger, to_storage=(*self.to_storage, self._begun(storage)))
+        return ledger
+
+    def snapshotted(self, iteration: int) -> Ledger:
+        """The snapshot that was begun at an iteration is complete in memory; earlier ones that are not never will be.
+
+        Raises:
+            ValueError: none was begun then.
+        """
+        memory = self._completed(self.memory, self.to_memory, iteration, "snapshot")
+        return dataclasses.replace(self, memory=memory, to_memory=_later(self.to_memory, iteration))
+
+    def persisted(self, iteration: int) -> Ledger:
+        """The same for storage."""
+        storage = self._completed(self.storage, self.to_storage, iteration, "snapshot for storage")
+        return dataclasses.replace(self, storage=storage, to_storage=_later(self.to_storage, iteration))
+
+    def recovered(self, restored: Mapping[int, Mapping[int, int]], others: Iterable[Ledger] = ()) -> Ledger:
+        """The run goes on from this ledger's iteration, with some experts in an earlier state.
+
+        What such an expert was given after the iteration of its state is lost.  Booked is the difference to what that
+        state has learned, so what an earlier fault took from it is not booked again; and going back to the same
+        iteration twice books the same, not the double.
+
+        Args:
+            restored: by layer and expert, the iteration of the state that it has now; experts that are not named
+                have the state of this iteration.  0 is the state before training.
+            others: ledgers that were stored with other snapshots; needed for an expert whose state is older than the
+                newest in memory and storage (after a damaged snapshot), since only the ledger of that iteration
+                knows what it had learned.
+
+        Raises:
+            ValueError: a state is from the future, or nothing tells what it had learned.
+        """
+        known = {ledger.iteration: ledger for ledger in others}
+        for layer in restored:
+            self._place(layer)
+        learned, memory, storage = (list(map(list, table)) for table in (self.learned, self.memory, self.storage))
+        for place, layer in enumerate(self.layers):
+            for expert in range(len(learned[place])):
+                iteration = restored.get(layer, {}).get(expert, self.iteration)
+                version = self._version(layer, expert, iteration, known)
+                learned[place][expert] = version.learned
+                for table, under_way in ((memory, self.to_memory), (storage, self.to_storage)):
+                    # What it was restored from is complete, and newer ones could not be used, so they are gone.
+                    saved = [v for save in under_way if (v := _saved(save, place, expert)) and v == version]
+                    table[place][expert] = min(version, max([table[place][expert], *saved]))
+        return dataclasses.replace(
+            self,
+            learned=_frozen(learned),
+            memory=_frozen(memory),
+            storage=_frozen(storage),
+            to_memory=(),
+            to_storage=(),
+        )
+
+    @property
+    def lost(self) -> dict[int, tuple[int, ...]]:
+        """By layer and expert, the tokens whose updates are in no state that the run goes on from, over all faults."""
+        rows = zip(self.layers, self.given, self.learned, strict=True)
+        return {
+            layer: tuple(g - have for g, have in zip(given, learned, strict=True)) for layer, given, learned in rows
+        }
+
+    @property
+    def load(self) -> dict[int, tuple[int, ...]]:
+        """By layer and expert the tokens since training began, as policies are asked with."""
+        return dict(zip(self.layers, self.given, strict=True))
+
+    @property
+    def since_snapshot(self) -> dict[int, tuple[int, ...]]:
+        """By layer and expert, the tokens learned since its newest version in memory."""
+        return self._since(self.memory)
+
+    @property
+    def since_persist(self) -> dict[int, tuple[int, ...]]:
+        """By layer and expert, the tokens learned since its newest version in storage."""
+        return self._since(self.storage)
+
+    def plt(self, routed: Mapping[int, int] | None = None) -> float:
+        """The proportion of lost tokens: the mean over layers of :meth:`plt_by_layer` (MoC, section 3.1.2, eq. 7).
+
+        Args:
+            routed: by layer, T_i TopK_i of the whole training; by default what was routed so far.
+        """
+        shares = self.plt_by_layer(routed).values()
+        return sum(shares) / len(shares) if shares else 0.0
+
+    def plt_by_layer(self, routed: Mapping[int, int] | None = None) -> dict[int, float]:
+        """By layer the lost tokens of all faults, as a share of T_i TopK_i; 0 where nothing was routed."""
+        total = dict(zip(self.layers, self.routed, strict=True)) if routed is None else routed
+        return {layer: sum(lost) / total[layer] if total[layer] else 0.0 for layer, lost in self.lost.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Ledger:
+        """From :meth:`state_dict`, also after a way through JSON.
+
+        Raises:
+            ValueError: this is no such state.
+        """
+        try:
+            ledger = cls(
+                iteration=int(state["iteration"]),
+                layers=tuple(map(int, state["layers"])),
+                given=_frozen(state["given"]),
+                learned=_frozen(state["learned"]),
+                routed=tuple(map(int, state["routed"])),
+                memory=_versions(state["memory"]),
+                storage=_versions(state["storage"]),
+                to_memory=tuple(map(_begun, state["to_memory"])),
+                to_storage=tuple(map(_begun, state["to_storage"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError("this is no state of a token ledger: start without it") from error
+        tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage)
+        shapes = {tuple(map(len, table)) for table in tables}
+        if len(shapes) > 1 or len(ledger.given) != len(ledger.layers) or len(ledger.routed) != len(ledger.layers):
+            raise ValueError("this state of a token ledger contradicts itself: start without it")
+        return ledger
+
+    def _place(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise ValueError(f"layer {layer} has no experts that the ledger counts: it counts those of {self.layers}")
+        return self.layers.index(layer)
+
+    def _row(self, counts: Mapping[int, Sequence[int]], layer: int) -> tuple[int, ...]:
+        row, experts = tuple(map(int, counts.get(layer, ()))), len(self.given[self._place(layer)])
+        if counts.keys() - set(self.layers) or len(row) != experts or min(row) < 0:
+            raise ValueError(
+                f"the counts of iteration {self.iteration + 1} do not fit the {experts} experts of layer {layer}: the "
+                f"ledger needs one number of tokens for each expert of the layers {self.layers}"
+            )
+        return row
+
+    def _begun(self, experts: Mapping[int, Iterable[int]]) -> Begun:
+        chosen = tuple((self._place(layer), tuple(sorted(numbers))) for layer, numbers in sorted(experts.items()))
+        learned = tuple(tuple(self.learned[place][e] for e in numbers) for place, numbers in chosen)
+        return Begun(self.iteration, chosen, learned)
+
+    def _completed(self, table: Versions, under_way: tuple[Begun, ...], iteration: int, what: str) -> Versions:
+        found = next((save for save in under_way if save.iteration == iteration), None)
+        if found is None:
+            raise ValueError(f"no {what} was begun at iteration {iteration}: tell begun() first")
+        rows = list(map(list, table))
+        for place, experts in found.experts:
+            for expert in experts:
+                rows[place][expert] = _saved(found, place, expert)
+        return _frozen(rows)
+
+    def _version(self, layer: int, expert: int, iteration: int, known: Mapping[int, Ledger]) -> Version:
+        place = self._place(layer)
+        if iteration > self.iteration:
+            raise ValueError(
+                f"expert {expert} of layer {layer} cannot have the state of iteration {iteration} when the run goes on "
+                f"from {self.iteration}: take the ledger of the iteration that it goes on from"
+            )
+        if iteration == self.iteration:
+            return Version(iteration, self.learned[place][expert])
+        found = {0: 0} | {i: ledger.learned[ledger._place(layer)][expert] for i, ledger in known.items()}
+        for save in (*self.to_memory, *self.to_storage):
+            if saved := _saved(save, place, expert):
+                found[save.iteration] = saved.learned
+        found |= {v.iteration: v.learned for v in (self.memory[place][expert], self.storage[place][expert])}
+        if iteration not in found:
+            raise ValueError(
+                f"what expert {expert} of layer {layer} had learned by iteration {iteration} is not in the ledger of "
+                f"iteration {self.iteration}: add the ledger that was stored with the snapshot of {iteration}"
+            )
+        return Version(iteration, found[iteration])
+
+    def _since(self, table: Versions) -> dict[int, tuple[int, ...]]:
+        rows = zip(self.layers, self.learned, table, strict=True)
+        return {
+            layer: tuple(have - version.learned for have, version in zip(learned, versions, strict=True))
+            for layer, learned, versions in rows
+        }
+
+
+def _added(table: Table, rows: Iterable[Sequence[int]]) -> Table:
+    return tuple(tuple(map(sum, zip(old, new, strict=True))) for old, new in zip(table, rows, strict=True))
+
+
+def _frozen(rows: Iterable[Iterable]) -> tuple[tuple, ...]:
+    return tuple(map(tuple, rows))
+
+
+def _versions(rows: Iterable[Iterable]) -> Versions:
+    return tuple(tuple(Version(int(i), int(learned)) for i, learned in row) for row in rows)
+
+
+def _begun(save: Sequence) -> Begun:
+    iteration, experts, learned = save
+    return Begun(int(iteration), tuple((int(place), tuple(map(int, e))) for place, e in experts), _frozen(learned))
+
+
+def _saved(save: Begun, place: int, expert: int) -> Version | None:
+    for (where, experts), learned in zip(save.experts, save.learned, strict=True):
+        if where == place and expert in experts:
+            return Version(save.iteration, learned[experts.index(expert)])
+    return None
+
+
+def _later(under_way: tuple[Begun, ...], iteration: int) -> tuple[Begun, ...]:
+    return tuple(save for save in under_way if save.iteration > iteration)

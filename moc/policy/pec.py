@@ -1,0 +1,203 @@
+"""Partial experts checkpointing: everything but experts, and some experts of each layer in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from moc.policy.dynamic_k import DynamicK
+from moc.policy.load_aware import load_aware_experts
+from moc.policy.persist import persist_selection
+from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.policy.registry import policy
+from moc.policy.sequential import sequential_experts
+from moc.policy.turns import Turns, turn
+from moc.state.detail import Detail
+
+NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
+"""By target, what of the other experts is saved: if weights are chosen, the moments of all, and the other way round."""
+
+SELECTIONS = ("sequential", "load_aware")
+
+Experts = dict[int, list[int]]
+
+
+@policy("pec")
+@dataclass(frozen=True)
+class Pec(Policy):
+    """PEC (Cai, Qin, Huang, 2024, section 3.1) in the two levels of MoC-System (ASPLOS 2025, sections 3.2, 5.1, 5.3).
+
+    The first snapshot of a run saves everything; after it, each saves all that is not an expert and K experts of each
+    layer.  With a tier above storage, ``k_persist`` of them go on to storage, whose first checkpoint must be one of
+    everything too.  Such a snapshot is complete only if K is all experts: the others are in earlier ones.
+
+    Attributes:
+        k: K_snapshot, experts of each layer in a snapshot.
+        k_persist: K_persist, those of them that go on to storage; 0 for all of them.
+        selection: ``sequential``, in turn, or ``load_aware``, those with the most tokens since they were saved last.
+        target: ``both``; or ``weights`` or ``optimizer``, when only these are saved of chosen experts alone, and the
+            other of all (MoC's W and O, section 6.3).
+        ep: expert-parallel ranks, so that they save equally many.
+        plt_limit: K is doubled when faults have lost its share of this proportion of tokens; 0 for never.
+        persist_every: snapshots from one that goes to storage to the next, if that is a fixed number.
+        turns: what it was told; stored with snapshots.
+
+    Raises:
+        ValueError: a setting does not fit the others or the model.
+    """
+
+    exact: ClassVar[bool] = False
+
+    k: int = 1
+    k_persist: int = 0
+    selection: str = "sequential"
+    target: str = "both"
+    ep: int = 1
+    plt_limit: float = 0.0
+    persist_every: int = 1
+    turns: Turns = field(default_factory=Turns, compare=False)
+
+    def __post_init__(self):
+        if self.selection not in SELECTIONS:
+            raise ValueError(
+                f"there is no selection of experts called {self.selection}: choose {' or '.join(SELECTIONS)}"
+            )
+        if self.target not in NOT_CHOSEN:
+            raise ValueError(f"there is no target called {self.target}: choose one of {', '.join(NOT_CHOSEN)}")
+        if self.persist_every < 1:
+            raise ValueError(f"persist_every must be at least 1, not {self.persist_every}")
+        for layer, number in self._num_experts.items():
+            if not 1 <= self.k <= number or not 0 <= self.k_persist <= self.k:
+                raise ValueError(
+                    f"of the {number} experts of layer {layer}, {self.k} cannot be in a snapshot and {self.k_persist} "
+                    f"of these go to storage: take from 1 to {number}, and to storage no more than that"
+                )
+            if self.ep < 1 or number % self.ep:
+                raise ValueError(f"the {number} experts of layer {layer} are not a multiple of ep = {self.ep}")
+
+    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
+        """All that is not an expert and the experts whose turn it is; everything where nothing was saved so far.
+
+        Raises:
+            ValueError: experts are to be selected by load, and nobody counts tokens.
+        """
+        if not self.interval.due(iteration):
+            return None
+        if not self.turns.based or not self._num_experts:
+            return self.everything(iteration)
+        return self._partial(iteration, self._selected(load))
+
+    def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:
+        """As :meth:`Policy.taken`; the turn goes on."""
+        if plan.complete:
+            self.turns.based = True
+        else:
+            self.turns.partial += 1
+        if load is not None and self.selection == "load_aware":
+            self.turns.note_saved(self._in_full(plan), load)
+
+    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """What is not an expert, and K_persist experts of each layer; all of it where storage has nothing yet.
+
+        Raises:
+            ValueError: storage has no checkpoint of everything, without which a partial one is of no use.
+        """
+        if not self.turns.stored:
+            if plan.complete:
+                return plan
+            raise ValueError(
+                f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
+                "experts yet: save everything() at the first iteration that goes there"
+            )
+        persisted = self.turns.persisted or self._never()
+        chosen = persist_selection(self._in_full(plan), persisted, self.k_to_persist, self.ep)
+        return self._partial(plan.iteration, chosen)
+
+    def stored(self, plan: SnapshotPlan) -> None:
+        """As :meth:`Policy.stored`."""
+        self.turns.stored |= plan.complete
+        self.turns.persisted = self.turns.persisted or self._never()
+        self.turns.note_persisted(self._in_full(plan))
+
+    def memory_lost(self) -> None:
+        """The run goes on from storage, and memory holds nothing: the next snapshot saves everything."""
+        self.turns.based = False
+
+    def recovered(self, plt: float) -> None:
+        """A recovery has raised the proportion of lost tokens by so much; more experts may be saved from now on."""
+        if self.plt_limit and self._num_experts:
+            after = self._dynamic.recovered(max(0.0, plt))  # below 0 if a newer state was found after all
+            self.turns.k, self.turns.booked = after.k, after.booked
+
+    @property
+    def k_to_persist(self) -> int:
+        """K_persist as it is now."""
+        return max(self.turns.k, self.k_persist or self.k)
+
+    @property
+    def k_to_snapshot(self) -> int:
+        """K_snapshot as it is now; faults raise it in proportion to K_persist, up to all experts."""
+        raised = -(-self.k * self.k_to_persist // (self.k_persist or self.k))
+        return min(raised, min(self._num_experts.values(), default=raised))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`Policy.state_dict`."""
+        return self.turns.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Policy.load_state_dict`; the model must be the same, settings need not."""
+        self.turns.load_state_dict(state)
+
+    def _selected(self, load: Load | None) -> Experts:
+        if self.selection == "load_aware":
+            if load is None:
+                raise ValueError("nobody counts the tokens of experts: count them, or select experts sequentially")
+            return load_aware_experts(self._unsaved(load), self.k_to_snapshot, self.ep)
+        k, selected = self.k_to_snapshot, {}
+        for place, (layer, experts) in enumerate(self._num_experts.items()):
+            number = turn(self.turns.partial, experts // math.gcd(experts, k), self.persist_every)
+            selected[layer] = sequential_experts(number, place, k, experts, self.ep)
+        return selected
+
+    def _unsaved(self, load: Load) -> dict[int, list[int]]:
+        before = self._never() | self.turns.saved
+        return {layer: [now - then for now, then in zip(load[layer], before[layer], strict=True)] for layer in before}
+
+    def _partial(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
+        """A plan with these experts, and what the target says of the others."""
+        details, rest = {}, NOT_CHOSEN[self.target]
+        for operator in self.operators:
+            chosen = operator.expert is None or operator.expert in experts[operator.layer]
+            if chosen or rest is not None:
+                details[operator.name] = Detail.FULL if chosen else rest
+        complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
+        return SnapshotPlan(iteration, self.name, details, complete)
+
+    def _in_full(self, plan: SnapshotPlan) -> Experts:
+        """The experts that a plan has in full, by layer."""
+        found: Experts = {layer: [] for layer in self._num_experts}
+        for operator in self.operators:
+            if operator.expert is not None and plan.operators.get(operator.name) is Detail.FULL:
+                found[operator.layer].append(operator.expert)
+        return found
+
+    def _never(self) -> dict[int, list[int]]:
+        return {layer: [0] * number for layer, number in self._num_experts.items()}
+
+    @property
+    def _dynamic(self) -> DynamicK:
+        first = self.k_persist or self.k
+        number = min(self._num_experts.values())
+        return DynamicK(self.k_to_persist, number, self.plt_limit, first, self.turns.booked)
+
+    @cached_property
+    def _num_experts(self) -> dict[int, int]:
+        """By layer with experts, in order, how many."""
+        numbers: dict[int, int] = {}
+        for operator in self.operators:
+            if operator.expert is not None:
+                numbers[operator.layer] = numbers.get(operator.layer, 0) + 1
+        return dict(sorted(numbers.items()))

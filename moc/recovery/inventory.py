@@ -1,0 +1,85 @@
+"""What checkpoints there are, in storage and in the memory of the nodes that have survived."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from moc.recovery.sources import MEMORY, STORAGE, Held
+from moc.state.operators import Operator
+from moc.store.errors import CheckpointError
+from moc.store.manifest import Manifest
+from moc.store.store import Store
+
+
+class Summary(NamedTuple):
+    """What a manifest says, as far as others need to know it.
+
+    Attributes:
+        iteration: iterations completed.
+        writers: ranks that wrote, over all nodes.
+        files: how many files it names.
+        operators: by name the detail, and by slot how many elements these files hold.
+    """
+
+    iteration: int
+    writers: int
+    files: int
+    operators: dict[str, tuple[str, dict[str, int]]]
+
+
+def summary(manifest: Manifest) -> Summary:
+    """The summary of a manifest."""
+    operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
+    return Summary(manifest.iteration, manifest.writers, len(manifest.files), operators)
+
+
+def look(store: Store) -> tuple[list[Summary], list[str]]:
+    """The checkpoints in a place, and what is wrong with those of which the manifest cannot be read."""
+    summaries, problems = [], []
+    for iteration in store.iterations():
+        try:
+            summaries.append(summary(store.manifest(iteration)))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return summaries, problems
+
+
+def in_storage(summaries: Iterable[Summary]) -> list[Held]:
+    """What storage holds: a checkpoint that is published there is complete."""
+    return [
+        Held(one.iteration, STORAGE, {name: detail for name, (detail, _) in one.operators.items()}) for one in summaries
+    ]
+
+
+def in_memory(nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator]) -> list[Held]:
+    """What the memory of all nodes that are there holds together.
+
+    Where all ranks' files are there, all operators are whole; where a node is lost, those of which the others have all
+    elements.
+
+    Args:
+        nodes: what each node holds.
+        operators: of the model.
+    """
+    parts: dict[tuple[int, int], list[Summary]] = defaultdict(list)
+    for node in nodes:
+        for one in node:
+            parts[one.iteration, one.writers].append(one)
+    sizes = {operator.name: operator.parameters for operator in operators}
+    held = []
+    for (iteration, writers), summaries in parts.items():
+        everything = sum(one.files for one in summaries) == writers
+        details = {name: detail for one in summaries for name, (detail, _) in one.operators.items()}
+        whole = {n: d for n, d in details.items() if everything or _is_whole(n, sizes.get(n), summaries)}
+        held.append(Held(iteration, MEMORY, whole))
+    return held
+
+
+def _is_whole(name: str, size: int | None, summaries: Iterable[Summary]) -> bool:
+    elements: Counter[str] = Counter()
+    for one in summaries:
+        elements.update(one.operators.get(name, (None, {}))[1])
+    slots = [slot for slot in elements if slot != "param"]  # a router's biases are not among its parameters
+    return bool(slots) and all(elements[slot] == size for slot in slots)

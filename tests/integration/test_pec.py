@@ -1,0 +1,125 @@
+"""Partial experts checkpoints in training: what they hold, how large they are, and what comes back from where."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moc.store.places import LocalPlace
+from moc.store.regions import RegionReader
+from moc.store.store import Store, directory_of
+from tests.integration.snapshot_files import node_memory
+from tests.integration.test_atomic_save import wait_for
+from tests.integration.tiny import FLAGS, LAYOUTS, train
+from tests.worlds import run_world, start_world
+
+EXPERTS, LAYERS = FLAGS["num_experts"], FLAGS["num_layers"]
+PEC = dict(ckpt_policy="pec", snapshot_interval=1, train_iters=40)
+
+
+def events(log: Path, kind: str) -> list[dict]:
+    """The events of a kind, in order."""
+    lines = (log / "events.jsonl").read_text().splitlines() if (log / "events.jsonl").exists() else []
+    return [event for event in map(json.loads, lines) if event["type"] == kind]
+
+
+def kill_at(layout: str, flags: dict, iteration: int) -> None:
+    """Trains, and kills all workers at once after an iteration."""
+    size, parallel = LAYOUTS[layout]
+    log = Path(flags["log_dir"])
+    world = start_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags)
+    wait_for(lambda: any(e["iteration"] >= iteration for e in events(log, "iteration")) or world.ended(), seconds=60)
+    world.kill()
+    assert {result.exit for result in world.wait()} == {-9}
+
+
+def loaded(layout: str, flags: dict) -> tuple[int, dict[str, str]]:
+    """Where a run would go on, and the hash of every fragment that it has then."""
+    size, parallel = LAYOUTS[layout]
+    told = run_world(size, "tests.integration.pec_bodies:loaded", flags=FLAGS | parallel | flags)
+    hashes = {name: digest for worker in told for name, digest in worker["hashes"].items()}
+    return told[0]["start"], hashes
+
+
+def saved(store: Store) -> dict[str, dict[int, str]]:
+    """By fragment, its hash in each checkpoint that has it."""
+    found: dict[str, dict[int, str]] = {}
+    for iteration in store.iterations():
+        files = Path(store.place.name) / directory_of(iteration)
+        for source in RegionReader(sorted(files.glob("*.safetensors"))).sources():
+            entry = source.entry
+            key = f"{entry.name} {entry.slot} {entry.region.offset} {entry.region.shape}"
+            found.setdefault(key, {})[iteration] = source.digest
+    return found
+
+
+def experts_in(store: Store, iteration: int) -> dict[int, list[int]]:
+    """By layer, the experts that a checkpoint has."""
+    found: dict[int, list[int]] = {}
+    for name in store.manifest(iteration).operators:
+        if ".expert." in name:
+            _, layer, _, expert = name.split(".")
+            found.setdefault(int(layer), []).append(int(expert))
+    return {layer: sorted(experts) for layer, experts in found.items()}
+
+
+def test_bytes_are_those_of_equation_6(data, tmp_path):
+    flags = dict(pec_k=2, ckpt_dir=str(tmp_path / "c"), ckpt_keep=9, exit_interval=3, log_dir=str(tmp_path))
+    assert set(train("EP2", data | PEC | flags).codes) == {0}
+    store = Store(LocalPlace(tmp_path / "c"))
+    assert {layer: len(experts) for layer, experts in experts_in(store, 2).items()} == dict.fromkeys(range(LAYERS), 2)
+    full, partial = (
+        sum(f.bytes - f.header_bytes for f in store.manifest(iteration).files.values()) for iteration in (1, 2)
+    )
+    elements = {name: sum(entry.elements.values()) for name, entry in store.manifest(1).operators.items()}
+    of_experts = sum(n for name, n in elements.items() if ".expert." in name)
+    assert full == 4 * sum(elements.values())
+    assert partial == pytest.approx(full - 4 * of_experts * (EXPERTS - 2) / EXPERTS, rel=0.01)
+    for iteration in (1, 3):  # the first one, and an orderly end, save everything
+        assert experts_in(store, iteration) == {layer: list(range(EXPERTS)) for layer in range(LAYERS)}
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("layout", ["PP2xEP2", "EP4"])
+def test_every_fragment_comes_back_in_its_newest_state(layout, data, tmp_path):
+    log = tmp_path / "log"
+    flags = data | PEC | dict(pec_k=1, ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
+    kill_at(layout, flags, iteration=6)
+    versions = saved(Store(LocalPlace(tmp_path / "c")))
+    newest = max(iteration for versions_of_one in versions.values() for iteration in versions_of_one)
+    start, hashes = loaded(layout, flags)
+    assert start == newest
+    assert hashes == {fragment: found[max(found)] for fragment, found in versions.items()}
+    assert {max(found) for fragment, found in versions.items() if ".experts." not in fragment} == {newest}
+    assert len({max(found) for found in versions.values()}) > 2
+    lost = events(log, "lost")[-1]
+    assert 0 < lost["plt"] < 1 and lost["plt"] == pytest.approx(lost["raised_by"])
+
+
+@pytest.mark.recovery
+def test_two_levels(data, tmp_path):
+    log, storage = tmp_path / "log", Store(LocalPlace(tmp_path / "c"))
+    with node_memory() as memory:
+        flags = data | PEC | dict(pec_k_snapshot=4, pec_k_persist=1, ckpt_tier="memory", persist_interval=2)
+        flags |= dict(ckpt_memory_dir=str(memory), ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
+        kill_at("EP2", flags, iteration=6)
+        first, *others = storage.iterations()
+        assert len(experts_in(storage, first)[0]) == EXPERTS
+        assert {len(experts_in(storage, iteration)[0]) for iteration in others} == {1}
+        assert set(train("EP2", flags | dict(exit_interval=8)).codes) == {0}
+    from_memory, plt = events(log, "resume")[-1], events(log, "lost")[-1]["plt"]
+    assert from_memory["tier"] == "memory" and from_memory["sources"][0] == [from_memory["iteration"], "memory"]
+    assert len(from_memory["sources"]) > 1 and 0 < plt < 1
+    assert experts_in(storage, max(storage.iterations()))[0] == list(range(EXPERTS))
+
+
+@pytest.mark.recovery
+def test_storage_keeps_what_is_needed_and_no_more(data, tmp_path):
+    flags = dict(pec_k=1, ckpt_dir=str(tmp_path / "c"), ckpt_keep=1, log_dir=str(tmp_path / "log"))
+    kill_at("1", data | PEC | flags, iteration=2 * EXPERTS)
+    store = Store(LocalPlace(tmp_path / "c"))
+    versions = saved(store)
+    needed = {max(found) for found in versions.values()}
+    assert len(needed) >= EXPERTS // 2
+    # the last publication may have been cut off before it removed what it superseded
+    assert needed <= set(store.iterations()) and len(set(store.iterations()) - needed) <= 1

@@ -1,0 +1,156 @@
+"""The adaptive configuration: nothing that the equations know of is better, and what is free is taken."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.policy.adaptive import Measured, choose, uniform_plt
+from moc.policy.ledger import Ledger
+from moc.policy.sequential import sequential_experts
+
+MACHINE = Measured(
+    busiest={k: 100 + 50 * k for k in range(1, 9)},
+    forward_backward_s=3.0,
+    iteration_s=4.0,
+    snapshot_bandwidth=100.0,
+    persist_bandwidth=10.0,
+    restart_s=60.0,
+    faults_per_iteration=1e-3,
+)
+
+
+@st.composite
+def machines(draw):
+    sizes = sorted(draw(st.lists(st.integers(1, 1000), min_size=1, max_size=5)))
+    seconds = st.floats(0.1, 50)
+    return Measured(
+        dict(enumerate(sizes, start=1)),
+        *(draw(seconds) for _ in range(2)),
+        *(draw(st.floats(1, 1000)) for _ in range(2)),
+        draw(st.floats(0, 100)),
+        draw(st.sampled_from([1e-6, 1e-4, 1e-2, 0.3])),
+    )
+
+
+def possible(machine):
+    """All pairs of numbers with all intervals, up to far beyond the best one."""
+    for k_snapshot in machine.busiest:
+        for k_persist in (k for k in machine.busiest if k <= k_snapshot):
+            least = -(-machine.persist_s(k_persist) // machine.iteration_s)
+            for interval in (*range(max(1, int(least)), int(least) + 60), *(int(least) + 10**n for n in (2, 3, 4))):
+                yield k_snapshot, k_persist, interval
+
+
+@settings(deadline=None)
+@given(machines(), st.sampled_from([None, 0.0, 0.001, 0.0375, 0.5]))
+def test_nothing_is_better(machine, limit):
+    choice = choose(machine, limit)
+    assert choice.k_persist <= choice.k_snapshot
+    assert choice.interval * machine.iteration_s >= machine.persist_s(choice.k_persist) * (1 - 1e-12)
+    assert choice.overhead_s == machine.overhead_s(choice.k_snapshot, choice.interval)
+    assert limit is None or choice.plt <= limit
+    for k_snapshot, k_persist, interval in possible(machine):
+        other = uniform_plt(machine.num_experts, machine.faults_per_iteration, 0.5, k_snapshot, k_persist, interval)
+        if limit is None or other <= limit:
+            assert choice.overhead_s <= machine.overhead_s(k_snapshot, interval) * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(machines())
+def test_k_snapshot_is_the_largest_that_hides(machine):
+    hidden = [k for k in machine.busiest if machine.snapshot_s(k) <= machine.forward_backward_s]
+    choice = choose(machine)
+    if hidden:
+        assert choice.k_snapshot == max(hidden) and choice.save_s == 0
+
+
+def test_the_example():
+    """(100 + 50 K) / 100 <= 3 s: 4 experts hide.  One of them takes 15 s to storage, that is 4 iterations."""
+    choice = choose(MACHINE)
+    assert (choice.k_snapshot, choice.k_persist, choice.interval, choice.save_s) == (4, 1, 4, 0)
+    assert choice.overhead_s == pytest.approx(1e-3 * (60 + 4 / 2 * 4))
+    # all 8: 2 s of stall, 50 s to storage
+    assert choice.full_overhead_s == pytest.approx(min(2 / i + 1e-3 * (60 + i / 2 * 4) for i in range(13, 99)))
+
+
+def test_experts_that_cost_no_time_are_taken():
+    """More experts at the same bottleneck, and a storage that has time left in the same interval."""
+    same = {1: 150, 2: 200, 3: 300, 4: 300, 5: 301, 8: 400}
+    choice = choose(dataclasses.replace(MACHINE, busiest=same, persist_bandwidth=50.0))
+    assert (choice.k_snapshot, choice.k_persist, choice.interval) == (4, 2, 1)
+    less = choose(dataclasses.replace(MACHINE, busiest={k: 150 for k in (1, 2, 3)}))
+    assert (less.k_snapshot, less.k_persist) == (3, 3)
+
+
+def test_a_limit_takes_more_experts():
+    free, limited = choose(MACHINE), choose(MACHINE, plt_limit=0.007)
+    assert free.plt > 0.007 >= limited.plt
+    assert (free.k_persist, limited.k_persist) == (1, 2) and limited.interval > free.interval
+
+
+def test_a_limit_may_be_kept_by_snapshots_that_are_more_frequent():
+    """Nothing hides, and storage is quick: a snapshot costs 1 s and more, so that they are seldom without a limit."""
+    machine = dataclasses.replace(MACHINE, forward_backward_s=0.5, persist_bandwidth=1e6)
+    free, limited = choose(machine), choose(machine, plt_limit=0.07)
+    assert (free.k_snapshot, free.interval) == (1, 22) and free.plt == pytest.approx(0.077)
+    assert (limited.k_snapshot, limited.interval) == (1, 20)
+
+
+def test_a_limit_of_nothing_saves_everything():
+    strict = choose(MACHINE, plt_limit=0.0)
+    assert (strict.k_snapshot, strict.k_persist, strict.plt) == (8, 8, 0)
+    assert strict.overhead_s == strict.full_overhead_s
+    with pytest.raises(ValueError, match="raise the limit"):
+        choose(MACHINE, 0.1, lambda *_: 0.2)
+
+
+def test_equation_10():
+    assert [MACHINE.save_s(k) for k in (1, 4, 5, 8)] == [0, 0, 0.5, 2]
+
+
+def test_saving_less_or_more_often_costs_less_than_everything():
+    """Equation 16, and both ways to it that section 6.2.5 names."""
+    cost = MACHINE.overhead_s
+    assert cost(4, 20) < cost(8, 20)
+    assert MACHINE.save_s(5) / 5 == MACHINE.save_s(8) / 20 and cost(5, 5) < cost(8, 20)
+
+
+@pytest.mark.parametrize(("k_snapshot", "k_persist", "interval"), [(1, 1, 1), (3, 1, 2), (4, 2, 3), (8, 8, 5)])
+@pytest.mark.parametrize("from_storage", [0, 3])
+def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, from_storage):
+    """One fault right after a checkpoint of 8 equally busy experts, some of which come from storage."""
+    rounds, all_experts = 20, range(8)
+    ledger, storage = Ledger.of({0: 8}), dict.fromkeys(all_experts, 0)
+    for iteration in range(1, rounds * interval + 1):
+        ledger = ledger.after({0: [5] * 8})
+        if iteration % interval == 0:
+            turn = iteration // interval
+            chosen = sequential_experts(turn, 0, k_snapshot, 8, 1)
+            persisted = sequential_experts(turn, 0, k_persist, 8, 1)
+            storage |= dict.fromkeys(persisted, iteration)
+            ledger = ledger.begun({0: chosen}, {0: persisted}).snapshotted(iteration).persisted(iteration)
+    memory = {expert: version.iteration for expert, version in enumerate(ledger.memory[0])}
+    # every expert once from storage, so that the mean over them is taken
+    losses = []
+    for first in all_experts:
+        gone = [(first + i) % 8 for i in range(from_storage)]
+        losses.append(ledger.recovered({0: memory | {e: storage[e] for e in gone}}).plt())
+    expected = uniform_plt(8, 1 / ledger.iteration, from_storage / 8, k_snapshot, k_persist, interval)
+    assert sum(losses) / 8 == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_reason_is_said():
+    said = choose(MACHINE, 0.05).reason
+    assert "A snapshot of 4 experts hides: 3 s beside 3 s of forward and backward; one of 5 would take 3.5 s." in said
+    assert "of at most 5 %" in said
+    assert "training waits for 1 s" in choose(dataclasses.replace(MACHINE, forward_backward_s=0.5), None).reason
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"busiest": {}}, {"iteration_s": 0.0}, {"restart_s": -1.0}, {"faults_per_iteration": 0.0}], ids=str
+)
+def test_what_cannot_have_been_measured_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(MACHINE, **wrong)

@@ -1,0 +1,244 @@
+"""The policy ``pec``: who is saved when, in memory and in storage, and what it remembers."""
+
+import json
+import math
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.policy import Every, IntervalTuner, policy_named
+from moc.policy.load_aware import load_aware_experts
+from moc.policy.pec import NOT_CHOSEN, Pec
+from moc.policy.persist import persist_selection
+from moc.state.detail import Detail
+from moc.state.shape import ModelShape, model_operators
+from tests.unit.policy.clock import Clock
+
+
+def operators(layers=(0, 1, 1), experts=4):
+    return model_operators(ModelShape(layers, 8, 16, 8, 8, 4, 100, num_experts=experts, expert_ffn_hidden_size=16))
+
+
+def saved(plan, detail=Detail.FULL) -> dict[int, list[int]]:
+    """The experts at a detail, by layer."""
+    found = defaultdict(list)
+    for name in plan.of(detail):
+        if ".expert." in name:
+            found[int(name.split(".")[1])].append(int(name.split(".")[3]))
+    return dict(found)
+
+
+def take(policy, iteration, load=None):
+    plan = policy.plan(iteration, load)
+    policy.taken(plan, load)
+    return plan
+
+
+def test_the_first_snapshot_saves_everything_and_the_others_one_expert_of_each_layer_in_turn():
+    policy = policy_named("pec")(operators(), Every(5))
+    first, second, third = (take(policy, iteration) for iteration in (5, 10, 15))
+    assert first == policy.everything(5) and first.complete
+    assert policy.plan(16) is None
+    assert saved(second) == {1: [0], 2: [1]} and saved(third) == {1: [1], 2: [2]}
+    others = [operator.name for operator in policy.operators if operator.kind != "expert"]
+    for plan in (second, third):
+        assert not plan.complete and set(others) < set(plan.operators)
+        assert set(plan.operators.values()) == {Detail.FULL}
+
+
+def test_asking_changes_nothing():
+    policy = Pec(operators(), Every(1))
+    assert policy.plan(1) == policy.plan(1) and policy.plan(2).complete
+    policy.taken(policy.plan(1))
+    assert policy.plan(2) == policy.plan(2) and not policy.plan(2).complete
+
+
+def test_figure_4():
+    policy = Pec(operators((0, 1) * 4, experts=3), Every(1), ep=3)
+    _, first, second = (saved(take(policy, iteration)) for iteration in (1, 2, 3))
+    assert first == {1: [0], 3: [1], 5: [2], 7: [0]}
+    assert second == {1: [1], 3: [2], 5: [0], 7: [1]}
+
+
+def test_turns_are_counted_where_the_interval_is_tuned():
+    tuner = IntervalTuner()
+    clock, policy = Clock(tuner, stall_s=1.0), Pec(operators(experts=3), tuner)
+    seen = []
+    for iteration in range(1, 400):
+        clock.run(1)
+        plan = policy.plan(iteration)
+        assert (plan is not None) == (iteration in clock.starts)
+        if plan is not None:
+            policy.taken(plan)
+            seen.append(saved(plan)[1])
+    assert len(seen) > 5 and seen[1:] == [[turn % 3] for turn in range(len(seen) - 1)]
+
+
+@pytest.mark.parametrize("target", NOT_CHOSEN)
+def test_targets_say_what_of_the_other_experts_is_saved(target):
+    policy = Pec(operators(), Every(1), target=target)
+    take(policy, 1)
+    plan, rest = take(policy, 2), {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER}.get(target)
+    assert not plan.complete and saved(plan) == {1: [0], 2: [1]}
+    if rest is None:
+        assert plan.details == (Detail.FULL,)
+    else:
+        assert saved(plan, rest) == {1: [1, 2, 3], 2: [0, 2, 3]} and len(plan.operators) == len(policy.operators)
+    names = [operator.name for operator in policy.operators]
+    assert list(plan.operators) == sorted(plan.operators, key=names.index)
+
+
+def test_all_experts_make_a_snapshot_complete():
+    policy = Pec(operators(), Every(1), k=4)
+    assert take(policy, 1).complete and take(policy, 2).complete
+    dense = Pec(operators((0, 0)), Every(1))
+    assert take(dense, 1) == dense.everything(1) and take(dense, 2) == dense.everything(2)
+
+
+def test_experts_by_load():
+    policy = Pec(operators(), Every(1), k=2, selection="load_aware", ep=2)
+    start = {1: [100, 0, 0, 90], 2: [7, 7, 7, 7]}
+    assert take(policy, 1, start).complete
+    # of what came after the first snapshot, not since training began
+    then = {1: [101, 5, 9, 90], 2: [8, 9, 17, 8]}
+    since = {1: [1, 5, 9, 0], 2: [1, 2, 10, 1]}
+    assert saved(take(policy, 2, then)) == load_aware_experts(since, 2, 2) == {1: [1, 2], 2: [1, 2]}
+    # these were saved: the others have more unsaved tokens now
+    assert saved(policy.plan(3, then)) == {1: [0, 2], 2: [0, 3]}
+    with pytest.raises(ValueError, match="nobody counts the tokens of experts"):
+        policy.plan(3)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_no_expert_is_forgotten_in_memory_or_in_storage(data):
+    """Also where the snapshots that go to storage would always see the same part of the rotation."""
+    ep, per_rank = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    experts, every = ep * per_rank, data.draw(st.integers(1, 6))
+    k = data.draw(st.integers(1, experts))
+    k_persist = data.draw(st.integers(1, k))
+    policy = Pec(operators((1, 1), experts), Every(1), k, k_persist, ep=ep, persist_every=every)
+    rounds, period = -(-experts // k), experts // math.gcd(experts, k)
+    waits = 2 * period * every * -(-experts // k_persist)  # snapshots, generously
+    in_memory, in_storage = (dict.fromkeys(((at, e) for at in (0, 1) for e in range(experts)), 0) for _ in range(2))
+    for number in range(2 * waits):
+        plan = take(policy, number + 1)
+        in_memory |= {(layer, expert): number for layer, numbers in saved(plan).items() for expert in numbers}
+        if number % every == 0:
+            part = policy.for_storage(plan)
+            policy.stored(part)
+            if number:
+                assert part.operators.items() <= plan.operators.items()
+                assert all(len(numbers) == k_persist for numbers in saved(part).values())
+            in_storage |= {(layer, expert): number for layer, numbers in saved(part).items() for expert in numbers}
+        still = int(math.gcd(period, every) > 1)
+        assert number - min(in_memory.values()) < rounds + still
+        assert number - min(in_storage.values()) <= waits
+
+
+def test_of_a_snapshot_those_that_waited_longest_go_to_storage():
+    candidates, persisted = {0: [0, 1, 2, 3], 5: [0, 1, 2, 3]}, {0: [3, 1, 2, 1], 5: [0, 0, 0, 0]}
+    # layer 0 takes one from each rank; of equals in layer 5 too, though all of rank 0 come first
+    assert persist_selection(candidates, persisted, 2, 2) == {0: [1, 3], 5: [0, 2]}
+    assert persist_selection({0: [0, 2]}, persisted, 1, 2) == {0: [2]}
+    # who waits longest goes, though the rank has given one already
+    assert persist_selection({0: [0], 5: [1, 2]}, {0: [0] * 4, 5: [9, 0, 5, 9]}, 1, 2) == {0: [0], 5: [1]}
+    assert persist_selection({0: [0, 2]}, persisted, 3, 2) == {0: [0, 2]}
+
+
+def test_equals_are_spread_over_ranks():
+    candidates = {layer: range(8) for layer in range(6)}
+    chosen = persist_selection(candidates, dict.fromkeys(candidates, [0] * 8), 1, 4)
+    ranks = [expert // 2 for experts in chosen.values() for expert in experts]
+    assert max(map(ranks.count, range(4))) - min(map(ranks.count, range(4))) <= 1
+
+
+def test_storage_needs_everything_once():
+    policy = Pec(operators(), Every(1), k=2, k_persist=1)
+    take(policy, 1)
+    partial = take(policy, 2)
+    with pytest.raises(ValueError, match="partial snapshot of iteration 2 is of no use in storage"):
+        policy.for_storage(partial)
+    whole = policy.everything(3)
+    assert policy.for_storage(whole) == whole
+    policy.stored(whole)
+    assert saved(policy.for_storage(partial)).keys() == {1, 2}
+    assert [len(numbers) for numbers in saved(policy.for_storage(partial)).values()] == [1, 1]
+
+
+def test_memory_may_hold_all_where_storage_does_not():
+    policy = Pec(operators(), Every(1), k=4, k_persist=1, target="optimizer")
+    plan = take(policy, 1)
+    policy.stored(policy.for_storage(plan))
+    part = policy.for_storage(take(policy, 2))
+    assert not part.complete and [len(part.of(d)) for d in (Detail.FULL, Detail.MASTER)] == [len(part.operators) - 6, 6]
+
+
+def test_everything_is_saved_again_when_memory_is_lost():
+    policy = Pec(operators(), Every(1))
+    take(policy, 1)
+    policy.memory_lost()
+    assert take(policy, 2).complete and not take(policy, 3).complete
+
+
+@settings(deadline=None)
+@given(st.integers(0, 6), st.sampled_from(["sequential", "load_aware"]), st.data())
+def test_a_resumed_policy_goes_on_as_if_nothing_had_been(snapshots, selection, data):
+    def made():
+        return Pec(operators(experts=5), Every(1), 3, 1, selection, plt_limit=0.04)
+
+    def go_on(policy, first, loads):
+        done = []
+        for iteration, load in enumerate(loads, start=first):
+            done.append(take(policy, iteration, load))
+            done.append(policy.for_storage(done[-1]))
+            policy.stored(done[-1])
+        return done
+
+    rows = st.lists(st.integers(0, 99), min_size=5, max_size=5)
+    loads = data.draw(st.lists(st.fixed_dictionaries({1: rows, 2: rows}), min_size=12, max_size=12))
+    one, other = made(), made()
+    go_on(one, 1, loads[:snapshots])
+    one.recovered(data.draw(st.sampled_from([0.0, 0.011, 0.05])))
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert go_on(other, 20, loads[snapshots:]) == go_on(one, 20, loads[snapshots:])
+
+
+def test_faults_raise_both_numbers():
+    policy = Pec(operators(experts=16), Every(1), k=4, k_persist=1, plt_limit=0.05)  # five shares of one percent
+    numbers = []
+    for plt in (0.009, -0.5, 0.002, 0.01, 0.01, 0.01, 0.01):
+        policy.recovered(plt)
+        numbers.append((policy.k_to_snapshot, policy.k_to_persist))
+    assert numbers == [(4, 1), (4, 1), (8, 2), (16, 4), (16, 8), (16, 16), (16, 16)]
+    take(policy, 1)
+    assert take(policy, 2).complete
+    fixed = Pec(operators(experts=16), Every(1), k=4, k_persist=1)
+    fixed.recovered(0.9)
+    assert (fixed.k_to_snapshot, fixed.k_to_persist) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"k": 5}, "of the 4 experts of layer 1, 5 cannot be in a snapshot"),
+        ({"k": 0}, "0 cannot be in a snapshot"),
+        ({"k": 2, "k_persist": 3}, "2 cannot be in a snapshot and 3 of these go to storage"),
+        ({"ep": 3}, "not a multiple of ep = 3"),
+        ({"selection": "random"}, "no selection of experts called random"),
+        ({"target": "W"}, "no target called W"),
+        ({"persist_every": 0}, "persist_every must be at least 1"),
+    ],
+    ids=str,
+)
+def test_settings_must_fit(wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Pec(operators(), Every(1), **wrong)
+
+
+@pytest.mark.parametrize("broken", [{}, {"based": True}, {"persisted": 3}], ids=str)
+def test_what_is_no_state_is_refused(broken):
+    with pytest.raises(ValueError, match="start without it"):
+        Pec(operators(), Every(1)).load_state_dict(broken)
