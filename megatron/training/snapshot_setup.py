@@ -20,8 +20,9 @@ from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.snapshot_loading import SnapshotLoader
+from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_tiers import Tiers
-from megatron.training.snapshots import NoSnapshots, Snapshots
+from megatron.training.snapshots import NoSnapshots, Snapshots, Start
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.sources import MEMORY
@@ -81,6 +82,7 @@ def begin(
         policy=policy,
         contents=Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding)),
         saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
+        publisher=Publisher(world, policy, tiers, _layout(config, world), log),
         tiers=tiers,
         describe=lambda at: {
             **contents.training_state(config, world, at, optimizer, scheduler),
@@ -89,10 +91,8 @@ def begin(
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
         },
-        layout=_layout(config, world),
         blocking=config.snapshot.ckpt_blocking,
-        recovered=recovered,
-        newest=position.iteration if loaded else None,
+        start=Start(position.iteration if loaded else None, recovered, position.skipped_iterations),
         tokens=tokens,
         log=log,
     )

@@ -16,24 +16,22 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from megatron.training.agreement import agreed, first_of_any
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
 from megatron.training.logging import Log
+from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, sum_over_workers
 from megatron.training.tokens import TokenBook
 from moc.policy import Load, Policy, SnapshotPlan
-from moc.recovery.retention import retain
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
 from moc.snapshot.saver import Saver, Snapshot
 from moc.store.errors import CheckpointError
-from moc.store.publish import assemble
-from moc.store.store import Store
 
 BUFFERS = 3
 """One that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
@@ -52,6 +50,21 @@ class NoSnapshots(Rider):
 
     def secure(self, position: Position) -> None:
         """Nothing to bring to storage."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from.
+
+    Attributes:
+        newest: iteration of the snapshot, in memory or in storage; None if it was none.
+        in_memory: the same, if it is in memory.
+        skipped_iterations: as in :class:`Position`.
+    """
+
+    newest: int | None
+    in_memory: int | None
+    skipped_iterations: int
 
 
 @dataclass(frozen=True)
@@ -97,12 +110,11 @@ class Snapshots(Rider):
         policy: when what is saved.
         contents: what this worker saves of it.
         saver: copies and writes this worker's part.
+        publisher: makes them count.
         tiers: where to.
         describe: what is not a tensor, for a position.
-        layout: sizes of the layout, for the manifest.
         blocking: wait until a snapshot is safe.
-        recovered: iteration of the snapshot in memory from which this run goes on, if it does.
-        newest: iteration of the snapshot from which this run goes on, in memory or in storage.
+        start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
         log: where to report.
     """
@@ -113,34 +125,30 @@ class Snapshots(Rider):
         policy: Policy,
         contents: Contents,
         saver: Saver,
+        publisher: Publisher,
         tiers: Tiers,
         describe: Callable[[Position], dict],
-        layout: dict[str, int],
         blocking: bool,
-        recovered: int | None,
-        newest: int | None,
+        start: Start,
         tokens: TokenBook | None,
         log: Log,
     ):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
-        self._describe, self._layout, self._blocking, self._log = describe, layout, blocking, log
-        self._tokens = tokens
-        self._operators = {operator.name: operator for operator in policy.operators}
-        self._rotation = self._empty_rotation(recovered)
+        self._publisher, self._describe, self._blocking = publisher, describe, blocking
+        self._tokens, self._log = tokens, log
+        self._rotation = self._empty_rotation(start.in_memory)
         self._copying: deque[_Taken] = deque()
         self._writing: deque[_Taken] = deque()
-        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="snapshot-publish")
-        self._publishing: list[Future] = []
         self._failure: str | None = None
-        self._newest, self._newest_is_complete = newest, True
-        self._stored = None if recovered else newest
+        self._newest, self._newest_is_complete = start.newest, True
+        self._stored = None if start.in_memory else start.newest
         self._in_memory: _Taken | None = None
         self._replaces = False  # what is newest in memory has an older one beside it
         self._persist_due = tiers.persist_interval or 0
         self._started, self._was_busy = False, False
         self._iteration_s, self._stall_s = 0.0, 0.0  # of this worker, until the next vote
         self._agreed_s, self._agreed_stall_s = 0.0, 0.0  # means over workers, by the last vote
-        self._cost, self._skipped = _Cost(), 0
+        self._cost, self._skipped = _Cost(), start.skipped_iterations
 
     def reserve(self) -> None:
         """Makes the buffers that are free now, before training needs them.
@@ -223,7 +231,7 @@ class Snapshots(Rider):
         """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
         while self._copying or self._writing:
             self._wait_and_vote()
-        wait(self._publishing)
+        self._publisher.wait()
         self._wait_and_vote()
 
     def secure(self, position: Position) -> None:
@@ -359,7 +367,7 @@ class Snapshots(Rider):
         if self._tiers.leads_node:
             # at once: no worker may write over the snapshot before this one until the next vote
             with self._remembering_failure():
-                self._publish(memory, taken.plan, taken.state, self._tiers.node)
+                self._publisher.in_memory(taken.plan, taken.state)
             self._replaces = True
         self._in_memory = taken
         if taken.storage is not None:
@@ -387,28 +395,7 @@ class Snapshots(Rider):
             self._tokens.persisted(taken.plan.iteration)
         if self._world.rank == 0:
             amount, seconds = int(tally["snapshot_written_bytes"]), tally["snapshot_write_s"] / self._world.size
-            self._publishing = [future for future in self._publishing if not future.done() or future.exception()]
-            self._publishing.append(self._publisher.submit(self._publish_in_storage, taken, amount, seconds))
-
-    def _publish_in_storage(self, taken: _Taken, amount: int, seconds: float) -> None:
-        begun, storage, iteration = time.perf_counter(), self._tiers.storage, taken.plan.iteration
-        self._publish(storage, taken.storage, taken.state, range(self._world.size))
-        retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=iteration)
-        self._log.events.write(
-            "persist", iteration=iteration, bytes=amount, write_s=seconds, publish_s=time.perf_counter() - begun
-        )
-        self._log.message(f"saved snapshot of iteration {iteration} to {storage.place.name}")
-
-    def _publish(self, store: Store, plan: SnapshotPlan, state: dict, ranks) -> None:
-        try:
-            parts = store.reported(plan.iteration, ranks)
-            planned = [self._operators[name] for name in plan.operators]
-            store.publish(assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state))
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of iteration {plan.iteration} cannot be published in {store.place.name} "
-                f"({error.strerror or error}): make room or repair it, and start again; earlier ones are untouched"
-            ) from error
+            self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
 
     @contextlib.contextmanager
     def _remembering_failure(self):
@@ -420,9 +407,8 @@ class Snapshots(Rider):
     def _find_failure(self) -> str | None:
         futures = [taken.snapshot.sealed for taken in self._copying]
         futures += [taken.snapshot.persisted for taken in self._writing]
-        for future in futures + self._publishing:
-            if self._failure is None and future.done() and future.exception():
-                self._failure = str(future.exception())
+        errors = (str(future.exception()) for future in futures if future.done() and future.exception())
+        self._failure = self._failure or self._publisher.failure() or next(errors, None)
         return self._failure
 
     def _failed(self, taken: _Taken) -> bool:

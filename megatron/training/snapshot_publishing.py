@@ -1,0 +1,82 @@
+"""The moment from which a snapshot counts: one worker writes the manifest, when all parts are there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from megatron.training.initialize import World
+from megatron.training.logging import Log
+from megatron.training.snapshot_tiers import Tiers
+from moc.policy import Policy, SnapshotPlan
+from moc.recovery.retention import retain
+from moc.store.errors import CheckpointError
+from moc.store.publish import assemble
+from moc.store.store import Store
+
+
+class Publisher:
+    """Publishes, in storage in a thread beside training; asks nothing of other workers.
+
+    Args:
+        world: this worker's place.
+        policy: which planned what is published.
+        tiers: where.
+        layout: sizes of the layout, for the manifest.
+        log: where to report.
+    """
+
+    def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: dict[str, int], log: Log):
+        self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
+        self._operators = {operator.name: operator for operator in policy.operators}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-publish")
+        self._under_way: list[Future] = []
+
+    def in_memory(self, plan: SnapshotPlan, state: dict) -> None:
+        """Publishes the parts of this node's workers in its memory, at once.
+
+        Raises:
+            CheckpointError: something is missing, or cannot be written.
+        """
+        self._publish(self._tiers.memory, plan, state, self._tiers.node)
+
+    def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
+        """Begins to publish the parts of all workers in storage, and to remove what is not needed any more.
+
+        Args:
+            plan: what has been written.
+            state: what is not a tensor.
+            amount: bytes that were written.
+            write_s: seconds that it took.
+        """
+        self._under_way = [future for future in self._under_way if not future.done() or future.exception()]
+        self._under_way.append(self._thread.submit(self._publish_in_storage, plan, state, amount, write_s))
+
+    def wait(self) -> None:
+        """Returns when nothing is under way."""
+        wait(self._under_way)
+
+    def failure(self) -> str | None:
+        """What went wrong, if anything has."""
+        failed = (future.exception() for future in self._under_way if future.done())
+        return next((str(error) for error in failed if error), None)
+
+    def _publish_in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
+        begun, storage = time.perf_counter(), self._tiers.storage
+        self._publish(storage, plan, state, range(self._world.size))
+        retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=plan.iteration)
+        publish_s = time.perf_counter() - begun
+        self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)
+        self._log.message(f"saved snapshot of iteration {plan.iteration} to {storage.place.name}")
+
+    def _publish(self, store: Store, plan: SnapshotPlan, state: dict, ranks: Iterable[int]) -> None:
+        try:
+            parts = store.reported(plan.iteration, ranks)
+            planned = [self._operators[name] for name in plan.operators]
+            store.publish(assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state))
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of iteration {plan.iteration} cannot be published in {store.place.name} "
+                f"({error.strerror or error}): make room or repair it, and start again; earlier ones are untouched"
+            ) from error
