@@ -89,18 +89,19 @@ class SnapshotLoader:
             CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
                 another model.
         """
-        only = self._config.checkpoint.ckpt_step
+        only, found = self._config.checkpoint.ckpt_step, bool(held)
         self._check_newest(held)
         while way := next(recoveries(held, self._policy.operators, self._policy.exact, only), None):
             if oldest is not None and way.iteration < oldest:
                 break
             begun = time.perf_counter()
-            manifests, bad = self._manifests(way)
+            fragments = self._fragments(way)
+            manifests, bad = self._manifests(way, {way.base.key, *fragments})
             if not bad:
                 where = self._where(way.base)
                 self._check(manifests[way.base.key], where)
                 self._log.message(f"loading snapshot {where}")
-                bad = self._agree(self._fill(way, manifests))
+                bad = self._agree(self._fill(way, manifests, fragments))
             if not bad:
                 position = self._restore(way, manifests)
                 self._report(way, manifests, time.perf_counter() - begun)
@@ -108,10 +109,11 @@ class SnapshotLoader:
             for problem in bad.values():
                 self._note(problem)
             held = [one for one in held if one.key not in bad]
-        if self._damage and oldest is None:
+        if oldest is None and (found or self._damage):
+            nothing = "together they lack some of the model" if only is None else f"there is none of iteration {only}"
             raise CheckpointError(
-                f"no snapshot is whole ({self._damage}): restore one, or start anew in another directory with "
-                "--ckpt-dir"
+                f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory "
+                "with --ckpt-dir"
             )
         if self._damage:
             self._forget_moments()
@@ -128,12 +130,20 @@ class SnapshotLoader:
         if newest is not None:
             self._check(self._store(newest).manifest(newest.iteration), self._where(newest))
 
-    def _manifests(self, way: Recovery) -> tuple[dict[Key, Manifest], dict[Key, str]]:
-        """What this worker reads; and by checkpoint what is wrong with it, as all workers know."""
+    def _fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
+        """By checkpoint, what this worker takes from it."""
+        fragments: dict[Key, list[Fragment]] = defaultdict(list)
+        for fragment in self._state.fragments(self._state.operators(), Detail.FULL):
+            fragments[way.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
+        return fragments
+
+    def _manifests(self, way: Recovery, needed: set[Key]) -> tuple[dict[Key, Manifest], dict[Key, str]]:
+        """Of what this worker reads; and by checkpoint what is wrong with it, as all workers know."""
         manifests, problem = {}, None
         for one in way.used():
             try:
-                manifests[one.key] = self._store(one).manifest(one.iteration)
+                if one.key in needed:  # the memory of another node cannot be read here, and need not
+                    manifests[one.key] = self._store(one).manifest(one.iteration)
             except CheckpointError as error:
                 problem = problem or (one.key, str(error))
         return manifests, self._agree(problem)
@@ -156,16 +166,16 @@ class SnapshotLoader:
         contents.check_shape(self._config, manifest.state["shape"], where)
         contents.check_optimizer(self._config, manifest.state["optimizer"], where)
 
-    def _fill(self, way: Recovery, manifests: dict[Key, Manifest]) -> tuple[Key, str] | None:
+    def _fill(
+        self, way: Recovery, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
+    ) -> tuple[Key, str] | None:
         """Fills this worker's state; what is wrong with a checkpoint, if anything is."""
-        readers = {one.key: self._reader(one, manifests[one.key]) for one in way.used()}
-        fragments: dict[Key, list[Fragment]] = defaultdict(list)
-        for fragment in self._state.fragments(self._state.operators(), Detail.FULL):
-            fragments[way.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
         for one in way.used():
-            problem = self._fill_from(one, manifests[one.key], readers[one.key], fragments[one.key])
-            if problem is not None:
-                return one.key, problem
+            if one.key in manifests:
+                manifest = manifests[one.key]
+                problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
+                if problem is not None:
+                    return one.key, problem
         return None
 
     def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
@@ -210,7 +220,11 @@ class SnapshotLoader:
         return Position(**{name: saved[name] for name in asdict(Position())})
 
     def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
-        states = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
+        mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
+        has = gather(sorted(mine))  # in the memory of another node there may be ledgers that this one cannot read
+        first = {tuple(key): rank for rank, keys in reversed(list(enumerate(has))) for key in keys}
+        told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
+        states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
         raised = self._tokens.recovered(way, states)
         self._policy.recovered(raised)
         self._log.events.write("lost", iteration=way.iteration, plt=self._tokens.plt, raised_by=raised)

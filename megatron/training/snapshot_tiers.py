@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.training.agreement import agreed, gather, on_first
+from moc.policy import Policy
+from moc.recovery.retention import retain
 from moc.store.publish import joined
 from moc.store.store import Store
 
@@ -30,7 +32,7 @@ class Tiers:
     keep: int
 
 
-def copy_to_storage(iteration: int, tiers: Tiers) -> None:
+def copy_to_storage(iteration: int, tiers: Tiers, policy: Policy) -> None:
     """Copies a snapshot from the memory of all nodes, and publishes it; a collective call.
 
     Raises:
@@ -46,7 +48,7 @@ def copy_to_storage(iteration: int, tiers: Tiers) -> None:
 
     def publish() -> None:
         tiers.storage.publish(joined(manifests))
-        tiers.storage.retain(newest=tiers.keep, upto=iteration)
+        retain(tiers.storage, policy.operators, policy.exact, keep=tiers.keep, upto=iteration)
 
     agreed(copy, "cannot write a snapshot to storage")
     manifests = [found for found in gather(manifest) if found is not None]

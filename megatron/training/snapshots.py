@@ -248,7 +248,7 @@ class Snapshots(Rider):
             self._write(dataclasses.replace(self._in_memory, storage=self._in_memory.plan))
             self.finish()
         elif self._in_memory is None and self._newest != self._stored:  # nothing was done since it was recovered
-            copy_to_storage(self._newest, self._tiers)
+            copy_to_storage(self._newest, self._tiers, self._policy)
             self._stored = self._newest
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()

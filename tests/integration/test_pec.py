@@ -1,6 +1,7 @@
 """Partial experts checkpoints in training: what they hold, how large they are, and what comes back from where."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,28 @@ def test_two_levels(data, tmp_path):
     assert from_memory["tier"] == "memory" and from_memory["sources"][0] == [from_memory["iteration"], "memory"]
     assert len(from_memory["sources"]) > 1 and 0 < plt < 1
     assert experts_in(storage, max(storage.iterations()))[0] == list(range(EXPERTS))
+
+
+@pytest.mark.recovery
+def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
+    """MoC-System, section 5.1 and Figure 8: each worker is a node, and the memory of one is lost."""
+    log, body = tmp_path / "log", "tests.integration.snapshot_bodies:train_on_nodes"
+    with node_memory() as memory:
+        flags = data | PEC | dict(pec_k_snapshot=EXPERTS, pec_k_persist=1, ckpt_tier="memory", persist_interval=4)
+        flags |= dict(ckpt_memory_dir=str(memory), ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
+        size, parallel = LAYOUTS["EP2"]
+        world = start_world(size, body, flags=FLAGS | parallel | flags)
+        wait_for(lambda: world.ended() or len(events(log, "persist")) > 1, seconds=60)
+        world.kill()
+        world.wait()
+        base = max(Store(LocalPlace(tmp_path / "c")).iterations())
+        shutil.rmtree(Path(memory, "1"))
+        told = run_world(size, body, flags=FLAGS | parallel | flags | dict(exit_interval=base + 2))
+    assert {worker["start"] for worker in told} == {base}
+    resume = events(log, "resume")[0]
+    assert resume["tier"] == "storage" and {tier for _, tier in resume["sources"]} == {"memory", "storage"}
+    assert max(i for i, tier in resume["sources"] if tier == "memory") >= base
+    assert 0 < events(log, "lost")[0]["plt"] < 1
 
 
 @pytest.mark.recovery
