@@ -110,7 +110,9 @@ class SnapshotLoader:
                 self._note(problem)
             held = [one for one in held if one.key not in bad]
         if oldest is None and (found or self._damage):
-            nothing = "together they lack some of the model" if only is None else f"there is none of iteration {only}"
+            nothing = "together they lack some of the model"
+            if only is not None:
+                nothing = f"{self._storage.place.path(directory_of(only))} is not there"
             raise CheckpointError(
                 f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory "
                 "with --ckpt-dir"
