@@ -63,7 +63,9 @@ def begin(
     tiers = _tiers(config, world)
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
     state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
-
+    stage = _stage(state)
+    if tiers.memory is not None:
+        agreed(lambda: _check_nodes(stage, policy, tiers), "cannot keep snapshots in memory")
     tokens = None if policy.exact else TokenBook(config, world, chunks, policy.operators)
 
     loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
@@ -74,9 +76,6 @@ def begin(
         tokens.starts_at(position.iteration)
 
     agreed(lambda: _tidy(tiers, world, position.iteration, recovered), "cannot tidy up old snapshots")
-    stage = _stage(state)
-    if tiers.memory is not None:
-        agreed(lambda: _check_nodes(stage, policy, tiers), "cannot keep snapshots in memory")
     snapshots = Snapshots(
         world=world,
         policy=policy,

@@ -322,7 +322,7 @@ class Snapshots(Rider):
         """Lets a snapshot that all have in memory go to storage too."""
         self._rotation = self._rotation.persist(taken.plan.iteration)
         whole = taken.storage.operators == taken.plan.operators
-        self._saver.persist(taken.snapshot, None if whole else self._contents.entries(taken.storage.operators))
+        self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._writing.append(taken)
 
     def _wait_and_vote(self) -> None:

@@ -16,6 +16,8 @@ from moc.state.training_state import TrainingState
 from moc.store.manifest import OperatorEntry
 from moc.store.regions import Entry, FileLayout
 
+_REMEMBERED = 64  # plans; experts that are selected by load come in any number of sets
+
 
 @dataclass(frozen=True, eq=False)
 class Share:
@@ -68,6 +70,8 @@ class Contents:
                 for fragment in self._state.fragments((o for o, d in operators.items() if d is detail), detail)
             ]
             mine = shares(self._stage, operators, self._scheme).get(self._rank, [])
+            if len(self._known) == _REMEMBERED:
+                self._known.pop(next(iter(self._known)))
             self._known[key] = share(share_of(held, mine))
         return self._known[key]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from moc.snapshot.buffers import Buffer
 from moc.snapshot.capture import Capture, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
+from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, OperatorEntry, Part
@@ -117,12 +119,12 @@ class Saver:
             self._copies[slot] = share, copies
         return copies
 
-    def persist(self, snapshot: Snapshot, operators: Mapping[str, OperatorEntry] | None = None) -> None:
+    def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
         """Begins to write a snapshot to storage as soon as it is sealed; returns at once.
 
         Args:
             snapshot: what :meth:`take` gave.
-            operators: what of it is to be written; by default all.
+            operators: what of it is to be written, and how much of each; by default all.
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
 
@@ -140,7 +142,7 @@ class Saver:
         snapshot.seal_s = time.perf_counter() - begun
         return part
 
-    def _persist(self, snapshot: Snapshot, operators: Mapping[str, OperatorEntry] | None) -> None:
+    def _persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None) -> None:
         part = snapshot.sealed.result()
         begun = time.perf_counter()
         parts = [snapshot.buffer.memory[: snapshot.layout.nbytes]]
@@ -150,15 +152,23 @@ class Saver:
         snapshot.persisted_bytes = part.file.bytes
         snapshot.persist_s = time.perf_counter() - begun
 
-    def _subset(self, snapshot: Snapshot, operators: Mapping[str, OperatorEntry]) -> tuple[Part, list[memoryview]]:
+    def _subset(self, snapshot: Snapshot, operators: Mapping[str, Detail]) -> tuple[Part, list[memoryview]]:
         """The file that holds some of what a snapshot does: a header of its own, and pieces of the buffer."""
-        described = zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.digests, strict=True)
-        chosen = [d for d in described if d[0].slot in operators.get(operator_of(d[0].name), _NOTHING).elements]
+        chosen, elements = [], defaultdict(lambda: defaultdict(int))
+        for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.digests, strict=True):
+            name = operator_of(entry.name)
+            if name in operators and operators[name].holds(entry.slot):
+                chosen.append((entry, span, digest))
+                elements[name][entry.slot] += entry.region.numel
         layout = FileLayout(entry for entry, _, _ in chosen)  # in the same order, since that is by width
         header = layout.header([digest for _, _, digest in chosen])
-        file = FileEntry(layout.nbytes, len(header), digest_of(header))
+        entries = {
+            name: OperatorEntry(operators[name].value, snapshot.operators[name].step, dict(slots))
+            for name, slots in elements.items()
+        }
         pieces = [snapshot.buffer.memory[start:stop] for _, (start, stop), _ in chosen]
-        return Part(file_of(self._rank), file, operators), [memoryview(header), *pieces]
+        file = FileEntry(layout.nbytes, len(header), digest_of(header))
+        return Part(file_of(self._rank), file, entries), [memoryview(header), *pieces]
 
     def _write_part(self, iteration: int, part: Part, parts: Sequence[memoryview]) -> None:
         place = self._storage.place
@@ -206,9 +216,6 @@ class Saver:
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
-
-
-_NOTHING = OperatorEntry("", None, {})
 
 
 def _chunks(parts: Sequence[memoryview]) -> Iterator[memoryview]:

@@ -25,3 +25,11 @@ class Detail(Enum):
     GRAD = "grad"
     """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 the slices of this rank,
     outside of which megatron-core leaves what is not reduced), still multiplied by fp16's loss scale."""
+
+    def holds(self, slot: str) -> bool:
+        """Whether a slot of an operator's parameters, or of a router's biases, is part of it."""
+        if self is Detail.FULL:
+            return slot != "grad"
+        if self is Detail.MOMENTS:
+            return slot not in ("master", "param", "grad")
+        return slot in {Detail.MASTER: ("master", "param"), Detail.COMPUTE: ("param",), Detail.GRAD: ("grad",)}[self]

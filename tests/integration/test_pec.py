@@ -11,7 +11,7 @@ from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of
 from tests.integration.snapshot_files import node_memory
 from tests.integration.test_atomic_save import wait_for
-from tests.integration.tiny import FLAGS, LAYOUTS, train
+from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
 from tests.worlds import run_world, start_world
 
 EXPERTS, LAYERS = FLAGS["num_experts"], FLAGS["num_layers"]
@@ -112,6 +112,25 @@ def test_two_levels(data, tmp_path):
     assert from_memory["tier"] == "memory" and from_memory["sources"][0] == [from_memory["iteration"], "memory"]
     assert len(from_memory["sources"]) > 1 and 0 < plt < 1
     assert experts_in(storage, max(storage.iterations()))[0] == list(range(EXPERTS))
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("target", ["both", "weights"])
+def test_storage_alone_has_what_ranks_hold_alike(target, data, tmp_path):
+    """Which rank saves a copy depends on the plan; what goes on to storage has to be what that rank has in memory."""
+    log, storage = tmp_path / "log", Store(LocalPlace(tmp_path / "c"))
+    with node_memory() as memory:
+        flags = data | PEC | EXPERT_BIAS | dict(use_distributed_optimizer=False, pec_target=target)
+        flags |= dict(pec_k_snapshot=4, pec_k_persist=1, ckpt_tier="memory", persist_interval=2)
+        flags |= dict(ckpt_memory_dir=str(memory), ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
+        kill_at("EP2", flags, iteration=6)
+    newest = max(storage.iterations())
+    steps = {entry.step for entry in storage.manifest(newest).operators.values()}
+    assert newest > min(storage.iterations()) and steps == {newest}
+    start, hashes = loaded("EP2", flags | dict(ckpt_tier="disk", persist_interval=None))
+    versions = saved(storage)
+    assert start == newest
+    assert {name.split()[1] for name in hashes} == {name.split()[1] for name in versions}
 
 
 @pytest.mark.recovery
