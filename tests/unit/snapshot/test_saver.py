@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 from moc.snapshot.contents import share
 from moc.snapshot.saver import Saver
+from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
@@ -83,6 +84,34 @@ def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     assert part.name == path.name and storage.reported(100, [3]) == [part]
     assert part.operators == OPERATORS
     assert storage.iterations() == []  # to publish is somebody else's
+
+
+def test_a_part_goes_on_as_it_was_taken(storage):
+    """What is written is what this rank has, whatever a rule would have given it, with the updates of that moment."""
+    expert = "decoder.layers.0.mlp.experts.experts.{}.linear_fc1.weight"
+    fragments = [
+        fragment(expert.format(number), slot, torch.randn(6), 3)
+        for number in (0, 1)
+        for slot in ("master", "exp_avg", "exp_avg_sq")
+    ]
+    fragments.append(fragment("output_layer.weight", "master", torch.randn(8), 4))
+    elsewhere, names = "layers.0.expert.7", ("layers.0.expert.0", "layers.0.expert.1", "output")
+    taken = {name: OperatorEntry("full", 9, {}) for name in names}
+    saver = Saver(2, CPU, None, storage)
+    snapshot = saver.take(0, 5, share(fragments), taken)
+    saver.persist(snapshot, {names[0]: Detail.MOMENTS, names[2]: Detail.FULL, elsewhere: Detail.FULL})
+    snapshot.persisted.result()
+    (part,) = storage.reported(5, [2])
+    assert part.operators == {
+        names[0]: OperatorEntry("moments", 9, {"exp_avg": 6, "exp_avg_sq": 6}),
+        names[2]: OperatorEntry("full", 9, {"master": 8}),
+    }
+    chosen = [
+        f for f in fragments if f.name == "output_layer.weight" or (f.operator == names[0] and f.slot != "master")
+    ]
+    path = storage.place.root / "iter_0000005" / "rank_00002.safetensors"
+    assert_holds(path, part, chosen, values(chosen))
+    assert snapshot.persisted_bytes == path.stat().st_size
 
 
 def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
