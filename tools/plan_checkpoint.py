@@ -17,7 +17,7 @@ from megatron.training.arguments import parse_config
 from megatron.training.config import Config
 from megatron.training.model_shape import model_shape
 from megatron.training.presets import PRESETS
-from moc.policy.adaptive import choose
+from moc.policy.adaptive import Limits, candidates, choose
 from moc.policy.sequential import sequential_experts
 from moc.sharding import (
     RULES,
@@ -57,7 +57,6 @@ rule is.  What stands in brackets behind a size is its reduction against the bas
 
 # What parse_config asks for and the shape of the model does not depend on.
 _RUN = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--mock-data", "--sequence-parallel"]
-_MANY_ROWS = 16
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [plan.row(k) for k in plan.rows_wanted()]
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
         busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
-        choice = choose(measured(args, busiest), args.plt_limit) if args.explain_k else None
+        choice = choose(measured(args, busiest), Limits(plt=args.plt_limit)) if args.explain_k else None
     except (ToolError, ValueError) as error:
         print(f"plan_checkpoint: {error}", file=sys.stderr)
         return 1
@@ -240,8 +239,7 @@ class Plan:
 
     def rows_wanted(self) -> list[int | None]:
         """K = 1, 2, ... all experts (powers of two where these are many), and None for a checkpoint without PEC."""
-        n = self.num_experts
-        return [k for k in range(1, n + 1) if n <= _MANY_ROWS or k == n or k & (k - 1) == 0] + [None]
+        return [*candidates(self.num_experts), None]
 
     def items(self, k: int | None) -> list[Item]:
         """What is saved when k experts of each layer are; None for everything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from datetime import datetime
 
 import torch
@@ -66,8 +67,14 @@ class Log:
         self._last = time.perf_counter()
         self._skipped_in_run = 0
 
-    def iteration(self, record: StepRecord, consumed_samples: int) -> None:
-        """Reports one completed iteration, and prints every ``--log-interval``-th."""
+    def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
+        """Reports one completed iteration, and prints every ``--log-interval``-th.
+
+        Args:
+            record: of it.
+            consumed_samples: by the run so far.
+            gauges: by name, what else there is to see over time.
+        """
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         self._window.add(record, elapsed)
@@ -84,9 +91,10 @@ class Log:
             tokens=record.tokens,
             elapsed_s=round(elapsed, 6),
             **record.auxiliary,
+            **gauges,
         )
         if record.iteration % self._config.logging.tensorboard_log_interval == 0:
-            self._scalars(record, consumed_samples, elapsed)
+            self._scalars(record, consumed_samples, elapsed, gauges)
         if record.iteration % self._config.logging.log_interval == 0:
             print_rank_0(self._world, self._line(record, consumed_samples))
             self._log_timers(record.iteration)
@@ -159,7 +167,7 @@ class Log:
     def _tflops(self, record: StepRecord, seconds: float) -> float:
         return self._flops * record.samples / seconds / self._world.size / 1e12
 
-    def _scalars(self, record: StepRecord, consumed_samples: int, elapsed: float) -> None:
+    def _scalars(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
         if self._tensorboard is None:
             return
         scalars = {
@@ -173,6 +181,7 @@ class Log:
             "tokens-per-second": record.tokens / elapsed,
             "skipped-iterations": self._skipped_in_run,
             **record.auxiliary,
+            **gauges,
         }
         if record.zeros is not None:
             scalars["num-zeros"] = record.zeros

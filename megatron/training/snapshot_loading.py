@@ -229,7 +229,10 @@ class SnapshotLoader:
         states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
         raised = self._tokens.recovered(way, states)
         self._policy.recovered(raised)
-        self._log.events.write("lost", iteration=way.iteration, plt=self._tokens.plt, raised_by=raised)
+        by_layer = {str(layer): plt for layer, plt in self._tokens.plt_by_layer.items()}
+        self._log.events.write(
+            "lost", iteration=way.iteration, plt=self._tokens.plt, raised_by=raised, by_layer=by_layer
+        )
         self._log.message(
             f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised:.3%} by this recovery"
         )

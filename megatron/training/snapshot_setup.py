@@ -21,6 +21,7 @@ from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.snapshot_loading import SnapshotLoader
 from megatron.training.snapshot_publishing import Publisher
+from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import NoSnapshots, Snapshots, Start
 from megatron.training.tokens import TokenBook
@@ -76,10 +77,12 @@ def begin(
         tokens.starts_at(position.iteration)
 
     agreed(lambda: _tidy(tiers, world, position.iteration, recovered), "cannot tidy up old snapshots")
+    saved = Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
+    policy.sized(lambda operators: max(gather(saved.busiest(operators))))
     snapshots = Snapshots(
         world=world,
         policy=policy,
-        contents=Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding)),
+        contents=saved,
         saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
         publisher=Publisher(world, policy, tiers, _layout(config, world), log),
         tiers=tiers,
@@ -93,7 +96,7 @@ def begin(
         blocking=config.snapshot.ckpt_blocking,
         start=Start(position.iteration if loaded else None, recovered, position.skipped_iterations),
         tokens=tokens,
-        log=log,
+        report=SnapshotReport(log, config.snapshot.ckpt_tier),
     )
     snapshots.reserve()
     return position, snapshots
@@ -101,17 +104,32 @@ def begin(
 
 def _tiers(config: Config, world: World) -> Tiers:
     snapshot, directory = config.snapshot, config.snapshot_dir
-    hosts = gather(socket.gethostname())
-    node = tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank])
-    in_memory = snapshot.ckpt_tier == "memory"
+    nodes = _nodes(snapshot.node_of_rank, world)
+    node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
+    memory = None
+    if snapshot.ckpt_tier == "memory":
+        emulated = nodes[world.rank] if snapshot.node_of_rank else None
+        memory = Store(memory_place(snapshot.ckpt_memory_dir, directory, emulated), slack=True)
     return Tiers(
         storage=Store(place_of(directory)),
-        memory=Store(memory_place(snapshot.ckpt_memory_dir, directory), slack=True) if in_memory else None,
+        memory=memory,
         leads_node=world.rank == node[0],
         node=node,
-        persist_interval=snapshot.persist_interval,
+        persist_interval=1 if snapshot.chooses_experts and memory is not None else snapshot.persist_interval,
         keep=snapshot.ckpt_keep,
     )
+
+
+def _nodes(told: str | None, world: World) -> list[str]:
+    """By rank the node on which it is: what is told, or the name of its host."""
+    if told is None:
+        return gather(socket.gethostname())
+    nodes = told.split(",")
+    if len(nodes) != world.size:
+        raise ConfigError(
+            f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."
+        )
+    return nodes
 
 
 def _take_places(tiers: Tiers, world: World) -> None:
@@ -139,8 +157,12 @@ def _settings(config: Config) -> dict[str, object]:
     snapshot = config.snapshot
     every, interval = snapshot.persist_interval, snapshot.snapshot_interval
     return {
-        "k": snapshot.pec_k_snapshot or snapshot.pec_k,
-        "k_persist": snapshot.pec_k_persist or snapshot.pec_k,
+        "k": snapshot.experts[0],
+        "k_persist": snapshot.experts[1],
+        "auto": snapshot.chooses_experts,
+        "auto_plt_limit": snapshot.pec_plt_limit,
+        "mtbf_s": 3600.0 * snapshot.mtbf_hours,
+        "one_level": snapshot.ckpt_tier == "disk",
         "selection": snapshot.pec_selection,
         "target": snapshot.pec_target,
         "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,

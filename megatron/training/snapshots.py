@@ -15,19 +15,20 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron.training.agreement import agreed, first_of_any
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
-from megatron.training.logging import Log
 from megatron.training.snapshot_publishing import Publisher
+from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, sum_over_workers
 from megatron.training.tokens import TokenBook
-from moc.policy import Load, Policy, SnapshotPlan
+from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
 from moc.snapshot.saver import Saver, Snapshot
@@ -36,11 +37,11 @@ from moc.store.errors import CheckpointError
 BUFFERS = 3
 """One that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
 
-_WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
-
 
 class NoSnapshots(Rider):
     """Without ``--ckpt-policy``."""
+
+    gauges: Mapping[str, float] = MappingProxyType({})
 
     def take(self, position: Position, step_s: float) -> None:
         """Takes none."""
@@ -84,24 +85,6 @@ class _Taken:
     snapshot: Snapshot
 
 
-@dataclass
-class _Cost:
-    """What snapshots have cost so far: means over workers, sums over iterations."""
-
-    count: int = 0
-    bytes: int = 0
-    stall_s: float = 0.0
-    training_s: float = 0.0
-
-    def __str__(self) -> str:
-        share = self.stall_s / self.training_s if self.training_s else 0.0
-        each = self.bytes / self.count / 1e9
-        return (
-            f"snapshots: {self.count} taken, {each:.3g} GB each; training waited {self.stall_s:.2f} s for them, "
-            f"{share:.2%} of its time"
-        )
-
-
 class Snapshots(Rider):
     """Takes them; all methods are for all workers alike.
 
@@ -116,7 +99,7 @@ class Snapshots(Rider):
         blocking: wait until a snapshot is safe.
         start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
-        log: where to report.
+        report: where to say what it costs.
     """
 
     def __init__(
@@ -131,11 +114,11 @@ class Snapshots(Rider):
         blocking: bool,
         start: Start,
         tokens: TokenBook | None,
-        log: Log,
+        report: SnapshotReport,
     ):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
         self._publisher, self._describe, self._blocking = publisher, describe, blocking
-        self._tokens, self._log = tokens, log
+        self._tokens, self._report = tokens, report
         self._rotation = self._empty_rotation(start.in_memory)
         self._copying: deque[_Taken] = deque()
         self._writing: deque[_Taken] = deque()
@@ -146,9 +129,11 @@ class Snapshots(Rider):
         self._replaces = False  # what is newest in memory has an older one beside it
         self._persist_due = tiers.persist_interval or 0
         self._started, self._was_busy = False, False
-        self._iteration_s, self._stall_s = 0.0, 0.0  # of this worker, until the next vote
-        self._agreed_s, self._agreed_stall_s = 0.0, 0.0  # means over workers, by the last vote
-        self._cost, self._skipped = _Cost(), start.skipped_iterations
+        self._iteration_s, self._stall_s, self._compute_s = 0.0, 0.0, 0.0  # of this worker, until the next vote
+        self._voted_at = time.perf_counter()
+        self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
+        self._seen: Observed | None = None  # the same, when an iteration has been
+        self._skipped = start.skipped_iterations
 
     def reserve(self) -> None:
         """Makes the buffers that are free now, before training needs them.
@@ -178,8 +163,11 @@ class Snapshots(Rider):
             CheckpointError: on all workers; something could not be saved.
         """
         begun = time.perf_counter()
-        if self._agreed_s:
-            self._policy.interval.observe(self._agreed_s, self._agreed_stall_s, self._started, self._was_busy)
+        self._compute_s = max(0.0, step_s - (begun - self._voted_at))
+        if self._seen is not None:
+            self._policy.interval.observe(self._seen)
+            self._report.chosen(position.iteration, self._policy)
+            self._seen = None
         if self._tokens is not None:
             self._tokens.completed(skipped=position.skipped_iterations > self._skipped)
             self._skipped = position.skipped_iterations
@@ -210,6 +198,7 @@ class Snapshots(Rider):
             "snapshot_write_s": writing.snapshot.persist_s if written else 0.0,
             "snapshot_stall_s": stall_s,
             "snapshot_iteration_s": self._iteration_s,
+            "snapshot_compute_s": self._compute_s,
         }
 
     def voted(self, tally: dict[str, float]) -> None:
@@ -218,10 +207,13 @@ class Snapshots(Rider):
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
+        self._voted_at = time.perf_counter()
         self._hear(tally)
+        if tally["snapshot_iteration_s"]:  # not in the first iteration: it allocates, compiles and connects
+            self._seen = self._observed(tally)
+            self._report.trained(self._seen.iteration_s)
         if self._tokens is not None:
             self._tokens.voted(tally)
-        self._cost.training_s += self._agreed_s
         if self._copying:  # else not even a microsecond counts: --snapshot-interval auto measures what is undisturbed
             with self._stalling():
                 for taken in self._copying:
@@ -252,8 +244,13 @@ class Snapshots(Rider):
             self._stored = self._newest
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()
-        if self._cost.count:
-            self._log.message(str(self._cost))
+        self._report.end(self._tokens)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What there is to see of every iteration."""
+        plt = {} if self._tokens is None else {"plt": self._tokens.plt}
+        return plt | self._policy.gauges()
 
     @contextlib.contextmanager
     def _stalling(self):
@@ -325,6 +322,17 @@ class Snapshots(Rider):
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._writing.append(taken)
 
+    def _observed(self, tally: dict[str, float]) -> Observed:
+        seen = dataclasses.replace(
+            self._heard,
+            iteration_s=tally["snapshot_iteration_s"] / self._world.size,
+            started=self._started,
+            busy=self._was_busy,
+            forward_backward_s=tally["snapshot_compute_s"] / self._world.size,
+        )
+        self._heard = Observed(0.0)
+        return seen
+
     def _wait_and_vote(self) -> None:
         heads = [_head(self._copying), _head(self._writing)]
         wait([taken.snapshot.sealed for taken in heads if taken])
@@ -334,11 +342,9 @@ class Snapshots(Rider):
 
     def _hear(self, tally: dict[str, float]) -> None:
         self._rotation = self._rotation.voted()
-        self._agreed_s = tally["snapshot_iteration_s"] / self._world.size
-        self._agreed_stall_s = tally["snapshot_stall_s"] / self._world.size
-        self._cost.stall_s += self._agreed_stall_s
-        if self._agreed_stall_s > _WORTH_TELLING_S:
-            self._log.events.write("stall", iteration=self._newest, cause="snapshot", seconds=self._agreed_stall_s)
+        stall_s = tally["snapshot_stall_s"] / self._world.size
+        self._heard = dataclasses.replace(self._heard, stall_s=self._heard.stall_s + stall_s)
+        self._report.stalled(self._newest, stall_s)
         if tally["snapshot_failed"]:
             raise CheckpointError(first_of_any(self._find_failure()))
         self._give_up_older()
@@ -349,17 +355,11 @@ class Snapshots(Rider):
 
     def _all_copied(self, taken: _Taken, tally: dict[str, float]) -> None:
         iteration, memory = taken.plan.iteration, self._tiers.memory
-        self._rotation = self._rotation.complete(iteration)
-        self._cost.count += 1
-        self._cost.bytes += int(tally["snapshot_bytes"])
-        self._log.events.write(
-            "snapshot",
-            iteration=iteration,
-            tier="disk" if memory is None else "memory",
-            bytes=int(tally["snapshot_bytes"]),
-            copy_s=tally["snapshot_copy_s"] / self._world.size,
-            hash_s=tally["snapshot_seal_s"] / self._world.size,
+        self._heard = dataclasses.replace(
+            self._heard, copied=self._transfer(tally, "snapshot_bytes", "snapshot_copy_s")
         )
+        self._rotation = self._rotation.complete(iteration)
+        self._report.snapshot(iteration, tally, self._world.size)
         if self._tokens is not None:
             self._tokens.snapshotted(iteration)
         if memory is None:
@@ -391,11 +391,16 @@ class Snapshots(Rider):
     def _all_written(self, taken: _Taken, tally: dict[str, float]) -> None:
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         self._stored = taken.plan.iteration
+        written = self._transfer(tally, "snapshot_written_bytes", "snapshot_write_s")
+        self._heard = dataclasses.replace(self._heard, written=written)
         if self._tokens is not None:
             self._tokens.persisted(taken.plan.iteration)
         if self._world.rank == 0:
             amount, seconds = int(tally["snapshot_written_bytes"]), tally["snapshot_write_s"] / self._world.size
             self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
+
+    def _transfer(self, tally: dict[str, float], amount: str, seconds: str) -> Transfer:
+        return Transfer(tally[amount] / self._world.size, tally[seconds] / self._world.size)
 
     @contextlib.contextmanager
     def _remembering_failure(self):

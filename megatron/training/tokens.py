@@ -99,6 +99,11 @@ class TokenBook:
         """The proportion of lost tokens so far (MoC-System, eq. 7)."""
         return self._ledger.plt()
 
+    @property
+    def plt_by_layer(self) -> dict[int, float]:
+        """The same for each layer with experts, by its number."""
+        return self._ledger.plt_by_layer()
+
     def state_dict(self) -> dict:
         """The ledger, as JSON can hold it."""
         return self._ledger.state_dict()

@@ -6,7 +6,7 @@ Every file in this directory is imported, so a new policy is a new file and noth
 import importlib
 import pkgutil
 
-from moc.policy.interval import Every, Interval, IntervalTuner, interval_named
+from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
 from moc.policy.plan import Load, Policy, SnapshotPlan
 from moc.policy.registry import POLICIES, policy, policy_named
 
@@ -19,8 +19,10 @@ __all__ = [
     "Interval",
     "IntervalTuner",
     "Load",
+    "Observed",
     "Policy",
     "SnapshotPlan",
+    "Transfer",
     "interval_named",
     "policy",
     "policy_named",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
+_MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"
 
 PltOf = Callable[[int, int, int], float]
@@ -108,7 +109,24 @@ class _Candidate:
         return self.overhead_s, -self.k_snapshot, -self.k_persist, self.interval
 
 
-def choose(measured: Measured, plt_limit: float | None = None, plt_of: PltOf | None = None) -> Choice:
+@dataclass(frozen=True)
+class Limits:
+    """What a choice must keep to.
+
+    Attributes:
+        plt: the expected PLT must not be above it; None for any.
+        interval: iterations from one snapshot to the next, if that is not to be chosen; storage may need more.
+        k_persist: at least so many experts go to storage.
+        one_level: there is no memory tier, so that all experts of a snapshot go to storage.
+    """
+
+    plt: float | None = None
+    interval: int | None = None
+    k_persist: int = 1
+    one_level: bool = False
+
+
+def choose(measured: Measured, limits: Limits | None = None, plt_of: PltOf | None = None) -> Choice:
     """The configuration with the least total overhead (MoC, sections 5.3 and 6.2.5).
 
     A snapshot should hide behind forward and backward of the next iteration, so that it costs nothing (eq. 10), and a
@@ -119,17 +137,23 @@ def choose(measured: Measured, plt_limit: float | None = None, plt_of: PltOf | N
 
     Args:
         measured: the machine.
-        plt_limit: the expected PLT must not be above it; None for any.
+        limits: what to keep to; by default nothing.
         plt_of: what to expect; by default :func:`uniform_plt` with half of the experts from storage.
 
     Raises:
         ValueError: even with all experts the limit is passed, which ``plt_of`` alone can bring about.
     """
     plt_of = plt_of or partial(uniform_plt, measured.num_experts, measured.faults_per_iteration, 0.5)
-    chosen = min(_candidates(measured, plt_limit, plt_of), key=lambda candidate: candidate.rank, default=None)
+    limits = limits or Limits()
+    chosen = min(_candidates(measured, limits, plt_of), key=lambda candidate: candidate.rank, default=None)
     if chosen is None:
-        raise ValueError(f"no number of experts keeps the expected PLT within {plt_limit}: raise the limit")
-    return _choice(measured, chosen, plt_of(chosen.k_snapshot, chosen.k_persist, chosen.interval), plt_limit)
+        raise ValueError(f"no number of experts keeps the expected PLT within {limits.plt}: raise the limit")
+    return _choice(measured, chosen, plt_of(chosen.k_snapshot, chosen.k_persist, chosen.interval), limits)
+
+
+def candidates(num_experts: int) -> list[int]:
+    """The numbers of experts that are worth looking at: all, or powers of two and N where these are many."""
+    return [k for k in range(1, num_experts + 1) if num_experts <= _MANY or k == num_experts or k & (k - 1) == 0]
 
 
 def uniform_plt(
@@ -165,29 +189,37 @@ def _mean_age(num_experts: int, k: int) -> float:
     return sum(place // k for place in range(num_experts)) / num_experts
 
 
-def _candidates(measured: Measured, plt_limit: float | None, plt_of: PltOf) -> Iterator[_Candidate]:
+def _candidates(measured: Measured, limits: Limits, plt_of: PltOf) -> Iterator[_Candidate]:
+    for k_snapshot, k_persist in _pairs(measured, limits):
+        intervals = _intervals(measured, k_snapshot, k_persist, limits.interval)
+        if limits.plt is not None:
+            # Shorter than the best one costs more time but fewer tokens: the longest that is allowed.
+            intervals = intervals[: bisect_right(intervals, limits.plt, key=partial(plt_of, k_snapshot, k_persist))]
+        if intervals:
+            yield _Candidate(k_snapshot, k_persist, intervals[-1], measured.overhead_s(k_snapshot, intervals[-1]))
+
+
+def _pairs(measured: Measured, limits: Limits) -> Iterator[tuple[int, int]]:
     for k_snapshot in measured.busiest:
-        for k_persist in (k for k in measured.busiest if k <= k_snapshot):
-            intervals = _intervals(measured, k_snapshot, k_persist)
-            if plt_limit is not None:
-                # Shorter than the best one costs more time but fewer tokens: the longest that is allowed.
-                intervals = intervals[: bisect_right(intervals, plt_limit, key=partial(plt_of, k_snapshot, k_persist))]
-            if intervals:
-                yield _Candidate(k_snapshot, k_persist, intervals[-1], measured.overhead_s(k_snapshot, intervals[-1]))
+        for k_persist in (k_snapshot,) if limits.one_level else measured.busiest:
+            if limits.k_persist <= k_persist <= k_snapshot:
+                yield k_snapshot, k_persist
 
 
-def _intervals(measured: Measured, k_snapshot: int, k_persist: int) -> range:
+def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int | None) -> range:
     """From the shortest that storage can follow to the one with the least overhead."""
     least = max(1, math.ceil(measured.persist_s(k_persist) / measured.iteration_s))
+    if wanted is not None:
+        return range(max(least, wanted), max(least, wanted) + 1)
     # Where the derivative of the overhead by the interval is 0.
     best = math.isqrt(int(2 * measured.save_s(k_snapshot) / (measured.faults_per_iteration * measured.iteration_s)))
     best = min(max(1, best), best + 1, key=lambda interval: measured.overhead_s(k_snapshot, interval))
     return range(least, max(least, best) + 1)
 
 
-def _choice(measured: Measured, chosen: _Candidate, plt: float, plt_limit: float | None) -> Choice:
+def _choice(measured: Measured, chosen: _Candidate, plt: float, limits: Limits) -> Choice:
     n, save_s = measured.num_experts, measured.save_s(chosen.k_snapshot)
-    full_overhead_s = measured.overhead_s(n, _intervals(measured, n, n)[-1])
+    full_overhead_s = measured.overhead_s(n, _intervals(measured, n, n, limits.interval)[-1])
     return Choice(
         k_snapshot=chosen.k_snapshot,
         k_persist=chosen.k_persist,
@@ -196,7 +228,7 @@ def _choice(measured: Measured, chosen: _Candidate, plt: float, plt_limit: float
         overhead_s=chosen.overhead_s,
         full_overhead_s=full_overhead_s,
         plt=plt,
-        reason=" ".join(_reasons(measured, chosen, save_s, full_overhead_s, plt, plt_limit)),
+        reason=" ".join(_reasons(measured, chosen, save_s, full_overhead_s, plt, limits.plt)),
     )
 
 

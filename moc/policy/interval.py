@@ -29,6 +29,45 @@ REFRESH = 200
 """After so many iterations without a new figure of undisturbed ones, the next snapshot waits for one."""
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """What went from one place to another: means over ranks.
+
+    Attributes:
+        bytes: so many.
+        seconds: that it took.
+    """
+
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What has been measured in one iteration.
+
+    All values are such that every rank has the same, as the means that a vote brings.  Time for evaluation, logging or
+    dense ``--save`` checkpoints must not be in them.
+
+    Attributes:
+        iteration_s: seconds that it took, with ``stall_s``.
+        stall_s: seconds of these for which training stood still because of snapshots.
+        started: a snapshot was started in it.
+        busy: on some rank, one is not persisted yet.
+        forward_backward_s: seconds of these before the update; a snapshot can hide in them.
+        copied: the snapshots of which it became known that all ranks have copied them.
+        written: the same of those that were written to storage.
+    """
+
+    iteration_s: float
+    stall_s: float = 0.0
+    started: bool = False
+    busy: bool = False
+    forward_backward_s: float = 0.0
+    copied: Transfer = Transfer()
+    written: Transfer = Transfer()
+
+
 class Interval(ABC):
     """When a snapshot is due.  The same on every rank, as long as every rank is told the same."""
 
@@ -40,18 +79,8 @@ class Interval(ABC):
             iteration: iterations completed.
         """
 
-    def observe(self, iteration_s: float, stall_s: float, snapshot: bool, busy: bool) -> None:  # noqa: B027
-        """Learns what has been since the last call; to be called once per iteration, before :meth:`due`.
-
-        All values are such that every rank has the same, as the means that a vote brings.  Time for evaluation,
-        logging or dense ``--save`` checkpoints must not be in them.
-
-        Args:
-            iteration_s: seconds that the iteration took, with ``stall_s``.
-            stall_s: seconds of these for which training stood still because of snapshots.
-            snapshot: one was started.
-            busy: on some rank, one is not persisted yet.
-        """
+    def observe(self, seen: Observed) -> None:  # noqa: B027
+        """Learns what has been since the last call; to be called once per iteration, before :meth:`due`."""
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as JSON can hold it; to be stored with a checkpoint."""
@@ -150,18 +179,19 @@ class IntervalTuner(Interval):
         self._busy = False
         self._since_start = self._since_block = 0
 
-    def observe(self, iteration_s: float, stall_s: float, snapshot: bool, busy: bool) -> None:
+    def observe(self, seen: Observed) -> None:
         """As :meth:`Interval.observe`.
 
         Raises:
             ValueError: a time is not a number, no time has passed, or the stall is negative.
         """
+        iteration_s, stall_s = seen.iteration_s, seen.stall_s
         if not (math.isfinite(iteration_s) and math.isfinite(stall_s) and iteration_s > 0 and stall_s >= 0):
             raise ValueError(f"an iteration of {iteration_s} s with a stall of {stall_s} s cannot have been measured")
-        disturbed = snapshot or busy or self._busy
-        if snapshot:
+        disturbed = seen.started or seen.busy or self._busy
+        if seen.started:
             self._start()
-        self._busy = busy
+        self._busy = seen.busy
         self._since_start += 1
         self._since_block += 1
         if self._passed_over < WARM_UP:
@@ -170,7 +200,7 @@ class IntervalTuner(Interval):
         elif disturbed or stall_s:
             self._count(max(0.0, iteration_s - stall_s), stall_s, disturbed)
         else:
-            self._count_undisturbed(iteration_s)
+            self._count_undisturbed(seen)
 
     def _start(self) -> None:
         if self._flight and not self._busy:
@@ -187,8 +217,8 @@ class IntervalTuner(Interval):
             self._flight.iterations += 1
             self._flight.seconds += seconds
 
-    def _count_undisturbed(self, seconds: float) -> None:
-        self._block.append(seconds)
+    def _count_undisturbed(self, seen: Observed) -> None:
+        self._block.append(seen.iteration_s)
         if len(self._block) == BLOCK:
             self._blocks.append(math.fsum(self._block) / BLOCK)
             self._block, self._since_block = [], 0

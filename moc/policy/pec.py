@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from moc.policy.dynamic_k import DynamicK
+from moc.policy.adaptive import Choice, Limits, candidates
+from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moc.policy.interval import Every
 from moc.policy.load_aware import load_aware_experts
+from moc.policy.pec_tuner import PecTuner
 from moc.policy.persist import persist_selection
-from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.registry import policy
 from moc.policy.sequential import sequential_experts
 from moc.policy.turns import Turns, turn
@@ -42,6 +46,11 @@ class Pec(Policy):
             other of all (MoC's W and O, section 6.3).
         ep: expert-parallel ranks, so that they save equally many.
         plt_limit: K is doubled when faults have lost its share of this proportion of tokens; 0 for never.
+        auto: both K and, unless that is fixed, the interval are chosen from what is measured (section 5.3); ``k`` and
+            ``k_persist`` hold until then.
+        auto_plt_limit: what may be expected to be lost by such a choice.
+        mtbf_s: seconds from one fault to the next, which a choice reckons with.
+        one_level: there is no tier above storage.
         persist_every: snapshots from one that goes to storage to the next, if that is a fixed number.
         turns: what it was told; stored with snapshots.
 
@@ -57,6 +66,10 @@ class Pec(Policy):
     target: str = "both"
     ep: int = 1
     plt_limit: float = 0.0
+    auto: bool = False
+    auto_plt_limit: float = PLT_LIMIT
+    mtbf_s: float = 86400.0
+    one_level: bool = False
     persist_every: int = 1
     turns: Turns = field(default_factory=Turns, compare=False)
 
@@ -77,6 +90,18 @@ class Pec(Policy):
                 )
             if self.ep < 1 or number % self.ep:
                 raise ValueError(f"the {number} experts of layer {layer} are not a multiple of ep = {self.ep}")
+        if self.auto and self._tuner is None:
+            wanted = self.interval.interval if isinstance(self.interval, Every) else None
+            limits = Limits(self.auto_plt_limit, wanted, one_level=self.one_level)
+            object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
+
+    def sized(self, busiest: Busiest) -> None:
+        """As :meth:`Policy.sized`: of the numbers of experts that may be chosen."""
+        if self._tuner is not None and self._num_experts:
+            self._tuner.busiest = {
+                k: busiest(self._partial(0, self._in_turn(k, 0)).operators)
+                for k in candidates(min(self._num_experts.values()))
+            }
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """All that is not an expert and the experts whose turn it is; everything where nothing was saved so far.
@@ -131,17 +156,46 @@ class Pec(Policy):
         if self.plt_limit and self._num_experts:
             after = self._dynamic.recovered(max(0.0, plt))  # below 0 if a newer state was found after all
             self.turns.k, self.turns.booked = after.k, after.booked
+            self._limit_choice()
 
     @property
     def k_to_persist(self) -> int:
         """K_persist as it is now."""
-        return max(self.turns.k, self.k_persist or self.k)
+        return max(self.turns.k, self._before_faults[1])
 
     @property
     def k_to_snapshot(self) -> int:
         """K_snapshot as it is now; faults raise it in proportion to K_persist, up to all experts."""
-        raised = -(-self.k * self.k_to_persist // (self.k_persist or self.k))
+        k, k_persist = self._before_faults
+        raised = -(-k * self.k_to_persist // k_persist)
         return min(raised, min(self._num_experts.values(), default=raised))
+
+    @property
+    def _before_faults(self) -> tuple[int, int]:
+        choice = self._choice
+        return (self.k, self.k_persist or self.k) if choice is None else (choice.k_snapshot, choice.k_persist)
+
+    @property
+    def _choice(self) -> Choice | None:
+        return None if self._tuner is None else self._tuner.choice
+
+    @property
+    def _tuner(self) -> PecTuner | None:
+        return self.interval if isinstance(self.interval, PecTuner) else None
+
+    def _limit_choice(self) -> None:
+        """No choice goes below what faults have raised K to."""
+        if self._tuner is not None:
+            self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self.turns.k))
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`Policy.gauges`: K on both levels, and a chosen interval."""
+        interval = {} if self._choice is None else {"snapshot_interval": self._choice.interval}
+        return {"k_snapshot": self.k_to_snapshot, "k_persist": self.k_to_persist} | interval
+
+    def reason(self) -> str | None:
+        """As :meth:`Policy.reason`."""
+        return None if self._choice is None else self._choice.reason
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
@@ -150,15 +204,19 @@ class Pec(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings need not."""
         self.turns.load_state_dict(state)
+        self._limit_choice()
 
     def _selected(self, load: Load | None) -> Experts:
         if self.selection == "load_aware":
             if load is None:
                 raise ValueError("nobody counts the tokens of experts: count them, or select experts sequentially")
             return load_aware_experts(self._unsaved(load), self.k_to_snapshot, self.ep)
-        k, selected = self.k_to_snapshot, {}
+        return self._in_turn(self.k_to_snapshot, self.turns.partial)
+
+    def _in_turn(self, k: int, partial: int) -> Experts:
+        selected = {}
         for place, (layer, experts) in enumerate(self._num_experts.items()):
-            number = turn(self.turns.partial, experts // math.gcd(experts, k), self.persist_every)
+            number = turn(partial, experts // math.gcd(experts, k), self.persist_every)
             selected[layer] = sequential_experts(number, place, k, experts, self.ep)
         return selected
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -14,6 +14,9 @@ from moc.state.operators import Operator
 
 Load = Mapping[int, Sequence[int]]
 """By layer (global number): the tokens that each of its experts has been given since training began."""
+
+Busiest = Callable[[Mapping[str, Detail]], int]
+"""From operators with their details to the bytes of the rank that saves the most of them."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,13 @@ class Policy(ABC):
             The plan, or None where nothing is to be saved.
         """
 
+    def sized(self, busiest: Busiest) -> None:  # noqa: B027
+        """Learns how large snapshots would be; told once, before training, on all ranks.
+
+        Args:
+            busiest: the bytes of the rank that saves the most of a plan's operators.
+        """
+
     def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
         """Learns that a snapshot of this plan was begun; to be called before the state that it stores is asked for.
 
@@ -116,6 +126,14 @@ class Policy(ABC):
         Args:
             plt: by how much it has raised the proportion of lost tokens.
         """
+
+    def gauges(self) -> dict[str, float]:
+        """By name, what of the policy changes during a run and is worth seeing over time."""
+        return {}
+
+    def reason(self) -> str | None:
+        """Why :meth:`gauges` are what they are, for people; None where nothing was chosen."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What the policy was told, as JSON can hold it; the interval's is its own."""

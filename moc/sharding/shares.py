@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -183,6 +183,15 @@ def shares(stage: Stage, plan: Mapping[str, Detail], scheme: Scheme) -> dict[int
         if copy is not None:
             result[rank].append(Part(item.operator, copy, item.start, item.stop))
     return dict(result)
+
+
+def heaviest(stage: Stage, plan: Mapping[str, Detail], scheme: Scheme) -> int:
+    """Bytes of the rank of a stage that saves the most of a plan; arguments as those of :func:`shares`."""
+    items = cut_large(stage.items(plan))
+    load: Counter[int] = Counter()
+    for item, rank in zip(items, assign(items, scheme), strict=True):
+        load[rank] += item.nbytes
+    return max(load.values(), default=0)
 
 
 def share_of(fragments: Iterable[Fragment], parts: Sequence[Part]) -> list[Fragment]:

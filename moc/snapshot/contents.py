@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moc.sharding import Scheme
-from moc.sharding.shares import Stage, share_of, shares
+from moc.sharding.shares import Stage, heaviest, share_of, shares
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
@@ -74,6 +74,10 @@ class Contents:
                 self._known.pop(next(iter(self._known)))
             self._known[key] = share(share_of(held, mine))
         return self._known[key]
+
+    def busiest(self, operators: Mapping[str, Detail]) -> int:
+        """Bytes of the rank that saves most of them, of this stage; what stands around them in files not counted."""
+        return heaviest(self._stage, operators, self._scheme)
 
     def entries(self, operators: Mapping[str, Detail]) -> dict[str, OperatorEntry]:
         """What this rank's share is of each operator, and the updates that its moments have seen by now."""

@@ -12,12 +12,13 @@ from moc.store.errors import CheckpointError
 from moc.store.places import LocalPlace
 
 
-def memory_place(memory_dir: str | Path, job: str) -> LocalPlace:
+def memory_place(memory_dir: str | Path, job: str, node: str | None = None) -> LocalPlace:
     """This node's memory for a job: a directory of named shared memory, which outlives processes but not the machine.
 
     Args:
         memory_dir: a memory file system, as a rule ``/dev/shm``.
         job: what tells jobs apart: the directory or URL of their checkpoints.
+        node: what tells nodes apart that share the file system; None where each machine is one.
 
     Raises:
         CheckpointError: it cannot be made, or belongs to somebody else.
@@ -37,4 +38,4 @@ def memory_place(memory_dir: str | Path, job: str) -> LocalPlace:
         )
     whole = job.rstrip("/") if "://" in job else os.path.abspath(job)
     name = f"{os.path.basename(whole)}-{xxhash.xxh3_64_hexdigest(whole.encode())}"
-    return LocalPlace(home / name, in_memory=True)
+    return LocalPlace(home / (name if node is None else f"{name}-node-{node}"), in_memory=True)

@@ -9,6 +9,19 @@ from moc.policy import POLICIES, interval_named
 from moc.sharding import scheme_named
 
 
+def _number_or_auto(text: str) -> str:
+    if text != "auto" and not (text.isdecimal() and int(text) >= 1):
+        raise ValueError(f"a number of experts is auto or at least 1, not {text}")
+    return text
+
+
+def _nodes(text: str) -> str:
+    names = text.split(",")
+    if not all(name.isalnum() for name in names):  # they become part of a directory's name
+        raise ValueError(f"nodes are called by letters and digits, such as 0,0,1,1, not {text}")
+    return text
+
+
 @dataclass(frozen=True)
 class Snapshot(Group):
     """Fault tolerance: snapshots of the training state, where they go, and how often."""
@@ -54,7 +67,24 @@ class Snapshot(Group):
         at_least=1,
     )
 
-    pec_k: int = flag(1, "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec).", at_least=1)
+    mtbf_hours: float = flag(
+        24.0, "Hours from one failure of the job to the next, for what is chosen by its expected cost.", above=0.0
+    )
+    node_of_rank: str | None = flag(
+        None,
+        "The node of each worker, where hosts do not tell: with 0,0,1,1 four workers on one machine are two nodes, "
+        "each with memory of its own.",
+        metavar="NODE,NODE,...",
+        type=lambda text: _nodes(str(text)),
+    )
+
+    pec_k: str = flag(
+        "1",
+        "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec); auto chooses, from what is measured, how "
+        "many are in a snapshot, how many go on to storage, and with --snapshot-interval auto also how often.",
+        type=lambda text: _number_or_auto(str(text)),
+        metavar="K|auto",
+    )
     pec_k_snapshot: int | None = flag(
         None, "Experts of each layer in a snapshot in memory, where that differs from --pec-k.", at_least=1
     )
@@ -77,6 +107,17 @@ class Snapshot(Group):
         0.0375, "Proportion of tokens that experts may lose (MoC-System's PLT).", above=0.0, at_most=1.0
     )
 
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether the numbers of experts follow from what is measured."""
+        return self.pec_k == "auto"
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """K_snapshot and K_persist, or what they begin with."""
+        k = 1 if self.chooses_experts else int(self.pec_k)
+        return self.pec_k_snapshot or k, self.pec_k_persist or k
+
     def validate(self) -> None:
         """Refuses details of snapshots that are not taken, or not in memory."""
         for spec in flags_of(type(self)):
@@ -88,13 +129,27 @@ class Snapshot(Group):
                 f"{spec.spelling} needs --ckpt-policy {owner}, not {self.ckpt_policy}: drop it or change the policy.",
             )
         refuse(
-            (self.pec_k_snapshot or self.pec_k) < (self.pec_k_persist or self.pec_k),
-            f"--pec-k-persist {self.pec_k_persist or self.pec_k} is more than the {self.pec_k_snapshot or self.pec_k} "
-            "experts that are in a snapshot: lower it, or raise --pec-k-snapshot.",
+            self.chooses_experts and (self.pec_k_snapshot or self.pec_k_persist or self.persist_interval),
+            "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "
+            "--persist-interval.",
+        )
+        in_snapshot, to_storage = self.experts
+        refuse(
+            in_snapshot < to_storage,
+            f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower it, or "
+            "raise --pec-k-snapshot.",
         )
         refuse(
-            self.pec_plt_limit != 0.0375 and not self.pec_dynamic_k,
-            "--pec-plt-limit needs --pec-dynamic-k, which acts on it: add it.",
+            self.pec_plt_limit != 0.0375 and not (self.pec_dynamic_k or self.chooses_experts),
+            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it: add one of them.",
+        )
+        refuse(
+            self.mtbf_hours != 24.0 and not self.chooses_experts,
+            "--mtbf-hours needs --pec-k auto, which reckons with it: add it.",
+        )
+        refuse(
+            self.node_of_rank and self.ckpt_tier != "memory",
+            "--node-of-rank needs --ckpt-tier memory, since only memory belongs to a node: add it.",
         )
         refuse(
             self.persist_interval and self.ckpt_tier != "memory",

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from moc.policy import Interval
+from moc.policy import Interval, Observed
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Clock:
         self.lost_s += disturbed - plain + stall
         self._left_s -= seconds
         self._iteration += 1
-        self.interval.observe(seconds, stall, self._started, self._left_s > 0)
+        self.interval.observe(Observed(seconds, stall, self._started, self._left_s > 0))
         self._started = self.interval.due(self._iteration)
         if self._started:
             assert self._left_s <= 0, "a snapshot starts while one is in flight"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy.adaptive import Measured, choose, uniform_plt
+from moc.policy.adaptive import Limits, Measured, choose, uniform_plt
 from moc.policy.ledger import Ledger
 from moc.policy.sequential import sequential_experts
 
@@ -46,7 +46,7 @@ def possible(machine):
 @settings(deadline=None)
 @given(machines(), st.sampled_from([None, 0.0, 0.001, 0.0375, 0.5]))
 def test_nothing_is_better(machine, limit):
-    choice = choose(machine, limit)
+    choice = choose(machine, Limits(limit))
     assert choice.k_persist <= choice.k_snapshot
     assert choice.interval * machine.iteration_s >= machine.persist_s(choice.k_persist) * (1 - 1e-12)
     assert choice.overhead_s == machine.overhead_s(choice.k_snapshot, choice.interval)
@@ -85,7 +85,7 @@ def test_experts_that_cost_no_time_are_taken():
 
 
 def test_a_limit_takes_more_experts():
-    free, limited = choose(MACHINE), choose(MACHINE, plt_limit=0.007)
+    free, limited = choose(MACHINE), choose(MACHINE, Limits(0.007))
     assert free.plt > 0.007 >= limited.plt
     assert (free.k_persist, limited.k_persist) == (1, 2) and limited.interval > free.interval
 
@@ -93,17 +93,17 @@ def test_a_limit_takes_more_experts():
 def test_a_limit_may_be_kept_by_snapshots_that_are_more_frequent():
     """Nothing hides, and storage is quick: a snapshot costs 1 s and more, so that they are seldom without a limit."""
     machine = dataclasses.replace(MACHINE, forward_backward_s=0.5, persist_bandwidth=1e6)
-    free, limited = choose(machine), choose(machine, plt_limit=0.07)
+    free, limited = choose(machine), choose(machine, Limits(0.07))
     assert (free.k_snapshot, free.interval) == (1, 22) and free.plt == pytest.approx(0.077)
     assert (limited.k_snapshot, limited.interval) == (1, 20)
 
 
 def test_a_limit_of_nothing_saves_everything():
-    strict = choose(MACHINE, plt_limit=0.0)
+    strict = choose(MACHINE, Limits(0.0))
     assert (strict.k_snapshot, strict.k_persist, strict.plt) == (8, 8, 0)
     assert strict.overhead_s == strict.full_overhead_s
     with pytest.raises(ValueError, match="raise the limit"):
-        choose(MACHINE, 0.1, lambda *_: 0.2)
+        choose(MACHINE, Limits(0.1), lambda *_: 0.2)
 
 
 def test_equation_10():
@@ -142,10 +142,10 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
 
 
 def test_the_reason_is_said():
-    said = choose(MACHINE, 0.05).reason
+    said = choose(MACHINE, Limits(0.05)).reason
     assert "A snapshot of 4 experts hides: 3 s beside 3 s of forward and backward; one of 5 would take 3.5 s." in said
     assert "of at most 5 %" in said
-    assert "training waits for 1 s" in choose(dataclasses.replace(MACHINE, forward_backward_s=0.5), None).reason
+    assert "training waits for 1 s" in choose(dataclasses.replace(MACHINE, forward_backward_s=0.5)).reason
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import Every, IntervalTuner, interval_named
+from moc.policy import Every, IntervalTuner, Observed, interval_named
 from moc.policy.interval import BLOCK, BLOCKS, PROFILE_BLOCKS, REFRESH, SNAPSHOTS, WARM_UP
 from tests.unit.policy.clock import Clock
 
@@ -80,7 +80,7 @@ def test_no_shorter_interval_would_do(clock):
 def test_whatever_is_measured_the_interval_is_positive_and_nothing_starts_in_flight(measured, budget):
     tuner = IntervalTuner(budget)
     for iteration, (iteration_s, stall_s, snapshot, busy) in enumerate(measured, 1):
-        tuner.observe(iteration_s, stall_s, snapshot, busy)
+        tuner.observe(Observed(iteration_s, stall_s, snapshot, busy))
         assert isinstance(tuner.interval, int) and tuner.interval >= 1
         assert not (busy and tuner.due(iteration))
 
@@ -90,7 +90,7 @@ def test_ranks_that_are_told_the_same_answer_the_same(measured, budget, data):
     tuners = [IntervalTuner(budget) for _ in range(3)]
     for iteration, observation in enumerate(measured, 1):
         for tuner in tuners:
-            tuner.observe(*observation)
+            tuner.observe(Observed(*observation))
         # How often one asks makes no difference.
         for _ in range(data.draw(st.integers(0, 3))):
             tuners[0].due(iteration), tuners[0].interval, tuners[0].state_dict()
@@ -101,7 +101,7 @@ def test_ranks_that_are_told_the_same_answer_the_same(measured, budget, data):
 def test_state_survives_json_and_brings_all_ranks_to_one_point(before, after, budget):
     survivor, replacement = IntervalTuner(budget), IntervalTuner(budget)
     for observation in before:
-        survivor.observe(*observation)
+        survivor.observe(Observed(*observation))
     state = json.loads(json.dumps(survivor.state_dict()))
     was = survivor.interval, survivor.iteration_s, survivor.snapshot_s
     for tuner in (survivor, replacement):
@@ -110,7 +110,7 @@ def test_state_survives_json_and_brings_all_ranks_to_one_point(before, after, bu
         assert (tuner.interval, tuner.iteration_s, tuner.snapshot_s) == was
     for iteration, observation in enumerate(after):
         for tuner in (survivor, replacement):
-            tuner.observe(*observation)
+            tuner.observe(Observed(*observation))
         assert survivor.due(iteration) == replacement.due(iteration)
         assert survivor.state_dict() == replacement.state_dict()
 
@@ -179,7 +179,8 @@ def test_slowdown_in_bursts_counts():
     tuner, since = IntervalTuner(0.03), None
     for iteration in range(2000):
         flight = since is not None and since < 20
-        tuner.observe(4.0 if flight and since in (5, 6) else 1.0, 0.0, since == 0, flight and since < 19)
+        slow = flight and since in (5, 6)
+        tuner.observe(Observed(4.0 if slow else 1.0, 0.0, since == 0, flight and since < 19))
         since = None if since is None else since + 1
         if tuner.due(iteration):
             since = 0
@@ -190,7 +191,7 @@ def test_a_stall_after_the_flight_counts():
     tuner, since = IntervalTuner(0.03), None
     for iteration in range(1000):
         stall = 1.5 if since == 1 else 0.0
-        tuner.observe(1.0 + stall, stall, since == 0, False)
+        tuner.observe(Observed(1.0 + stall, stall, since == 0))
         since = None if since is None else since + 1
         if tuner.due(iteration):
             since = 0
@@ -215,7 +216,8 @@ def test_snapshots_that_cost_nothing_are_taken_in_every_iteration():
 def test_an_unplanned_snapshot_is_measured_too():
     tuner = IntervalTuner(0.03)
     for iteration in range(100):
-        tuner.observe(1.0 + (iteration % 20 == 0), float(iteration % 20 == 0), iteration % 20 == 0, False)
+        started = iteration % 20 == 0
+        tuner.observe(Observed(1.0 + started, float(started), started))
     assert tuner.settled and tuner.interval == 34
 
 
@@ -223,7 +225,7 @@ def test_a_snapshot_that_another_overtakes_is_not_measured():
     clock = settled(stall_s=0.9)
     was = clock.interval.state_dict()
     for _ in range(SNAPSHOTS + 1):
-        clock.interval.observe(100.0, 99.0, snapshot=True, busy=True)
+        clock.interval.observe(Observed(100.0, 99.0, started=True, busy=True))
     assert clock.interval.state_dict()["snapshots"] == was["snapshots"][-SNAPSHOTS:]
 
 
@@ -238,7 +240,7 @@ def test_the_budget_must_be_positive(budget):
 )
 def test_impossible_times_are_refused(iteration_s, stall_s):
     with pytest.raises(ValueError, match="cannot have been measured"):
-        IntervalTuner().observe(iteration_s, stall_s, False, False)
+        IntervalTuner().observe(Observed(iteration_s, stall_s))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_a_foreign_state_is_refused_and_changes_nothing(state):
 
 def test_a_fixed_interval_is_a_multiple():
     every = Every(5)
-    every.observe(1.0, 100.0, True, True)
+    every.observe(Observed(1.0, 100.0, started=True, busy=True))
     assert [iteration for iteration in range(16) if every.due(iteration)] == [5, 10, 15]
     every.load_state_dict(every.state_dict())
 

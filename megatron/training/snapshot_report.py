@@ -1,0 +1,88 @@
+"""What a run tells about its snapshots: events while it trains, and at its end what all of them have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.training.logging import Log
+from megatron.training.tokens import TokenBook
+from moc.policy import Policy
+
+_WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
+
+
+class SnapshotReport:
+    """Counts; times are means over workers.
+
+    Args:
+        log: where to report.
+        tier: where snapshots are safe, ``disk`` or ``memory``.
+    """
+
+    def __init__(self, log: Log, tier: str):
+        self._log, self._tier = log, tier
+        self._count = self._bytes = 0
+        self._stall_s = self._training_s = 0.0
+        self._chosen: Mapping[str, float] | None = None
+
+    def trained(self, seconds: float) -> None:
+        """An iteration took so long, with all stalls."""
+        self._training_s += seconds
+
+    def stalled(self, newest: int | None, seconds: float) -> None:
+        """Training has waited for snapshots.
+
+        Args:
+            newest: iteration of the last snapshot that was begun.
+            seconds: for so long; may be 0.
+        """
+        self._stall_s += seconds
+        if seconds > _WORTH_TELLING_S:
+            self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
+
+    def chosen(self, iteration: int, policy: Policy) -> None:
+        """Says what a policy has chosen, when that is something new."""
+        if (reason := policy.reason()) is None or (gauges := policy.gauges()) == self._chosen:
+            return
+        self._chosen = gauges
+        values = ", ".join(f"{name} {value}" for name, value in gauges.items())
+        self._log.message(f"--ckpt-policy {policy.name} has chosen {values}: {reason}")
+        self._log.events.write("choice", iteration=iteration, **gauges, reason=reason)
+
+    def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
+        """One is complete.
+
+        Args:
+            iteration: of it.
+            tally: the vote that said so.
+            workers: how many have voted.
+        """
+        self._count += 1
+        self._bytes += int(tally["snapshot_bytes"])
+        self._log.events.write(
+            "snapshot",
+            iteration=iteration,
+            tier=self._tier,
+            bytes=int(tally["snapshot_bytes"]),
+            copy_s=tally["snapshot_copy_s"] / workers,
+            hash_s=tally["snapshot_seal_s"] / workers,
+        )
+
+    def end(self, tokens: TokenBook | None) -> None:
+        """The run ends.
+
+        Args:
+            tokens: the token ledger, where snapshots are partial.
+        """
+        if not self._count:
+            return
+        share = self._stall_s / self._training_s if self._training_s else 0.0
+        self._log.message(
+            f"snapshots: {self._count} taken, {self._bytes / self._count / 1e9:.3g} GB each; "
+            f"training waited {self._stall_s:.2f} s for them, {share:.2%} of its time"
+        )
+        if tokens is not None:
+            layers = ", ".join(f"{plt:.3%} in layer {layer}" for layer, plt in tokens.plt_by_layer.items() if plt)
+            self._log.message(
+                f"experts have lost {tokens.plt:.3%} of their tokens to faults" + (f": {layers}" if layers else "")
+            )

@@ -1,0 +1,113 @@
+"""K_snapshot, K_persist and the interval together, chosen from what is measured while a run trains."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
+from statistics import median
+from typing import Any
+
+from moc.policy.adaptive import Choice, Limits, Measured, choose
+from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, Observed, Transfer
+
+
+class PecTuner(IntervalTuner):
+    """Measures as :class:`IntervalTuner` does, and asks :func:`~moc.policy.adaptive.choose` (MoC, section 5.3).
+
+    The first snapshot, of everything, comes after as many undisturbed iterations as there, and shows how fast a rank
+    copies and writes.  From then on K and interval are the choice for the medians of what was seen last.  A snapshot
+    starts only when the one before it is in storage.
+
+    Args:
+        limits: what to keep to.
+        mtbf_s: seconds from one fault of the job to the next, in the mean.
+    """
+
+    def __init__(self, limits: Limits, mtbf_s: float):
+        super().__init__()
+        self.limits, self.mtbf_s = limits, mtbf_s
+        self.busiest: Mapping[int, int] = {}
+        """By K, bytes of the rank that saves most; to be set before training."""
+        self._forward_backward_s: deque[float] = deque(maxlen=BLOCK)
+        self._copied: deque[Transfer] = deque(maxlen=SNAPSHOTS)
+        self._written: deque[Transfer] = deque(maxlen=SNAPSHOTS)
+
+    def observe(self, seen: Observed) -> None:
+        """As :meth:`IntervalTuner.observe`; a transfer may become known while the next snapshot is under way."""
+        super().observe(seen)
+        for transfers, one in ((self._copied, seen.copied), (self._written, seen.written)):
+            if one.bytes and one.seconds:
+                transfers.append(one)
+
+    def _count_undisturbed(self, seen: Observed) -> None:
+        super()._count_undisturbed(seen)
+        if seen.forward_backward_s > 0:
+            self._forward_backward_s.append(seen.forward_backward_s)
+
+    @property
+    def choice(self) -> Choice | None:
+        """What to do; None before anything was measured, and where there are no experts to choose."""
+        measured = self._measured_machine()
+        return None if measured is None else _chosen(measured, self.limits)
+
+    def _measured_machine(self) -> _Machine | None:
+        if not (self.busiest and self._copied and self._written and self._forward_backward_s) or not self.iteration_s:
+            return None
+        return (
+            tuple(self.busiest.items()),
+            median(self._forward_backward_s),
+            self.iteration_s,
+            _bandwidth(self._copied),
+            _bandwidth(self._written),
+            0.0,  # what a restart takes is the same whatever is chosen
+            self.iteration_s / self.mtbf_s,
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough has been measured to choose."""
+        return self.choice is not None
+
+    @property
+    def interval(self) -> int:
+        """Iterations from one snapshot to the next, at least 1; provisional until :attr:`settled`."""
+        choice = self.choice
+        return BLOCK if choice is None else choice.interval
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured; flags and sizes are not among it."""
+        return super().state_dict() | {
+            "forward_backward_s": list(self._forward_backward_s),
+            "copied": [[one.bytes, one.seconds] for one in self._copied],
+            "written": [[one.bytes, one.seconds] for one in self._written],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Interval.load_state_dict`; the state of another tuner serves as far as it goes."""
+        try:
+            seconds = [float(one) for one in state.get("forward_backward_s", ())]
+            copied, written = (
+                [Transfer(float(amount), float(took)) for amount, took in state.get(name, ())]
+                for name in ("copied", "written")
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a tuner: {state!r}; start without it") from error
+        super().load_state_dict(state)
+        self._forward_backward_s = deque(seconds, maxlen=BLOCK)
+        self._copied, self._written = deque(copied, maxlen=SNAPSHOTS), deque(written, maxlen=SNAPSHOTS)
+
+
+_Machine = tuple[tuple[tuple[int, int], ...], float, float, float, float, float, float]
+
+
+@lru_cache(maxsize=BLOCKS)
+def _chosen(machine: _Machine, limits: Limits) -> Choice:
+    """Remembered, since it is asked for in every iteration."""
+    busiest, *rest = machine
+    return choose(Measured(dict(busiest), *rest), limits)
+
+
+def _bandwidth(transfers: deque[Transfer]) -> float:
+    """In bytes per second."""
+    return median(one.bytes / one.seconds for one in transfers)
