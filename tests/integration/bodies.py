@@ -68,9 +68,9 @@ def _watch(told: dict) -> None:
         told["parameters"] = {n: digest(p) for c in run.stepper.chunks for n, p in unwrap(c).named_parameters()}
         return code
 
-    def watched_log(log, record, consumed_samples):
+    def watched_log(log, record, consumed_samples, gauges):
         told["records"].append(dataclasses.asdict(record))
-        tell(log, record, consumed_samples)
+        tell(log, record, consumed_samples, gauges)
 
     loop.train, Log.iteration = watched_loop, watched_log
 

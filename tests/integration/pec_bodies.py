@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
+from moc.snapshot import capture
 from moc.state.detail import Detail
 from moc.state.training_state import TrainingState
 from moc.store.regions import bytes_of, digest_of
+from tests.integration import bodies
 from tests.integration.bodies import with_run
 
 
@@ -18,3 +22,16 @@ def loaded(flags: dict) -> dict:
         return {"start": run.position.iteration, "hashes": hashes}
 
     return with_run(flags, use)
+
+
+def train_with_slow_copies(flags: dict, bytes_per_s: float) -> dict:
+    """As ``bodies.train``, where snapshots get no more than this bandwidth."""
+    copy = capture._copy
+
+    def slow(copies) -> float:
+        seconds = sum(one.source.nbytes for one in copies) / bytes_per_s
+        time.sleep(seconds)
+        return seconds + copy(copies)
+
+    capture._copy = slow
+    return bodies.train(flags)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from moc.sharding import scheme_named
-from moc.sharding.shares import Part, Stage, describe, pack, share_of, shares, unpack
+from moc.sharding.shares import Part, Stage, describe, heaviest, pack, share_of, shares, unpack
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
@@ -26,7 +26,7 @@ def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
     in ``directory/PLAN``.
 
     Returns:
-        For each plan and scheme the ``boxes`` that this worker saves, and their ``bytes``.
+        For each plan and scheme the ``boxes`` that this worker saves, their ``bytes``, and the ``most`` of its stage.
     """
 
     def use(run) -> dict:
@@ -43,7 +43,8 @@ def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
                 mine = _share(state, plan, parts)
                 boxes = [[f.slot, f.name, f.global_shape, f.region.offset, f.region.shape] for f in mine]
                 nbytes = sum(f.view.numel() * f.view.element_size() for f in mine)
-                told[name][scheme] = {"boxes": boxes, "bytes": nbytes}
+                most = heaviest(stage, plan, scheme_named(scheme))
+                told[name][scheme] = {"boxes": boxes, "bytes": nbytes, "most": most}
                 if scheme == schemes[0]:
                     write(Path(directory) / name, run.world.rank, mine)
         return told

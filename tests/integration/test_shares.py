@@ -83,6 +83,15 @@ def saved(workers: list[dict], plan: str, scheme: str) -> list[int]:
     return [worker[plan][scheme]["bytes"] for worker in workers]
 
 
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_heaviest_is_known_before_anything_is_saved(name, shared):
+    workers = shared(name)[1]
+    for plan in ("full", "compute", "mixed"):
+        for scheme in SHARED_OUT:
+            told = max(worker[plan][scheme]["most"] for worker in workers)
+            assert abs(told - max(saved(workers, plan, scheme))) < 12  # a cut moves to where an element begins
+
+
 def test_replicas_share_everything_or_the_first_saves_it(shared):
     for plan in ("full", "compute", "mixed"):
         evenly, at_first = (saved(shared("DP4")[1], plan, scheme) for scheme in ("EE+AN", "baseline"))

@@ -101,8 +101,8 @@ class Scene:
 
 @pytest.mark.recovery
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout, rank, every", [("1", 0, 1), ("EP2", 0, 4), ("EP2", 1, 1)], ids=str)
-def test_killed_before_each_call_that_changes_something(layout, rank, every, flags, data, tmp_path):
+@pytest.mark.parametrize("layout, rank, every", [("1", 0, 2), ("EP2", 0, 6), ("EP2", 1, 3)], ids=str)
+def test_killed_before_calls_that_change_something(layout, rank, every, flags, data, tmp_path):
     undisturbed = straight(layout, data, 4)
 
     def kill_at(scene: Scene, calls: range) -> None:
