@@ -10,6 +10,15 @@ from functools import partial
 
 from megatron.training.arguments import parse_config
 
+WARM = (
+    "megatron.training.errors",
+    "megatron.training.loop",
+    # what torch and megatron-core import only while they work
+    "torch._dynamo",
+    "torch._inductor.utils",
+    "megatron.core.tokenizers.text.models.gpt_tokenizer",
+)
+
 
 def forward_step(batches, model):
     """One micro batch through one model chunk, as megatron-core's schedules call it.
@@ -58,6 +67,17 @@ def providers():
     from megatron.training.setup import Providers
 
     return Providers(model=build_gpt, datasets=build_datasets, forward_step=forward_step)
+
+
+def warm_up() -> None:
+    """Imports what training needs, and nothing more, for a launcher that forks its workers."""
+    from importlib import import_module
+
+    from megatron.training import cpu
+
+    cpu.install()
+    for module in WARM:
+        import_module(module)
 
 
 def main() -> int:

@@ -137,6 +137,11 @@ class Checkpoints:
         """Waits for a save under way, and publishes it."""
         self._finalize(blocking=True)
 
+    def close(self) -> None:
+        """Gives up a save under way, as if this worker had been killed; asks nothing of the others."""
+        while self._queue.async_calls:
+            self._queue.async_calls.popleft().async_caller.close(abort=True)
+
     def _finalize(self, blocking: bool) -> None:
         with self._reporting_failure():
             self._queue.maybe_finalize_async_calls(blocking=blocking)

@@ -9,11 +9,11 @@ from datetime import timedelta
 
 import numpy
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.training import cpu
 from megatron.training.config import Config, check_backend, check_world
+from moc.runtime.job import Job
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,26 @@ class World:
     data_size: int
 
 
-def initialize(config: Config) -> World:
-    """Joins the job described by torchrun's environment variables and builds every process group.
+def initialize(config: Config, job: Job | None = None) -> World:
+    """Joins the job and builds every process group.
+
+    Args:
+        config: the flags in force.
+        job: which; by default the one that torchrun's environment variables describe.
 
     Raises:
         ConfigError: the flags do not fit the number of workers or the backend.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    check_world(config, size)
+    job = job or Job()
+    check_world(config, job.size)
     backend = config.parallel.distributed_backend or cpu.default_backend()
     check_backend(config, backend)
     _choose_device(config.training.deterministic_mode)
-    _join(rank, size, backend, config.parallel.distributed_timeout_minutes)
+    job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)
     world = World(
-        rank=rank,
-        size=size,
+        rank=job.rank,
+        size=job.size,
         device=cpu.device(),
         backend=backend,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -61,10 +65,10 @@ def initialize(config: Config) -> World:
     return world
 
 
-def shut_down() -> None:
+def shut_down(job: Job | None = None) -> None:
     """Leaves the job: after this no collective works."""
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    (job or Job()).leave()
 
 
 def seed_streams(seed: int, iteration: int, world: World) -> None:
@@ -94,14 +98,6 @@ def _choose_device(deterministic: bool) -> None:
     elif "OMP_NUM_THREADS" not in os.environ:
         # one thread a worker: results do not depend on the machine, and workers do not fight for cores
         torch.set_num_threads(1)
-
-
-def _join(rank: int, size: int, backend: str, timeout_minutes: float) -> None:
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
-    timeout = timedelta(minutes=timeout_minutes)
-    device = cpu.device() if backend == "nccl" else None
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=device)
 
 
 def _build_groups(config: Config) -> None:

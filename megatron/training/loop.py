@@ -10,13 +10,17 @@ from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.phases import Phases
-from megatron.training.setup import Providers, Run, set_up
+from megatron.training.setup import Providers, Run, build, start
+from megatron.training.snapshot_setup import NothingToGoOnFrom
 from megatron.training.step import NonFiniteError, StepRecord
 from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
+from moc.runtime.job import join_job
 
 
 def pretrain(config: Config, providers: Providers) -> int:
-    """Trains until the iterations are done or somebody asks to stop.
+    """Trains until the iterations are done or somebody asks to stop, whatever workers are lost meanwhile.
+
+    A worker is built once.  When another one is lost, it starts again from the newest snapshot with what it has.
 
     Args:
         config: the flags in force.
@@ -25,26 +29,36 @@ def pretrain(config: Config, providers: Providers) -> int:
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
     """
-    stop, phases = StopRequests(config), Phases()
+    stop, phases, job, parts = StopRequests(config), Phases(), join_job(), None
     phases.done("import")
-    world = initialize(config)
-    phases.done("join")
-    try:
-        run = set_up(config, world, providers, stop, phases)
-    except StopRequested:
-        return EXIT_REQUEUE
-    try:
-        code = train(run, stop)
-    except NonFiniteError:
-        wait_for_saves(run)  # all workers are here alike: what is being saved is still good
-        raise
-    run.log.close()
-    shut_down()
-    return code
+    while True:
+        try:
+            parts = parts or build(config, initialize(config, job), providers, stop, phases)
+            job.built()
+            code = train(start(parts, stop, phases), stop)
+            parts.log.close()
+            shut_down(job)
+            return code
+        except StopRequested:
+            return EXIT_REQUEUE
+        except NothingToGoOnFrom:
+            job.start_over()
+        except Exception as error:
+            job.go_on_after(error)  # raises it again, unless a worker was lost and another has come in its place
+        parts.forget_half_done()
 
 
 def train(run: Run, stop: StopRequests) -> int:
     """Runs the iterations that are left; returns the exit code."""
+    try:
+        return train_iterations_left(run, stop)
+    except NonFiniteError:
+        wait_for_saves(run)  # all workers are here alike: what is being saved is still good
+        raise
+
+
+def train_iterations_left(run: Run, stop: StopRequests) -> int:
+    """Iterates, evaluates and saves until the end, or until somebody asks to stop."""
     collect_garbage_by_hand(run)
     run.log.skip_time()
     while run.position.iteration < run.train_iters:

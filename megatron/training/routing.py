@@ -35,10 +35,13 @@ class RouterCounts:
         self._padded = padded
         self._counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self._sent = torch.zeros(len(layers), dtype=torch.int64, device=device)
-        for chunk in chunks:
-            for module in unwrap(chunk).modules():
-                if isinstance(module, TopKRouter):
-                    module.register_forward_hook(self._count)
+        routers = (m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter))
+        self._hooks = [router.register_forward_hook(self._count) for router in routers]
+
+    def close(self) -> None:
+        """Counts no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def take(self) -> dict[str, torch.Tensor]:
         """This worker's contributions to the vote since the last call: ``expert_tokens`` and ``sent_tokens``, flat."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
 from megatron.training.auxiliary import AuxiliaryLosses
@@ -12,10 +14,11 @@ from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
 from megatron.training.data import Batch, BatchStream, Datasets
+from megatron.training.half_done import forget_half_done
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model import ModelProvider, build_model
-from megatron.training.optimizer import build_optimizer, build_scheduler
+from megatron.training.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.training.phases import Phases
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
@@ -41,11 +44,44 @@ class Providers:
 
 
 @dataclass
+class Parts:
+    """What a worker builds once, and keeps when others are lost.
+
+    Attributes:
+        chunks: the model.
+        optimizer: its optimizer.
+        scheduler: its learning-rate schedule.
+        streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
+        train_iters: iterations of the whole run.
+        vocab_size: rows of the embedding.
+        saving: what saves the state, if training has started.
+    """
+
+    config: Config
+    world: World
+    chunks: list[DistributedDataParallel]
+    optimizer: VotedOptimizer
+    scheduler: OptimizerParamScheduler
+    schedule: Schedule
+    streams: dict[str, BatchStream | None]
+    train_iters: int
+    vocab_size: int
+    log: Log
+    saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
+
+    def forget_half_done(self) -> None:
+        """An iteration was cut off: brings everything but the state to where it is between two iterations."""
+        for saver in self.saving or ():
+            saver.close()
+        forget_half_done(self.chunks)
+
+
+@dataclass
 class Run:
     """A worker's parts, and how far it has come.
 
     Attributes:
-        streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
+        streams: as in :class:`Parts`.
         splits: the splits that have data, the same on all workers.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
@@ -70,15 +106,16 @@ class Run:
         return stream.iteration(first_sample) if stream is not None else None
 
 
-def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:
-    """Builds model, optimizer, data and logs, and loads the checkpoint; a collective call.
+def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Parts:
+    """Builds model, optimizer, data and logs.
+
+    A collective call where all workers begin together; one that takes the place of a lost one builds alone.
 
     Raises:
-        ConfigError, TokenizerError, CheckpointError: something that the flags name cannot be used.
+        ConfigError, TokenizerError: something that the flags name cannot be used.
         StopRequested: a worker was asked to stop.
     """
-    micro_batches, batch = num_microbatches(config, world.size), global_batch_size(config, world.size)
-    train_iters = train_iterations(config, world.size)
+    batch, train_iters = global_batch_size(config, world.size), train_iterations(config, world.size)
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
     tokenizer = build_tokenizer(
         config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model, config.tokenizer.vocab_size
@@ -92,45 +129,67 @@ def set_up(config: Config, world: World, providers: Providers, stop: StopRequest
     optimizer = build_optimizer(config, chunks)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
+    micro_batches = num_microbatches(config, world.size)
+    sizes = config.training.micro_batch_size, config.data.seq_length
+    schedule = Schedule(providers.forward_step, chunks, micro_batches, *sizes)
     stop.check_set_up(world)
     phases.done("model")
 
-    checkpoints = Checkpoints(config, world, chunks, optimizer, scheduler, log.message)
-    position, snapshots = begin(config, world, chunks, optimizer, scheduler, vocab_size, checkpoints, log)
+    datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
+    streams = _streams(config, world, datasets, micro_batches)
+    stop.check_set_up(world)
+    phases.done("data")
+    return Parts(config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log)
+
+
+def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
+    """Brings all workers to where the last run stopped; a collective call.
+
+    Raises:
+        ConfigError, CheckpointError: something that the flags name cannot be used.
+        StopRequested: a worker was asked to stop.
+        NothingToGoOnFrom: this worker has trained already, and there is no snapshot to bring it back to.
+    """
+    config, world, log = parts.config, parts.world, parts.log
+    state = parts.chunks, parts.optimizer, parts.scheduler
+    checkpoints = Checkpoints(config, world, *state, log.message)
+    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, again=bool(parts.saving))
+    parts.saving = checkpoints, snapshots
     stop.check_set_up(world)
     phases.done("load")
 
-    sizes = config.training.micro_batch_size, config.data.seq_length
+    readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
+    splits = {split for split, count in readers.items() if count}
+    if "train" not in splits:
+        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
     stepper = Stepper(
         world=world,
-        chunks=chunks,
-        schedule=Schedule(providers.forward_step, chunks, micro_batches, *sizes),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        auxiliary=AuxiliaryLosses(config, world, micro_batches),
+        chunks=parts.chunks,
+        schedule=parts.schedule,
+        optimizer=parts.optimizer,
+        scheduler=parts.scheduler,
+        auxiliary=AuxiliaryLosses(config, world, num_microbatches(config, world.size)),
         seed=config.rng.seed,
-        global_batch_size=batch,
+        global_batch_size=global_batch_size(config, world.size),
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         rider=snapshots,
     )
-    datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
-    streams = _streams(config, world, datasets, micro_batches)
-    readers = sum_over_workers({split: float(s is not None) for split, s in streams.items()}, world)
-    splits = {split for split, count in readers.items() if count}
-    if "train" not in splits:
-        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
-    stop.check_set_up(world)
-    phases.done("data")
     log.events.write(
         "start",
         iteration=position.iteration,
         world_size=world.size,
-        parameters=count_parameters(chunks),
+        parameters=count_parameters(parts.chunks),
         startup_s=phases.seconds,
     )
-    return Run(config, world, stepper, checkpoints, snapshots, log, streams, splits, train_iters, vocab_size, position)
+    sizes = parts.train_iters, parts.vocab_size
+    return Run(config, world, stepper, checkpoints, snapshots, log, parts.streams, splits, *sizes, position)
+
+
+def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:
+    """:func:`build` and :func:`start`."""
+    return start(build(config, world, providers, stop, phases), stop, phases)
 
 
 def samples_wanted(config: Config, train_iters: int, batch: int) -> tuple[int, int, int]:

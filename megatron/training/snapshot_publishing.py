@@ -57,6 +57,10 @@ class Publisher:
         """Returns when nothing is under way."""
         wait(self._under_way)
 
+    def close(self) -> None:
+        """Ends what is under way; nothing may be published after it."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
     def failure(self) -> str | None:
         """What went wrong, if anything has."""
         failed = (future.exception() for future in self._under_way if future.done())

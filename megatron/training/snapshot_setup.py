@@ -40,6 +40,10 @@ from moc.store.store import Store
 from moc.store.tiers import memory_place
 
 
+class NothingToGoOnFrom(Exception):
+    """There is no snapshot, and this worker's model has been trained since it was built: build it again."""
+
+
 def begin(
     config: Config,
     world: World,
@@ -49,8 +53,20 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
+    again: bool = False,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
     """Loads the newest state that there is; a collective call.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        chunks: the model.
+        optimizer: its optimizer.
+        scheduler: its learning-rate schedule.
+        vocab_size: rows of the embedding.
+        checkpoints: the dense ones.
+        log: where to report.
+        again: the model has been trained since it was built.
 
     Returns:
         Where to go on, and what takes snapshots from there.
@@ -58,8 +74,11 @@ def begin(
     Raises:
         CheckpointError: on all workers: nothing whole to load although there is something, another model, another
             job in the same directory, no memory for snapshots.
+        NothingToGoOnFrom: there is no snapshot, and the model is not as it was built any more.
     """
     if config.snapshot.ckpt_policy is None:
+        if again:
+            raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
     tiers = _tiers(config, world)
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
@@ -71,6 +90,8 @@ def begin(
 
     loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
     loaded = loader.load(loader.find(), oldest=checkpoints.newest())
+    if again and not loaded:
+        raise NothingToGoOnFrom
     position = loaded[1] if loaded else checkpoints.load() or Position()
     recovered = position.iteration if loaded and loaded[0].base.tier == MEMORY else None
     if tokens is not None and not loaded:

@@ -49,6 +49,9 @@ class NoSnapshots(Rider):
     def finish(self) -> None:
         """Nothing to wait for."""
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def secure(self, position: Position) -> None:
         """Nothing to bring to storage."""
 
@@ -208,13 +211,16 @@ class Snapshots(Rider):
             CheckpointError: on all workers; something could not be saved.
         """
         self._voted_at = time.perf_counter()
-        self._hear(tally)
+        # publishing in memory takes its time; without it not even a microsecond counts, since --snapshot-interval auto
+        # measures what is undisturbed
+        with self._stalling() if self._all_have_copied(tally) else contextlib.nullcontext():
+            self._hear(tally)
         if tally["snapshot_iteration_s"]:  # not in the first iteration: it allocates, compiles and connects
             self._seen = self._observed(tally)
             self._report.trained(self._seen.iteration_s)
         if self._tokens is not None:
             self._tokens.voted(tally)
-        if self._copying:  # else not even a microsecond counts: --snapshot-interval auto measures what is undisturbed
+        if self._copying:
             with self._stalling():
                 for taken in self._copying:
                     taken.snapshot.capture.wait()
@@ -237,7 +243,8 @@ class Snapshots(Rider):
             self._start_everything(position)
             self.finish()
         if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
-            self._write(dataclasses.replace(self._in_memory, storage=self._in_memory.plan))
+            self._rotation = self._rotation.persist(self._in_memory.plan.iteration)
+            self._persist(dataclasses.replace(self._in_memory, storage=self._in_memory.plan))
             self.finish()
         elif self._in_memory is None and self._newest != self._stored:  # nothing was done since it was recovered
             copy_to_storage(self._newest, self._tiers, self._policy)
@@ -251,6 +258,13 @@ class Snapshots(Rider):
         """What there is to see of every iteration."""
         plt = {} if self._tokens is None else {"plt": self._tokens.plt}
         return plt | self._policy.gauges()
+
+    def close(self) -> None:
+        """Gives up what is not published yet, as if this worker had been killed; asks nothing of the others."""
+        self._saver.close()
+        self._publisher.close()
+        if self._tokens is not None:
+            self._tokens.close()
 
     @contextlib.contextmanager
     def _stalling(self):
@@ -267,7 +281,7 @@ class Snapshots(Rider):
             self._wait_and_vote()
         slot = self._rotation.free()
         self._newest, self._newest_is_complete = plan.iteration, plan.complete
-        self._rotation = self._rotation.begin(plan.iteration, persisting=self._tiers.memory is None)
+        self._rotation = self._rotation.begin(plan.iteration, persisting=storage is not None)
         self._tell_policy(plan, storage)
         try:
             share, entries = self._contents.share(plan.operators), self._contents.entries(plan.operators)
@@ -278,9 +292,8 @@ class Snapshots(Rider):
         publishes = self._world.rank == 0 or self._tiers.leads_node
         taken = _Taken(plan, storage, self._describe(position) if publishes else {}, snapshot)
         self._copying.append(taken)
-        if self._tiers.memory is None:
-            self._saver.persist(snapshot)
-            self._writing.append(taken)
+        if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
+            self._persist(taken)
 
     def _start_everything(self, position: Position) -> None:
         if position.iteration == self._newest:  # it is partial, and all before it stays as it is
@@ -315,9 +328,7 @@ class Snapshots(Rider):
         if self._tokens is not None:
             self._tokens.begun(plan, storage)
 
-    def _write(self, taken: _Taken) -> None:
-        """Lets a snapshot that all have in memory go to storage too."""
-        self._rotation = self._rotation.persist(taken.plan.iteration)
+    def _persist(self, taken: _Taken) -> None:
         whole = taken.storage.operators == taken.plan.operators
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._writing.append(taken)
@@ -348,10 +359,13 @@ class Snapshots(Rider):
         if tally["snapshot_failed"]:
             raise CheckpointError(first_of_any(self._find_failure()))
         self._give_up_older()
-        if tally["snapshot_copied"] == self._world.size:
+        if self._all_have_copied(tally):
             self._all_copied(self._copying.popleft(), tally)
         if tally["snapshot_written"] == self._world.size:
             self._all_written(self._writing.popleft(), tally)
+
+    def _all_have_copied(self, tally: dict[str, float]) -> bool:
+        return tally["snapshot_copied"] == self._world.size
 
     def _all_copied(self, taken: _Taken, tally: dict[str, float]) -> None:
         iteration, memory = taken.plan.iteration, self._tiers.memory
@@ -370,8 +384,6 @@ class Snapshots(Rider):
                 self._publisher.in_memory(taken.plan, taken.state)
             self._replaces = True
         self._in_memory = taken
-        if taken.storage is not None:
-            self._write(taken)
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""

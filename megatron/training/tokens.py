@@ -40,6 +40,10 @@ class TokenBook:
         self._counts = RouterCounts(chunks, sorted(numbers), config.moe.num_experts or 0, padded, world.device)
         self._ledger, self._heard = Ledger.of(numbers), ({}, {})
 
+    def close(self) -> None:
+        """Counts no more."""
+        self._counts.close()
+
     def ballot(self) -> dict:
         """What this worker's routers did; see :class:`megatron.training.step.Rider`."""
         return self._counts.take()

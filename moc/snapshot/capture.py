@@ -32,6 +32,10 @@ class Capturer(ABC):
     def start(self, copies: Sequence[Copy]) -> Capture:
         """Begins to copy what the sources hold now, and returns at once; they must not change meanwhile."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Returns when nothing is copied any more; nothing may be started after it."""
+
 
 def capturer(device: torch.device) -> Capturer:
     """The one for a device."""
@@ -47,6 +51,10 @@ class ThreadCapturer(Capturer):
     def start(self, copies: Sequence[Copy]) -> Capture:
         """See :class:`Capturer`."""
         return _ThreadCapture(self._thread.submit(_copy, copies))
+
+    def close(self) -> None:
+        """See :class:`Capturer`."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 class _ThreadCapture(Capture):
@@ -90,6 +98,10 @@ class StreamCapturer(Capturer):
             _copy_all(copies, non_blocking=True)
             end.record()
         return _StreamCapture(begin, end)
+
+    def close(self) -> None:
+        """See :class:`Capturer`."""
+        self._stream.synchronize()
 
 
 class _StreamCapture(Capture):

@@ -128,6 +128,15 @@ class Saver:
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
 
+    def close(self) -> None:
+        """Ends what is under way, and gives the buffers back; what is published stays."""
+        self._capturer.close()
+        for threads in (self._sealing, self._writing):
+            threads.shutdown(wait=True, cancel_futures=True)
+        self._copies.clear()
+        while self._buffers:
+            self._buffers.popitem()[1].close()
+
     def _seal(self, snapshot: Snapshot) -> Part:
         snapshot.capture.wait()
         begun = time.perf_counter()

@@ -16,6 +16,8 @@ from moc.store.durable import sync_directory, write_parts_durably
 from moc.store.errors import CheckpointError
 
 _LOCK = ".lock"
+_held: dict[Path, object] = {}
+"""Lock files of this process, by their real paths; closing one of them gives its lock up."""
 
 
 class Place(ABC):
@@ -86,7 +88,7 @@ class LocalPlace(Place):
 
     def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False):
         self.root, self.name, self._in_memory = Path(root), str(root), in_memory
-        self._patience, self._lock_file = patience, None
+        self._patience = patience
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """See :class:`Place`."""
@@ -129,16 +131,29 @@ class LocalPlace(Place):
     def lock(self) -> None:
         """See :class:`Place`; the lock goes with the process, and is not inherited by those that it forks."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock_file = open(self.root / _LOCK, "a+")  # open as long as the process lives
+        path = (self.root / _LOCK).resolve()
+        if _is_current(path):
+            return
+        lock_file = open(path, "a+")
         deadline = time.monotonic() + self._patience
-        while not self._try_lock():
+        while not _try_lock(lock_file):
             if time.monotonic() > deadline:
                 raise CheckpointError(f"another job is using {self.name}: stop it, or give this one another --ckpt-dir")
             time.sleep(0.05)
+        _held[path] = lock_file
 
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # systems differ in what they say
-            return False
-        return True
+
+def _is_current(path: Path) -> bool:
+    """Whether this process holds the lock file that is there now, and not one that was removed."""
+    held = _held.get(path)
+    with contextlib.suppress(FileNotFoundError):
+        return held is not None and os.path.samestat(os.fstat(held.fileno()), path.stat())
+    return False
+
+
+def _try_lock(lock_file) -> bool:
+    try:
+        fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # systems differ in what they say
+        return False
+    return True

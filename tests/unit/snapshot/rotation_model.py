@@ -34,7 +34,7 @@ class Setting:
     Attributes:
         nodes: the ranks of each node; the first one publishes in its memory.
         memory: there is a memory tier.
-        stores: snapshots in memory may go to storage too.
+        stores: snapshots in memory may go to storage too, from when they begin, or at the end of the run.
         recovered: memory holds a snapshot of an earlier job, from which this one goes on.
         machine: the state machine.
         slots: number of buffers.
@@ -89,7 +89,7 @@ class Rank(NamedTuple):
     copying: tuple[Taken, ...] = ()
     writing: tuple[Taken, ...] = ()
     written: int = 0  # of those, by this rank
-    then: str = "go on"  # what to do after the vote; or "take", "store" what is newest in memory, or "end"
+    then: str = "go on"  # what to do after the vote; or "take", "take, to storage too", "store" the newest, or "end"
     waiting: bool = False  # a snapshot is due and there was no buffer
     publishes: int | None = None
     removes: bool = False  # a newer one was published since
@@ -177,35 +177,32 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
         raise Violation("the ranks disagree")
     copied = bool(first.copying) and all(_sealed(rank, rank.copying[0]) for rank in state.ranks)
     written = all(rank.written for rank in state.ranks)
+    taking = ["take"] + ["take, to storage too"] * (setting.stores and not first.rotation.persisting)
     if first.waiting:
-        choices = ["take"]
+        choices = taking
     else:
-        choices = ["go on", "take"]
+        choices = ["go on", *taking]
         if setting.memory and not (first.copying or first.writing or state.to_publish):
             choices += ["end"] * (state.stored == first.newest)
             own = first.rotation.recovery == first.newest and (first.newest, WHOLE) in first.buffers[: setting.slots]
             choices += ["store"] * (own and setting.stores)
     for says_copied in {copied, copied and (first.waiting or not written)}:
-        for store in {False, says_copied and setting.stores}:
-            to_publish = (first.writing[0].number,) if written else state.to_publish  # others come before it
-            for then in choices:
-                ranks = tuple(
-                    _heard(rank._replace(then=then), says_copied, written, store, number in setting.leaders)
-                    for number, rank in enumerate(state.ranks)
-                )
-                what = f"vote{' copied' * says_copied}{' written' * written}{' store' * store}, {then}"
-                yield what, state._replace(ranks=ranks, to_publish=to_publish)
+        to_publish = (first.writing[0].number,) if written else state.to_publish  # others come before it
+        for then in choices:
+            ranks = tuple(
+                _heard(rank._replace(then=then), says_copied, written, number in setting.leaders)
+                for number, rank in enumerate(state.ranks)
+            )
+            what = f"vote{' copied' * says_copied}{' written' * written}, {then}"
+            yield what, state._replace(ranks=ranks, to_publish=to_publish)
 
 
-def _heard(rank: Rank, copied: bool, written: bool, store: bool, leads: bool) -> Rank:
+def _heard(rank: Rank, copied: bool, written: bool, leads: bool) -> Rank:
     rotation, copying, writing, publishes = rank.rotation.voted(), rank.copying, rank.writing, None
     if copied:
         (taken, *copying) = copying
         rotation = rotation.complete(taken.number)
         publishes = taken.number if leads else None
-        if store and not rotation.persisting:
-            rotation = rotation.persist(taken.number)
-            writing = (*writing, taken)
     if written:
         (taken, *writing) = writing
         rotation = rotation.persisted(taken.number)
@@ -256,15 +253,16 @@ def _acted(state: State, setting: Setting, number: int) -> State:
         for taken in rank.copying:
             if rank.buffers[taken.slot] == (taken.number, COPYING):
                 rank = _filled(rank, taken, COPIED if setting.waits else TORN)
-    rank, slot = rank._replace(at="vote", then="go on"), rank.rotation.free()
+    then, slot = rank.then, rank.rotation.free()
+    rank = rank._replace(at="vote", then="go on")
     if slot is None:
         return _with(state, number, rank._replace(waiting=True))
-    taken = Taken(rank.newest + 1, slot)
+    taken, stores = Taken(rank.newest + 1, slot), not setting.memory or then == "take, to storage too"
     rank = rank._replace(
-        rotation=rank.rotation.begin(taken.number, not setting.memory),
+        rotation=rank.rotation.begin(taken.number, stores),
         newest=taken.number,
         copying=(*rank.copying, taken),
-        writing=rank.writing if setting.memory else (*rank.writing, taken),
+        writing=(*rank.writing, taken) if stores else rank.writing,
         waiting=False,
     )
     return _with(state, number, _filled(rank, taken, COPYING))

@@ -1,0 +1,28 @@
+"""What an iteration that was cut off has left in megatron-core's objects, and must not be found by the next one."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+def forget_half_done(chunks: list[DistributedDataParallel]) -> None:
+    """Brings everything but parameters and optimizer state back to where it is between two iterations.
+
+    Gradients need nothing, since every iteration begins with zeros; random streams and data are functions of position.
+    """
+    for chunk in chunks:
+        for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            _forget_reductions(buckets)
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter) and module.local_tokens_per_expert is not None:
+                module.local_tokens_per_expert.zero_()
+    moe_utils.clear_aux_losses_tracker()
+
+
+def _forget_reductions(buckets) -> None:
+    buckets.grad_reduce_handle = buckets.param_gather_handle = None
+    buckets.param_gather_dispatched = False
+    buckets.per_param_grad_ready_counts = {}
+    buckets.is_last_microbatch = True

@@ -1,0 +1,258 @@
+"""The process that looks after one node: has workers forked, sees them end, and speaks for them to the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from moc.runtime import async_connections as wire
+from moc.runtime import environment
+from moc.runtime.message import Message
+from moc.runtime.wire import PeerGoneError, WireError
+
+EXIT_SAVED = 75
+"""Exit code of a worker that has saved its state after a signal, and of its job."""
+
+SAYS_S = 1.0
+"""How often an agent tells the controller that it is there."""
+
+_log = logging.getLogger("moc")
+
+
+class LostError(RuntimeError):
+    """What the agent cannot do without is gone."""
+
+
+@dataclass
+class _Process:
+    """A worker of this node, and what the controller knows of it; see :class:`moc.runtime.membership.Worker`."""
+
+    name: str
+    rank: int
+    together: bool
+    built: bool = False
+    here: int = -1
+    pid: int | None = None
+    connection: wire.AsyncConnection | None = None
+    heard: float = 0.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """What an agent is told.
+
+    Attributes:
+        number: of the node, from 0.
+        per_node: workers.
+        size: workers of the job.
+        controller: its address.
+        token: the job's.
+        directory: of this agent's own socket.
+        logs: directory for the output of workers; None to let them write where this process does.
+        silence_s: a worker that has said nothing for so long hangs.
+        patience_s: how long the controller may be gone, and how long workers may take to leave when the job is over.
+    """
+
+    number: int
+    per_node: int
+    size: int
+    controller: str
+    token: bytes
+    directory: Path
+    logs: Path | None
+    silence_s: float
+    patience_s: float
+
+
+class Agent:
+    """Runs a node's part of the job.
+
+    Args:
+        node: which.
+        command: the workers' program and its arguments.
+    """
+
+    def __init__(self, node: Node, command: list[str]):
+        self._node, self._command = node, command
+        self._workers: dict[str, _Process] = {}
+        self._generation, self._reason = 0, ""
+        self._controller: wire.AsyncConnection | None = None
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        """Until the job is over; its exit code.
+
+        Raises:
+            LostError: the controller, or what forks workers, is gone.
+        """
+        address = f"unix:{self._node.directory}/agent"
+        async with await wire.serve(address, self._node.token, self._serve_worker):
+            self._zygote = await self._start_zygote()
+            tasks = [asyncio.create_task(job) for job in (self._hear_zygote(), self._hear_controller(), self._watch())]
+            try:
+                await asyncio.wait([self._ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                return await self._let_leave()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                self._zygote.kill()  # workers that are left die with it
+                await self._zygote.wait()
+
+    def signal(self, number: int) -> None:
+        """The launcher got a signal: workers get it too, and whoever ends now is not replaced."""
+        self._tell("stopping")
+        for worker in self._workers.values():
+            self._signal(worker, number)
+
+    async def _start_zygote(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "moc.runtime.zygote", *self._command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            limit=1 << 20,
+            # asked through NVML, CUDA is not touched, so that a fork can use it
+            env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        )
+
+    async def _hear_zygote(self) -> None:
+        while line := await self._zygote.stdout.readline():
+            said = json.loads(line)
+            if "started" in said:
+                worker = self._workers.get(said["started"])
+                if worker is None:  # it was not wanted any more before it was there
+                    os.kill(said["pid"], signal.SIGKILL)
+                    continue
+                worker.pid = said["pid"]
+                _log.info("worker %d is process %d", worker.rank, worker.pid)
+            elif "ended" in said and (worker := self._workers.pop(said["ended"], None)):
+                self._tell("ended", worker=worker.name, code=said["code"])
+        raise LostError("the process that workers are forked from has died: see what it wrote above")
+
+    async def _hear_controller(self) -> None:
+        while not self._ended.done():
+            await self._find_controller()
+            try:
+                while True:
+                    self._obey((await self._controller.recv()).header)
+            except PeerGoneError:
+                self._controller = None  # it may be started again, and training goes on meanwhile
+
+    async def _find_controller(self) -> None:
+        deadline = time.monotonic() + self._node.patience_s
+        while True:
+            try:
+                connection = await wire.open(self._node.controller, self._node.token)
+                break
+            except PeerGoneError as error:
+                if time.monotonic() > deadline:
+                    raise LostError(f"the controller is gone: {error}") from None
+                await asyncio.sleep(0.1)
+        workers = [
+            {"name": w.name, "node": self._node.number, "rank": w.rank, "together": w.together, "built": w.built,
+             "here": w.here} for w in self._workers.values()]  # fmt: skip
+        hello = {"kind": "hello", "node": self._node.number, "workers": workers, "generation": self._generation}
+        await connection.send(Message(hello))
+        self._controller = connection
+
+    def _tell(self, kind: str, **what) -> None:
+        try:
+            if self._controller is not None:
+                self._controller.post(Message({"kind": kind} | what))
+        except WireError:
+            pass  # the next hello tells what is true then
+
+    def _obey(self, order: dict) -> None:
+        kind = order["kind"]
+        if kind == "start":
+            self._start(order)
+        elif kind == "kill" and (worker := self._workers.pop(order["worker"], None)):
+            self._signal(worker, signal.SIGKILL)
+        elif kind in ("abort", "go"):
+            self._generation, self._reason = order["generation"], order.get("reason", self._reason)
+            for worker in self._workers.values():
+                self._pass_on(worker, order)
+        elif kind == "end" and not self._ended.done():
+            if order["reason"] and self._node.number == 0:
+                _log.error("%s", order["reason"])
+            self._ended.set_result(order["code"])
+
+    def _start(self, order: dict) -> None:
+        worker = _Process(order["worker"], order["rank"], order["together"])
+        self._workers[worker.name] = worker
+        local = worker.rank % self._node.per_node
+        values = {
+            "RANK": worker.rank,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": self._node.size,
+            "LOCAL_WORLD_SIZE": self._node.per_node,
+            "GROUP_RANK": self._node.number,
+            environment.AGENT: f"unix:{self._node.directory}/agent",
+            environment.WORKER: worker.name,
+            environment.GENERATION: order["generation"],
+            environment.TOGETHER: int(worker.together),
+        }
+        output = None
+        if self._node.logs is not None:
+            output = str(self._node.logs / f"rank_{worker.rank:05d}.log")
+        request = {"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}}
+        self._zygote.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def _serve_worker(self, connection: wire.AsyncConnection) -> None:
+        worker = self._workers.get((await connection.recv()).header["worker"])
+        if worker is None:  # it was killed, and does not know it yet
+            return
+        worker.connection, worker.heard = connection, time.monotonic()
+        if self._generation:
+            self._pass_on(worker, {"kind": "abort", "generation": self._generation, "reason": self._reason})
+        while True:
+            said = (await connection.recv()).header
+            worker.heard = time.monotonic()
+            if said["kind"] == "built":
+                worker.built = True
+            elif said["kind"] == "here":
+                worker.here = said["generation"]
+            if said["kind"] != "alive":
+                self._tell(**said, worker=worker.name)
+
+    def _pass_on(self, worker: _Process, order: dict) -> None:
+        try:
+            if worker.connection is not None:
+                worker.connection.post(Message(order))
+        except WireError:
+            pass  # its end will be heard of
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(SAYS_S)
+            self._tell("alive")
+            for worker in self._workers.values():
+                if worker.heard and time.monotonic() - worker.heard > self._node.silence_s:
+                    _log.warning("worker %d has said nothing for %g s: killed", worker.rank, self._node.silence_s)
+                    self._signal(worker, signal.SIGKILL)
+
+    async def _let_leave(self) -> int:
+        """The job is over: gives workers some time to end by themselves."""
+        code = self._ended.result()
+        in_order = code in (0, EXIT_SAVED)  # else one has said what is wrong, and the others need not
+        deadline = time.monotonic() + (self._node.patience_s if in_order else 0.2)
+        while self._workers and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return code
+
+    def _signal(self, worker: _Process, number: int) -> None:
+        if worker.pid is not None:
+            try:
+                os.kill(worker.pid, number)
+            except ProcessLookupError:
+                pass

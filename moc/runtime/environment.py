@@ -1,0 +1,16 @@
+"""Environment variables by which the processes of a job find each other, beside torchrun's."""
+
+AGENT = "MOC_AGENT"
+"""Address of the agent of this node, for its workers."""
+
+WORKER = "MOC_WORKER"
+"""Name of this worker process; one that replaces it has another one."""
+
+GENERATION = "MOC_GENERATION"
+"""Number of the membership that a worker was started for."""
+
+TOGETHER = "MOC_TOGETHER"
+"""1 where all workers begin together; 0 for one that takes the place of a lost one, and builds alone."""
+
+NODE = "MOC_NODE"
+"""Number of the node; several may be on one machine."""

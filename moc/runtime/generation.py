@@ -1,0 +1,179 @@
+"""What connects the groups of a process for one generation: made together, cut together, dropped together.
+
+Backends are built directly, not by ``init_process_group``: nothing of them is in torch's tables, which an aborted
+set-up would leave half filled and counting differently from a fresh process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
+
+from moc.runtime.abort import abort_nccl, open_sockets, shut_down
+
+if TYPE_CHECKING:
+    from moc.runtime.group import Group
+
+CONNECT_TIMEOUT = timedelta(seconds=30)
+"""For connecting one group when all of its ranks have arrived; until then the group's own timeout holds."""
+ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one where CUDA still works
+
+
+class Connection:
+    """What a group forwards to in one generation.
+
+    Attributes:
+        generation: to which it belongs.
+        group: that it connects.
+        store: where its ranks meet, with the group's prefix.
+        backend: ``ProcessGroupGloo`` or ``ProcessGroupNCCL``.
+        inner: a plain ``ProcessGroup`` around it, so that operations take the path through torch's dispatcher that
+            they take without us; None when the generation is over and the connection dropped.
+    """
+
+    def __init__(self, generation: Generation, group: Group, store: dist.Store, backend: dist.Backend):
+        self.generation, self.group, self.store = generation, group, store
+        self.backend: dist.Backend | None = backend
+        self.inner: dist.ProcessGroup | None = dist.ProcessGroup(store, group.rank(), group.size())
+        kind = dist.ProcessGroup.BackendType.NCCL if group.backend == "nccl" else dist.ProcessGroup.BackendType.GLOO
+        self.inner._set_default_backend(kind)
+        for device in device_types(group.backend):
+            self.inner._register_backend(torch.device(device), kind, backend)
+        self.inner._set_group_name(group.group_name)
+
+    def drop(self) -> None:
+        """Frees threads and sockets.  The backend last: it waits for its threads, and does so without the GIL."""
+        self.inner = None
+        self.backend = None
+        self.store = None
+
+
+class Generation:
+    """One generation of this process.
+
+    Attributes:
+        number: of the generation.
+        over: whether it was aborted; once true, it stays.
+    """
+
+    def __init__(self, number: int, store: dist.Store, rank: int, device: torch.device):
+        self.number = number
+        self.over = False
+        self._rank, self._device = rank, device
+        self._since: set[int] | None = open_sockets()  # what is newer belongs to what is being connected
+        self._given_store, self._store = store, None
+        self._gloo_sockets: set[int] = set()
+        self._nccl: list[dist.Backend] = []
+        self._connections: list[Connection] = []
+        self._cutting, self._cut = threading.Lock(), False
+
+    def connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> list[Connection]:
+        """Waits until all ranks have arrived, then connects the groups, each after the other.
+
+        Blocks beyond the reach of exceptions: call it from a thread that can be left behind.
+
+        Args:
+            groups: of this rank, in order of their creation.
+            key: of this set of groups, the same on all ranks and used once a generation.
+            ranks: that call this.
+            timeout: for their arrival.
+
+        Returns:
+            A connection for each group.
+
+        Raises:
+            RuntimeError: a peer or the store could not be reached, or this generation is over.
+        """
+        if self._since is None:
+            self._since = open_sockets()
+        try:
+            if self._store is None:
+                # a client of its own, whose socket is of this generation: it may have to be cut while it waits
+                self._store = dist.PrefixStore(f"generation{self.number}", self._given_store.clone())
+            self._store.set(f"{key}/{self._rank}", b"")
+            self._store.wait([f"{key}/{rank}" for rank in ranks], timeout)
+            made: dict[Group, Connection] = {}
+            devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
+            for group in (group for group in groups if group.backend == "gloo"):
+                made[group] = self._connected(group, _gloo, devices)
+            self._gloo_sockets |= open_sockets() - self._since
+            for group in (group for group in groups if group.backend == "nccl"):
+                made[group] = self._connected(group, _nccl, self._device, self._nccl)
+        finally:
+            self._since = None
+        return [made[group] for group in groups]
+
+    def _connected(self, group: Group, build, *arguments) -> Connection:
+        if self.over:
+            raise RuntimeError(f"generation {self.number} ended while {group.group_name} was being connected")
+        # groups of one rank meet nobody
+        store = dist.PrefixStore(group.group_name, self._store) if group.size() > 1 else dist.HashStore()
+        return Connection(self, group, store, build(group, store, *arguments))
+
+    def keep(self, connections: list[Connection]) -> None:
+        """Takes connections over, to be dropped with this generation."""
+        self._connections += connections
+
+    def cut(self) -> None:
+        """Wakes whoever waits for a peer; from any thread, and only the first call does something."""
+        with self._cutting:
+            if self._cut:
+                return
+            self._cut = True
+            since = self._since
+            # what NCCL opens while it connects is cut too; once connected it must be aborted instead
+            shut_down(self._gloo_sockets | (open_sockets() - since if since is not None else set()))
+            abort_nccl(self._nccl, ABORT_PATIENCE)
+
+    def drop(self) -> None:
+        """Cuts, and frees all that this generation holds; not while other threads use it."""
+        self.over = True
+        self.cut()
+        for connection in self._connections:
+            connection.drop()
+        self._connections, self._nccl, self._store, self._given_store = [], [], None, None
+
+
+def device_types(backend: str) -> list[str]:
+    """The kinds of devices whose tensors a backend takes, as torch has it: ``cpu``, ``cuda``."""
+    return list(BackendConfig(dist.Backend(backend)).get_device_backend_map())
+
+
+def _gloo_devices() -> list:
+    """One for all groups of a generation: it is a thread and a listening socket.  Interfaces are chosen as by torch."""
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    # not lazily: all sockets have to be there before the first collective, to be known when it must be aborted
+    if not interfaces:
+        return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
+    return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces]
+
+
+def _gloo(group: Group, store: dist.Store, devices: list) -> dist.Backend:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = devices
+    options._timeout = min(group.timeout, CONNECT_TIMEOUT)
+    options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
+    backend._set_default_timeout(group.timeout)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _nccl(group: Group, store: dist.Store, device: torch.device, made: list) -> dist.Backend:
+    torch.cuda.set_device(device)  # of this thread
+    options = group.options or dist.ProcessGroupNCCL.Options()
+    options._timeout = group.timeout
+    options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
+    backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    made.append(backend)  # from here on there is something to abort
+    backend._set_sequence_number_for_group()
+    if group.size() > 1:
+        # now, where a thread can be left behind, and not in the first collective
+        backend.eager_connect_single_device(device)
+    return backend

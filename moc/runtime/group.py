@@ -1,0 +1,169 @@
+"""One process group that outlives its connections: an ordinary group to torch.distributed, a forwarder inside."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moc.runtime.generation import Connection, Generation, device_types
+
+
+class Aborted(RuntimeError):
+    """The generation is over: unwind, report, and wait for the next one."""
+
+
+class Group(dist.ProcessGroup):
+    """A process group that is connected anew in each generation.  Made by :meth:`moc.runtime.groups.Groups.new_group`.
+
+    Operations of ``dist.ProcessGroup`` go to the current connection.  They, and ``wait()`` of the handles that they
+    return, raise :class:`Aborted` in a generation that is over, and as torch does otherwise.
+
+    Attributes:
+        ranks: of its members in the world, by their rank in the group.
+        backend: ``gloo`` or ``nccl``.
+        timeout: of an operation, as the backend understands it.
+        options: ``ProcessGroupNCCL.Options`` or None.
+        connection: of the current generation; None before the first.
+    """
+
+    def __init__(self, name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta, options, description):
+        super().__init__(ranks.index(rank), len(ranks))
+        self.ranks, self.backend, self.timeout, self.options = ranks, backend, timeout, options
+        self.connection: Connection | None = None
+        self._name, self._description = name, description or "undefined"
+
+    @property
+    def group_name(self) -> str:
+        """The same on all of its ranks, in all generations."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is for, as its maker said."""
+        return self._description
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The device of a barrier; None on the CPU."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in device_types(self.backend)]
+
+    def _get_backend(self, device: torch.device) -> dist.Backend:
+        return self.live()._get_backend(device)
+
+    def live(self) -> dist.ProcessGroup:
+        """What this group forwards to now; not to be kept.
+
+        Raises:
+            Aborted: the generation is over.
+            RuntimeError: there was none yet.
+        """
+        connection = self.connection
+        if connection is None:
+            raise RuntimeError(f"{self} is not connected yet: call Groups.begin() before communicating")
+        if connection.generation.over:
+            raise Aborted(over(self, connection.generation))
+        return connection.inner
+
+    def abort(self) -> None:
+        """Refused: a generation ends as a whole, by :meth:`moc.runtime.groups.Groups.abort`.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{self} cannot be aborted by itself: call Groups.abort()")
+
+    def shutdown(self) -> None:
+        """Lets go of the connection; ``dist.destroy_process_group`` calls it."""
+        self.connection = None
+
+    def __repr__(self):
+        return f"process group {self._name} ({self._description}) of ranks {self.ranks}"
+
+
+class Handle(dist.Work):
+    """The handle of an operation in flight, whose ``wait()`` tells the end of the generation from other failures."""
+
+    def __init__(self, work: dist.Work, group: Group, generation: Generation, patience: timedelta | None):
+        super().__init__()
+        self._work, self._group, self._generation, self._patience = work, group, generation, patience
+
+
+def over(group: Group, generation: Generation) -> str:
+    """The sentence of :class:`Aborted`."""
+    return f"generation {generation.number} of {group} is over: unwind and begin the next one"
+
+
+def _operation(name: str):
+    # gloo waits for point-to-point transfers with the timeout that it was connected with, unless told another
+    point_to_point = name in ("recv", "recv_anysource", "send")
+
+    def operate(self, *args, **kwargs):
+        operation, generation = getattr(self.live(), name), self.connection.generation
+        try:
+            answer = operation(*args, **kwargs)
+        except RuntimeError as error:
+            if generation.over:
+                raise Aborted(over(self, generation)) from error
+            raise
+        finally:
+            del operation  # what holds the traceback must not hold the connection
+        if not isinstance(answer, dist.Work):
+            return answer
+        return Handle(answer, self, generation, self.timeout if point_to_point and self.backend == "gloo" else None)
+
+    operate.__name__, operate.__doc__ = name, f"As that of ``dist.ProcessGroup.{name}``."
+    return operate
+
+
+def _wait(name: str):
+    def wait(self, *args, **kwargs):
+        if self._patience and not args and not kwargs:
+            args = (self._patience,)
+        try:
+            answer = getattr(self._work, name)(*args, **kwargs)
+        except RuntimeError as error:
+            if self._generation.over:
+                raise Aborted(over(self._group, self._generation)) from error
+            raise
+        # gloo has done the work when it returns; NCCL may have been stopped in the middle
+        if self._generation.over and self._group.backend == "nccl":
+            raise Aborted(over(self._group, self._generation))
+        return answer
+
+    wait.__name__, wait.__doc__ = name, f"As that of ``dist.Work.{name}``."
+    return wait
+
+
+def _question(name: str):
+    def ask(self, *args, **kwargs):
+        return getattr(self._work, name)(*args, **kwargs)
+
+    ask.__name__, ask.__doc__ = name, f"As that of ``dist.Work.{name}``."
+    return ask
+
+
+_OPERATIONS = """
+    _allgather_base _end_coalescing _reduce_scatter_base _start_coalescing all_gather_single
+    all_gather_single_coalesced all_to_all_single allgather allgather_coalesced allgather_into_tensor_coalesced
+    allreduce allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier recv
+    recv_anysource reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced scatter send
+""".split()
+_QUESTIONS = """
+    _get_duration _get_op_type _source_rank block_current_stream exception get_future get_future_result is_completed
+    is_success result source_rank
+""".split()
+
+# which there are depends on the version of torch
+for _name in filter(dist.ProcessGroup.__dict__.__contains__, _OPERATIONS):
+    setattr(Group, _name, _operation(_name))
+for _name in filter(dist.Work.__dict__.__contains__, _QUESTIONS):
+    setattr(Handle, _name, _question(_name))
+for _name in ("synchronize", "wait"):
+    setattr(Handle, _name, _wait(_name))

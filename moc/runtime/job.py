@@ -1,0 +1,65 @@
+"""What a worker's program knows of the job: who it is, how to reach the others, and what to do when one is lost."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from moc.runtime import environment
+
+
+class Job:
+    """One that ends when a worker is lost, as under torchrun: its launcher starts all of them again.
+
+    Attributes:
+        rank: of this worker.
+        size: number of workers.
+    """
+
+    def __init__(self):
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+    def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
+        """Makes ``torch.distributed`` work.
+
+        Args:
+            backend: ``gloo`` or ``nccl``.
+            timeout: for each collective.
+            device: of this worker.
+        """
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        device_id = device if backend == "nccl" else None
+        dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id)
+
+    def built(self) -> None:
+        """This worker has what it needs to train, and waits until all have; returns at once when they have."""
+
+    def go_on_after(self, error: Exception) -> None:
+        """Returns when the job is whole again, if the error comes of a lost worker.
+
+        Raises:
+            Exception: the error, if it does not.
+        """
+        raise error
+
+    def start_over(self) -> NoReturn:
+        """Ends this process; another one takes its place."""
+        raise RuntimeError("only a worker of a job that replaces workers can start over")
+
+    def leave(self) -> None:
+        """The work is done."""
+        dist.destroy_process_group()
+
+
+def join_job() -> Job:
+    """The job that this process was started for."""
+    if environment.AGENT not in os.environ:
+        return Job()
+    from moc.runtime.member import Member  # its groups and threads are of no use elsewhere
+
+    return Member.join()

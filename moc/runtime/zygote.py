@@ -1,0 +1,169 @@
+"""A warm process that workers are forked from: what they need is imported already, so one is there in milliseconds.
+
+It reads orders from its standard input and writes what happens to its standard output, one JSON object a line:
+
+    {"start": name, "environment": {...}, "output": path or null}    -->    {"started": name, "pid": number}
+                                                                             {"ended": name, "code": exit code}
+
+It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  It dies with
+the agent that started it, and its workers with it, so that nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import gc
+import json
+import multiprocessing.util
+import os
+import runpy
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(script: str, arguments: list[str]) -> None:
+    """Warms up, then forks whatever is ordered, until its input ends."""
+    die_with_parent()
+    orders, tell = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # programs write to their own output; ours is for the agent alone
+    warm_up(script)
+    gc.collect()
+    gc.freeze()  # what is there stays, and is shared by all workers
+    Zygote(script, arguments, orders, tell).serve()
+
+
+def warm_up(script: str) -> None:
+    """Imports torch, and calls the script's own ``warm_up()`` if it has one that can be reached without running it."""
+    import torch
+
+    torch.set_num_threads(1)  # a pool of threads would not be there after a fork
+    if not _is_guarded(Path(script).read_text()):
+        return
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    program = runpy.run_path(script, run_name="__warm_up__")
+    if "warm_up" in program:
+        program["warm_up"]()
+
+
+def _is_guarded(source: str) -> bool:
+    """Whether a script does its work under ``if __name__ == "__main__"``, so that importing it runs nothing."""
+    guards = (node.test for node in ast.parse(source).body if isinstance(node, ast.If))
+    return any(isinstance(test, ast.Compare) and "__name__" in ast.dump(test.left) for test in guards)
+
+
+class Zygote:
+    """Forks, and waits for what it has forked.
+
+    Args:
+        script: the program of the workers.
+        arguments: what it is called with.
+        orders: descriptor to read from.
+        tell: descriptor to write to.
+    """
+
+    def __init__(self, script: str, arguments: list[str], orders: int, tell: int):
+        self._script, self._arguments, self._orders, self._tell = script, arguments, orders, tell
+        self._workers: dict[int, str] = {}
+        self._woken, self._wake = os.pipe()  # a signal wakes select() by writing here
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)  # meant for the workers: the agent passes them on
+
+    def serve(self) -> None:
+        """Until the input ends; then the workers die with this process."""
+        self._say({"ready": True})
+        waiting = b""
+        while True:
+            readable, _, _ = select.select([self._orders, self._woken], [], [])
+            if self._woken in readable:
+                os.read(self._woken, 4096)
+                self._tell_ended()
+            if self._orders in readable:
+                data = os.read(self._orders, 1 << 16)
+                if not data:
+                    return
+                *lines, waiting = (waiting + data).split(b"\n")
+                for line in lines:
+                    self._start(json.loads(line))
+
+    def _say(self, what: dict) -> None:
+        os.write(self._tell, json.dumps(what).encode() + b"\n")
+
+    def _tell_ended(self) -> None:
+        while self._workers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            self._say({"ended": self._workers.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+
+    def _start(self, order: dict) -> None:
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(order, own)
+        self._workers[pid] = order["start"]
+        self._say({"started": order["start"], "pid": pid})
+
+    def _become_worker(self, order: dict, parent: int) -> None:
+        code = 1
+        try:
+            die_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)
+            self._forget_zygote()
+            os.environ.update(order["environment"])
+            if order["output"] is not None:
+                output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+            code = run(self._script, self._arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            multiprocessing.util._exit_function()  # what a Python program does at its end with processes of its own
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _forget_zygote(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor in (self._orders, self._tell, self._woken, self._wake):
+            os.close(descriptor)
+
+
+def run(script: str, arguments: list[str]) -> int:
+    """Runs a program as ``python SCRIPT ARGUMENTS`` would; its exit code."""
+    sys.argv = [script, *arguments]
+    directory = str(Path(script).resolve().parent)
+    if sys.path[:1] != [directory]:
+        sys.path.insert(0, directory)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
