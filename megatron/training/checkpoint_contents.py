@@ -78,6 +78,7 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
     Raises:
         CheckpointError: the flags ask for another schedule.
     """
+    scheduler.num_steps = 0  # megatron-core adds the saved ones to those that the schedule has made
     try:
         scheduler.load_state_dict(saved)
     except AssertionError as mismatch:
