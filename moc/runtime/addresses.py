@@ -1,0 +1,99 @@
+"""Addresses of processes: ``host:port``, ``[IPv6]:port`` or ``unix:/path``."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+
+_UNIX = "unix:"
+_BACKLOG = 256
+
+
+def candidates(address: str) -> list[tuple[int, tuple | str]]:
+    """What an address stands for: pairs of a socket family and an address for it, in the order to try them.
+
+    Raises:
+        ValueError: it is not an address.
+        OSError: the host is not known.
+    """
+    if address.startswith(_UNIX):
+        return [(socket.AF_UNIX, address[len(_UNIX) :])]
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ValueError(f"{address} is not an address: write host:port or unix:/path")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    return [(family, where) for family, _, _, _, where in found]
+
+
+def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
+    """A listening socket that does not block: at a port (0 for any free one), or in a file that only its owner may use.
+
+    Raises:
+        ValueError: it is not an address, or others than this machine could connect to it and that is not wanted.
+        OSError: it cannot be listened there.
+    """
+    family, where = candidates(address)[0]
+    if family != socket.AF_UNIX and not beyond_loopback and not ipaddress.ip_address(where[0]).is_loopback:
+        raise ValueError(
+            f"other machines could connect to {address}: listen on 127.0.0.1, or allow it with beyond_loopback"
+        )
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_UNIX:
+            _remove_left_over(where)
+            sock.bind(where)
+            os.chmod(where, 0o600)  # nobody can connect before listen()
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def text_of(family: int, where: tuple | str) -> str:
+    """An address as people write it."""
+    if family == socket.AF_UNIX:
+        return _UNIX + where
+    host, port = where[:2]
+    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+
+
+def peer_of(sock: socket.socket) -> str:
+    """What to call the other end of a connection that was accepted."""
+    if sock.family == socket.AF_UNIX:  # the other end has no name
+        return text_of(sock.family, sock.getsockname())
+    try:
+        return text_of(sock.family, sock.getpeername())
+    except OSError:
+        return "a peer that is gone"
+
+
+def answer_at_once(sock: socket.socket) -> None:
+    """Small messages are not held back until they fill a packet."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def reason_of(error: OSError) -> str:
+    """What an error of a socket says to people; asyncio has words of its own for some."""
+    known = error.errno and error.errno > 0  # names that are not found have numbers of another kind
+    return os.strerror(error.errno) if known else error.strerror or str(error)
+
+
+def _remove_left_over(path: str) -> None:
+    """Removes the socket of a process that has died; one that somebody listens on stays."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)

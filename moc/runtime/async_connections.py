@@ -1,0 +1,283 @@
+"""Connections for asyncio, as controller and agents have them: one thread, many peers."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+
+from moc.runtime.addresses import answer_at_once, candidates, listening_socket, peer_of, reason_of, text_of
+from moc.runtime.connections import HANDSHAKE_SECONDS
+from moc.runtime.message import Message
+from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
+
+STRANGERS = 128
+"""Peers that may be in the handshake at the same time; the one that took longest makes room for the next."""
+
+_PAUSE = 0.2  # seconds after the system refused to accept a connection, as it does when it is out of descriptors
+_log = logging.getLogger(__name__)
+
+
+class AsyncConnection:
+    """Messages over a connected socket, in one event loop; :func:`open` and :func:`serve` make one.
+
+    Any task may send; one receives. Computing a MAC keeps the event loop for about 0.6 ms for each MiB of body.
+
+    Attributes:
+        peer: what to call the other end.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, channel: Channel, peer: str):
+        self.peer = peer
+        self._reader, self._writer, self._channel = reader, writer, channel
+        self._messages: collections.deque[Message] = collections.deque()
+        self._draining = asyncio.Lock()  # early releases of Python 3.10 allow one task in drain()
+
+    def post(self, message: Message) -> None:
+        """Sends a message without waiting: what the peer does not take is kept in memory.
+
+        Raises:
+            WireError: the connection is over; :class:`PeerGoneError` where the peer is gone.
+            ValueError, TypeError: this cannot be a message, or the peer does not take one so large; nothing was sent.
+        """
+        if self._writer.is_closing():
+            raise PeerGoneError(f"the connection with {self.peer} is closed")
+        self._writer.write(b"".join(self._channel.send(message)))
+
+    async def send(self, message: Message) -> None:
+        """Sends a message, after those that were sent before, and waits until the kernel has all of it.
+
+        Raises:
+            as :meth:`post`.
+        """
+        self.post(message)
+        try:
+            async with self._draining:
+                await self._writer.drain()
+        except OSError as error:
+            raise self._gone(error) from error
+
+    async def recv(self) -> Message:
+        """The next message. To cancel it loses nothing.
+
+        Raises:
+            PeerGoneError: the peer has closed the connection.
+            WireError: the peer broke the rules; the connection is closed.
+        """
+        while not self._messages:
+            try:
+                data = await self._reader.read(READ_BYTES)
+            except OSError as error:
+                raise self._gone(error) from error
+            if not data:
+                self._channel.end()
+            try:
+                self._messages.extend(self._channel.receive(data))
+            except WireError:
+                self.abort()
+                raise
+        return self._messages.popleft()
+
+    def close(self) -> None:
+        """Closes the connection as soon as what was posted is sent."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Closes the connection at once, as with a peer that is dead or stopped."""
+        self._writer.transport.abort()
+
+    def _gone(self, error: OSError) -> PeerGoneError:
+        return PeerGoneError(f"the connection with {self.peer} has broken: {reason_of(error)}")
+
+
+async def open(
+    address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS, body_limit: int = DEFAULT_BODY_LIMIT
+) -> AsyncConnection:
+    """Connects to a process of the same job, which proves that it knows the token.
+
+    Arguments and errors are those of :func:`moc.runtime.connections.connect`.
+    """
+    channel = Channel(token, "client", body_limit, address)
+    try:
+        sock = await asyncio.wait_for(_dial(address, channel), timeout)
+    except (TimeoutError, asyncio.TimeoutError) as error:
+        raise PeerGoneError(f"{address} has not answered within {timeout:g} s") from error
+    except OSError as error:
+        raise PeerGoneError(f"{address} cannot be reached: {reason_of(error)}") from error
+    return await _connection(sock, channel, address)
+
+
+def log_refusal(peer: str, sentence: str) -> None:
+    """One line for a peer that was turned away."""
+    _log.warning("refused %s: %s", peer, sentence)
+
+
+async def serve(
+    address: str,
+    token: bytes,
+    on_connection: Callable[[AsyncConnection], Awaitable[None]],
+    *,
+    on_refused: Callable[[str, str], None] = log_refusal,
+    body_limit: int = DEFAULT_BODY_LIMIT,
+    handshake_timeout: float = HANDSHAKE_SECONDS,
+    beyond_loopback: bool = False,
+) -> Server:
+    """Listens for processes of the same job.
+
+    Args:
+        address: ``host:port``, with port 0 for any free one, or ``unix:/path``.
+        token: the job's secret, 32 bytes.
+        on_connection: called with every peer that has proved that it knows the token. The connection is closed when it
+            returns. It may let a :class:`WireError` out; any other exception goes to the event loop's handler.
+        on_refused: called with the name of a peer that did not get in, or that broke the rules later, and with one
+            sentence that says why.
+        body_limit: bytes of the largest body that is taken.
+        handshake_timeout: seconds that a peer has to prove itself.
+        beyond_loopback: the address may be one that other machines can connect to.
+
+    Raises:
+        ValueError: this is not an address, or not one of the loopback interface.
+        OSError: it cannot be listened there.
+    """
+    listener = listening_socket(address, beyond_loopback)
+    return Server(listener, token, on_connection, on_refused, body_limit, handshake_timeout)
+
+
+class Server:
+    """What :func:`serve` returns; an asynchronous context manager that closes itself.
+
+    Attributes:
+        address: where it listens, to connect to.
+    """
+
+    def __init__(self, listener, token, on_connection, on_refused, body_limit, handshake_timeout):
+        self.address = text_of(listener.family, listener.getsockname())
+        self._listener, self._token, self._body_limit = listener, token, body_limit
+        self._on_connection, self._on_refused, self._timeout = on_connection, on_refused, handshake_timeout
+        self._strangers: dict[asyncio.Task, str] = {}  # by age
+        self._tasks: set[asyncio.Task] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def close(self) -> None:
+        """Listens no more, cancels whoever serves a connection, and closes the connections."""
+        if self._listener.family == socket.AF_UNIX:  # first, so that it is not the next server's
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._listener.getsockname())
+        tasks = [self._accepting, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                self._on_refused("a peer", f"it could not be accepted: {reason_of(error)}")
+                await asyncio.sleep(_PAUSE)
+                continue
+            self._make_room()
+            peer = peer_of(sock)
+            task = asyncio.create_task(self._serve(sock, peer))
+            self._strangers[task] = peer
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+            await asyncio.sleep(0)  # it has to begin, or to cancel it would not close the socket
+
+    def _make_room(self) -> None:
+        if len(self._strangers) >= STRANGERS:
+            task = next(iter(self._strangers))
+            self._on_refused(self._strangers.pop(task), f"it made room: {STRANGERS} peers are in the handshake")
+            task.cancel()
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        channel = Channel(self._token, "server", self._body_limit)
+        try:
+            await self._let_in(sock, channel)
+        except WireError as error:
+            sock.close()
+            self._on_refused(peer, str(error))
+            return
+        except BaseException:
+            sock.close()
+            raise
+        self._strangers.pop(asyncio.current_task(), None)
+        connection = await _connection(sock, channel, peer)
+        try:
+            await self._on_connection(connection)
+        except PeerGoneError:
+            pass  # nothing is left to be done for it
+        except WireError as error:
+            self._on_refused(peer, str(error))
+        finally:
+            connection.close()
+
+    async def _let_in(self, sock: socket.socket, channel: Channel) -> None:
+        try:
+            answer_at_once(sock)
+            await asyncio.wait_for(_shake_hands(sock, channel), self._timeout)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise PeerGoneError(f"the peer has not proved itself within {self._timeout:g} s") from error
+        except OSError as error:
+            raise PeerGoneError(f"the connection broke during the handshake: {reason_of(error)}") from error
+
+    def _done(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        self._strangers.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            task.get_loop().call_exception_handler({"message": "serving a connection failed", "exception": error})
+
+
+async def _dial(address: str, channel: Channel) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    failure = None
+    for family, where in await asyncio.to_thread(candidates, address):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, where)
+            answer_at_once(sock)
+            await _shake_hands(sock, channel)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure
+
+
+async def _shake_hands(sock: socket.socket, channel: Channel) -> None:
+    """Reads from the socket itself: a stream would read more than the handshake has, from a peer that nobody knows."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await loop.sock_sendall(sock, channel.handshake_bytes())
+        if channel.is_open:
+            return
+        if data := await loop.sock_recv(sock, channel.wants):
+            channel.receive(data)
+        else:
+            channel.end()
+
+
+async def _connection(sock: socket.socket, channel: Channel, peer: str) -> AsyncConnection:
+    try:
+        reader, writer = await asyncio.open_connection(sock=sock, limit=READ_BYTES)
+    except BaseException:
+        sock.close()
+        raise
+    writer.transport.set_write_buffer_limits(high=0)  # so that drain() waits until all is sent
+    return AsyncConnection(reader, writer, channel, peer)

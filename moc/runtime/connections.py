@@ -1,0 +1,195 @@
+"""Connections for threads, as workers have them: calls wait until they are done."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import select
+import socket
+import threading
+import time
+
+from moc.runtime.addresses import answer_at_once, candidates, reason_of
+from moc.runtime.message import Message
+from moc.runtime.wire import DEFAULT_BODY_LIMIT, Channel, PeerGoneError, WireError
+
+HANDSHAKE_SECONDS = 5.0
+
+
+class Connection:
+    """Messages over a connected socket; :func:`connect` makes one.
+
+    Any thread may send, one at a time is let through. One thread receives. Any thread may close it, which wakes the
+    others. A forked child must not use it: both would count messages alike.
+
+    Args:
+        sock: a connected, blocking socket, TCP or Unix; closed together with this.
+        channel: an open one, which nobody else uses.
+        peer: what to call the other end.
+    """
+
+    def __init__(self, sock: socket.socket, channel: Channel, peer: str):
+        self.peer = peer
+        self._socket, self._channel, self._closed = sock, channel, False
+        self._messages: collections.deque[Message] = collections.deque()
+        self._sending = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Sends a message; when it returns, the kernel has all of it, and the body may change.
+
+        Raises:
+            WireError: the connection is over; :class:`PeerGoneError` where the peer is gone.
+            ValueError, TypeError: this cannot be a message, or the peer does not take one so large; nothing was sent.
+        """
+        with self._sending:
+            buffers = self._channel.send(message)
+            try:
+                _send_all(self._socket, buffers)
+            except OSError as error:  # not closed: the peer's last words may still be there to be received
+                raise self._gone(error) from error
+            except BaseException:  # half a message is out: nothing that follows would be understood
+                self.close()
+                raise
+
+    def recv(self, timeout: float | None = None) -> Message:
+        """The next message.
+
+        Args:
+            timeout: seconds to wait for it; ``None`` waits for ever. What has come of it until then is not lost.
+
+        Raises:
+            TimeoutError: it has not come.
+            PeerGoneError: the peer has closed the connection, or this process has.
+            WireError: the peer broke the rules; the connection is closed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._messages:
+            self._wait(deadline)
+            try:
+                data = self._socket.recv(self._channel.wants)
+            except OSError as error:
+                raise self._gone(error) from error
+            if not data:
+                self._check_ours()
+                self._channel.end()
+            try:
+                self._messages.extend(self._channel.receive(data))
+            except WireError:
+                self.close()
+                raise
+        return self._messages.popleft()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once it is closed."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Closes the connection; whoever waits in :meth:`send` or :meth:`recv` gets a :class:`PeerGoneError`."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # close() alone wakes nobody
+        self._socket.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _wait(self, deadline: float | None) -> None:
+        if deadline is None:
+            return  # recv() does
+        # the socket's own timeout would also hold for the threads that send
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLIN)
+        except ValueError:  # it has no descriptor any more
+            self._check_ours()
+            raise
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError("no message has come in time")
+
+    def _check_ours(self) -> None:
+        if self._closed:
+            raise PeerGoneError(f"this process has closed the connection with {self.peer}")
+
+    def _gone(self, error: OSError) -> PeerGoneError:
+        self._check_ours()
+        return PeerGoneError(f"the connection with {self.peer} has broken: {reason_of(error)}")
+
+
+def connect(
+    address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS, body_limit: int = DEFAULT_BODY_LIMIT
+) -> Connection:
+    """Connects to a process of the same job, which proves that it knows the token.
+
+    Args:
+        address: ``host:port`` or ``unix:/path``.
+        token: the job's secret, 32 bytes.
+        timeout: seconds for all of it.
+        body_limit: bytes of the largest body that this end takes.
+
+    Raises:
+        PeerGoneError: nobody is there, or there was no answer in time.
+        WireError: who is there is not of this job, or of another version.
+        ValueError: this is not an address.
+    """
+    deadline = time.monotonic() + timeout
+    channel = Channel(token, "client", body_limit, address)
+    try:
+        sock = _dial(address, deadline)
+        try:
+            _shake_hands(sock, channel, deadline)
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
+    except TimeoutError as error:
+        raise PeerGoneError(f"{address} has not answered within {timeout:g} s") from error
+    except OSError as error:
+        raise PeerGoneError(f"{address} cannot be reached: {reason_of(error)}") from error
+    return Connection(sock, channel, address)
+
+
+def _dial(address: str, deadline: float) -> socket.socket:
+    failure = None
+    for family, where in candidates(address):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _limit(sock, deadline)
+            sock.connect(where)
+            answer_at_once(sock)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
+
+
+def _shake_hands(sock: socket.socket, channel: Channel, deadline: float) -> None:
+    while True:
+        _limit(sock, deadline)
+        sock.sendall(channel.handshake_bytes())
+        if channel.is_open:
+            return
+        if data := sock.recv(channel.wants):
+            channel.receive(data)
+        else:
+            channel.end()
+
+
+def _limit(sock: socket.socket, deadline: float) -> None:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError
+    sock.settimeout(remaining)
+
+
+def _send_all(sock: socket.socket, buffers: list) -> None:
+    views = [memoryview(buffer) for buffer in buffers]
+    while views:
+        sent = sock.sendmsg(views)
+        while views and sent >= views[0].nbytes:
+            sent -= views.pop(0).nbytes
+        if views:
+            views[0] = views[0][sent:]

@@ -1,0 +1,84 @@
+"""The secret that the processes of one job share, and by which they know each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+TOKEN_BYTES = 32
+FILE_VARIABLE, VARIABLE = "MOC_TOKEN_FILE", "MOC_TOKEN"
+
+_HEX = re.compile(rf"[0-9a-fA-F]{{{2 * TOKEN_BYTES}}}")
+_MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # bytes of a file that are looked at
+
+
+class TokenError(RuntimeError):
+    """There is no token, or none that may be used; the message says where, and the remedy."""
+
+
+def make_token() -> bytes:
+    """32 random bytes from the operating system."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def make_token_file(path: Path | str) -> bytes:
+    """Writes a new token, in hex, to a new file that only its owner can read.
+
+    Returns:
+        the token, 32 bytes.
+
+    Raises:
+        TokenError: the file exists already.
+        OSError: it cannot be written.
+    """
+    token = make_token()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise TokenError(f"the token file {path} exists already: use it, or remove it first") from None
+    with open(descriptor, "w") as file:
+        file.write(token.hex() + "\n")
+    return token
+
+
+def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes:
+    """The job's token: from the file named by ``MOC_TOKEN_FILE``, else from ``MOC_TOKEN``; both hold 64 hex digits.
+
+    Returns:
+        the token, 32 bytes.
+
+    Raises:
+        TokenError: neither is set, the file cannot be read or others than its owner may read it, or it is no token.
+    """
+    if path := environment.get(FILE_VARIABLE):
+        return _parse(_text_of(path), f"the file {path} ({FILE_VARIABLE})")
+    if text := environment.get(VARIABLE):
+        return _parse(text, VARIABLE)
+    raise TokenError(f"this job has no token: set {FILE_VARIABLE} to a file with one, or {VARIABLE} to 64 hex digits")
+
+
+def _text_of(path: str) -> str:
+    try:
+        # without waiting: somebody may have put a pipe there
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise TokenError(f"the token file {path} ({FILE_VARIABLE}) cannot be read: {error.strerror}") from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise TokenError(f"the token file {path} ({FILE_VARIABLE}) is not a regular file")
+        if mode & 0o077:
+            raise TokenError(f"others than its owner have access to the token file {path}: chmod 600 it")
+        return os.read(descriptor, _MORE_THAN_A_TOKEN).decode("ascii", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def _parse(text: str, source: str) -> bytes:
+    if not _HEX.fullmatch(text.strip()):  # what it holds is a secret, even if a broken one: not in the message
+        raise TokenError(f"{source} does not hold a token, which is {2 * TOKEN_BYTES} hex digits")
+    return bytes.fromhex(text.strip())
