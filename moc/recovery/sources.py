@@ -62,8 +62,13 @@ class Recovery:
 
     @property
     def base(self) -> Held:
-        """The checkpoint that what is not an expert comes from, and what is not a tensor."""
-        return next(held for held in self.sources.values() if held.iteration == self.iteration)
+        """The checkpoint that what is not a tensor comes from: of those of this iteration that are used, storage.
+
+        All workers read it.  Memory can be read by all only where no node is lost, and then nothing of this iteration
+        comes from storage.
+        """
+        of_this = [held for held in self.sources.values() if held.iteration == self.iteration]
+        return next((held for held in of_this if held.tier == STORAGE), of_this[0])
 
     def used(self) -> list[Held]:
         """All checkpoints that something comes from, the newest first."""

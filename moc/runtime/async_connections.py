@@ -35,7 +35,7 @@ class AsyncConnection:
         self.peer = peer
         self._reader, self._writer, self._channel = reader, writer, channel
         self._messages: collections.deque[Message] = collections.deque()
-        self._draining = asyncio.Lock()  # two tasks in drain() are too many for Python 3.10
+        self._draining = asyncio.Lock()  # early releases of Python 3.10 allow one task in drain()
 
     def post(self, message: Message) -> None:
         """Sends a message without waiting: what the peer does not take is kept in memory.
@@ -194,6 +194,7 @@ class Server:
             self._strangers[task] = peer
             self._tasks.add(task)
             task.add_done_callback(self._done)
+            await asyncio.sleep(0)  # it has to begin, or to cancel it would not close the socket
 
     def _make_room(self) -> None:
         if len(self._strangers) >= STRANGERS:

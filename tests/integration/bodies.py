@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 import pretrain_gpt_moe as program
 from megatron.training import checkpoint_writer, errors, first_worker, loop, setup, stopping
@@ -306,10 +307,13 @@ def leave_a_process() -> None:
 
 
 def train_counting_reads(flags: dict) -> dict:
-    """As :func:`train`; with ``reads``, how many samples were read."""
-    reads, read = [], GPTDataset.__getitem__
+    """As :func:`train`; with ``reads``, the samples that were asked for, and ``pieces``, what was read of files."""
+    reads, read, pieces, get = [], GPTDataset.__getitem__, [], IndexedDataset.get
     GPTDataset.__getitem__ = lambda dataset, index: reads.append(index) or read(dataset, index)
-    return train(flags) | {"reads": len(reads)}
+    IndexedDataset.get = lambda dataset, index, offset=0, length=None: (
+        pieces.append(f"{index} {offset} {length}") or get(dataset, index, offset, length)
+    )
+    return train(flags) | {"reads": reads, "pieces": pieces}
 
 
 def train_when_time_flies(flags: dict, calls: int) -> dict:

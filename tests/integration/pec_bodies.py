@@ -1,9 +1,12 @@
-"""What workers of a test's world do: they look at what was loaded."""
+"""What workers of a test's world do: they look at what was loaded, are slow, or die."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
+from megatron.training import loop
 from moc.snapshot import capture
 from moc.state.detail import Detail
 from moc.state.training_state import TrainingState
@@ -35,3 +38,17 @@ def train_with_slow_copies(flags: dict, bytes_per_s: float) -> dict:
 
     capture._copy = slow
     return bodies.train(flags)
+
+
+def die_after(flags: dict, iteration: int) -> None:
+    """As ``bodies.train``; all workers are killed right after an iteration and its snapshot."""
+    iterate = loop.iterate
+
+    def mortal(run, stop):
+        record = iterate(run, stop)
+        if record.iteration == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return record
+
+    loop.iterate = mortal
+    bodies.train(flags)

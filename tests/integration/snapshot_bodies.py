@@ -7,7 +7,6 @@ import io
 import itertools
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -51,15 +50,6 @@ def train_while_clocks_run_backwards(flags: dict) -> dict:
     now, looks = time.time, itertools.count()
     time.time = lambda: now() - 3600.0 * next(looks)
     return bodies.train(flags)
-
-
-def train_on_nodes(flags: dict) -> dict:
-    """As ``bodies.train``, where each worker takes itself for a node with memory of its own."""
-    rank = os.environ["RANK"]
-    socket.gethostname = lambda: f"node-{rank}"
-    memory = f"{flags['ckpt_memory_dir']}/{rank}"
-    os.makedirs(memory, exist_ok=True)
-    return bodies.train(flags | {"ckpt_memory_dir": memory})
 
 
 def train_impatiently(flags: dict) -> dict:

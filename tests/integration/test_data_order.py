@@ -1,5 +1,7 @@
 """The samples of an iteration follow from the consumed samples alone."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.integration.tiny import FLAGS, LAYOUTS, train
@@ -39,14 +41,29 @@ def test_too_few_samples_are_refused(small):
     assert result.exit == 2 and "give each a weight" in result.output and "Traceback" not in result.output
 
 
+@pytest.mark.recovery
 def test_resume_skips_without_reading(data, tmp_path):
+    """Going on from a checkpoint, or after a kill: nothing is read of what was before, nor worked out anew."""
     size, parallel = LAYOUTS["DP2"]
-    flags = FLAGS | parallel | data
-    body = "tests.integration.bodies:train_counting_reads"
-    first = run_world(size, body, flags=flags | dict(save=str(tmp_path), exit_interval=4))
-    assert [worker["reads"] for worker in first] == [4 * 4] * 2  # a data loader in the worker does not read ahead
-    second = run_world(size, body, flags=flags | dict(load=str(tmp_path)))
-    assert [worker["reads"] for worker in second] == [2 * 4] * 2
+    body, flags = "tests.integration.bodies:train_counting_reads", FLAGS | parallel | data
+    first = run_world(size, body, flags=flags | dict(save=str(tmp_path / "dense"), exit_interval=4))
+    built = indices_of(data)
+    second = run_world(size, body, flags=flags | dict(load=str(tmp_path / "dense")))
+    snapshots = dict(ckpt_policy="pec", ckpt_dir=str(tmp_path / "c"), snapshot_interval=1, ckpt_blocking=True)
+    start_world(size, "tests.integration.pec_bodies:die_after", flags=flags | snapshots, iteration=5).wait()
+    third = run_world(size, body, flags=flags | snapshots)
+    for told, start, end in ((first, 0, 4), (second, 4, 6), (third, 5, 6)):  # and nobody reads ahead
+        assert sorted(sample for worker in told for sample in worker["reads"]) == list(range(8 * start, 8 * end))
+    for earlier, later in zip(second, third, strict=True):
+        assert 0 < len(later["pieces"]) < len(earlier["pieces"])
+        assert earlier["pieces"][-len(later["pieces"]) :] == later["pieces"]
+    assert built and indices_of(data) == built
+
+
+def indices_of(data: dict) -> dict[str, tuple[int, int]]:
+    """When the files were written that say where samples are, and which these are."""
+    files = Path(data["data_path"][0]).parent.rglob("cache/**/*")
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files if path.is_file()}
 
 
 def test_reader_processes_change_nothing(data):

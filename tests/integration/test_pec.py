@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of
+from moc.store.tiers import memory_place
 from tests.integration.snapshot_files import node_memory
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
@@ -16,6 +18,7 @@ from tests.worlds import run_world, start_world
 
 EXPERTS, LAYERS = FLAGS["num_experts"], FLAGS["num_layers"]
 PEC = dict(ckpt_policy="pec", snapshot_interval=1, train_iters=40)
+SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=100)
 
 
 def events(log: Path, kind: str) -> list[dict]:
@@ -24,14 +27,19 @@ def events(log: Path, kind: str) -> list[dict]:
     return [event for event in map(json.loads, lines) if event["type"] == kind]
 
 
-def kill_at(layout: str, flags: dict, iteration: int) -> None:
-    """Trains, and kills all workers at once after an iteration."""
+def kill_when(layout: str, flags: dict, condition: Callable[[], bool]) -> None:
+    """Trains, and kills all workers at once when a condition holds."""
     size, parallel = LAYOUTS[layout]
-    log = Path(flags["log_dir"])
     world = start_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags)
-    wait_for(lambda: any(e["iteration"] >= iteration for e in events(log, "iteration")) or world.ended(), seconds=60)
+    wait_for(lambda: condition() or world.ended(), seconds=60)
     world.kill()
     assert {result.exit for result in world.wait()} == {-9}
+
+
+def kill_at(layout: str, flags: dict, iteration: int) -> None:
+    """Trains, and kills all workers at once after an iteration."""
+    log = Path(flags["log_dir"])
+    kill_when(layout, flags, lambda: any(e["iteration"] >= iteration for e in events(log, "iteration")))
 
 
 def loaded(layout: str, flags: dict) -> tuple[int, dict[str, str]]:
@@ -81,14 +89,13 @@ def test_bytes_are_those_of_equation_6(data, tmp_path):
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("layout", ["PP2xEP2", "EP4"])
-def test_every_fragment_comes_back_in_its_newest_state(layout, data, tmp_path):
+def test_every_fragment_comes_back_in_its_newest_state(data, tmp_path):
     log = tmp_path / "log"
     flags = data | PEC | dict(pec_k=1, ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
-    kill_at(layout, flags, iteration=6)
+    kill_at("EP2", flags, iteration=6)
     versions = saved(Store(LocalPlace(tmp_path / "c")))
     newest = max(iteration for versions_of_one in versions.values() for iteration in versions_of_one)
-    start, hashes = loaded(layout, flags)
+    start, hashes = loaded("EP2", flags)
     assert start == newest
     assert hashes == {fragment: found[max(found)] for fragment, found in versions.items()}
     assert {max(found) for fragment, found in versions.items() if ".experts." not in fragment} == {newest}
@@ -136,23 +143,45 @@ def test_storage_alone_has_what_ranks_hold_alike(target, data, tmp_path):
 @pytest.mark.recovery
 def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
     """MoC-System, section 5.1 and Figure 8: each worker is a node, and the memory of one is lost."""
-    log, body = tmp_path / "log", "tests.integration.snapshot_bodies:train_on_nodes"
+    log, storage = tmp_path / "log", tmp_path / "c"
     with node_memory() as memory:
         flags = data | PEC | dict(pec_k_snapshot=EXPERTS, pec_k_persist=1, ckpt_tier="memory", persist_interval=4)
-        flags |= dict(ckpt_memory_dir=str(memory), ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
-        size, parallel = LAYOUTS["EP2"]
-        world = start_world(size, body, flags=FLAGS | parallel | flags)
-        wait_for(lambda: world.ended() or len(events(log, "persist")) > 1, seconds=60)
-        world.kill()
-        world.wait()
-        base = max(Store(LocalPlace(tmp_path / "c")).iterations())
-        shutil.rmtree(Path(memory, "1"))
-        told = run_world(size, body, flags=FLAGS | parallel | flags | dict(exit_interval=base + 2))
-    assert {worker["start"] for worker in told} == {base}
+        flags |= dict(node_of_rank="0,1", ckpt_memory_dir=memory, ckpt_dir=str(storage), log_dir=str(log))
+        kill_when("EP2", flags, lambda: len(events(log, "persist")) > 1)
+        base = max(Store(LocalPlace(storage)).iterations())
+        shutil.rmtree(memory_place(memory, str(storage), "1").root)
+        assert train("EP2", flags | dict(exit_interval=base + 2)).start == base
     resume = events(log, "resume")[0]
     assert resume["tier"] == "storage" and {tier for _, tier in resume["sources"]} == {"memory", "storage"}
     assert max(i for i, tier in resume["sources"] if tier == "memory") >= base
     assert 0 < events(log, "lost")[0]["plt"] < 1
+
+
+@pytest.mark.recovery
+def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
+    """MoC-System, section 5.3: five faults, and the limit is kept."""
+    limit, faults = 0.32, range(48, 81, 8)
+    log, store = tmp_path / "log", Store(LocalPlace(tmp_path / "c"))
+    flags = data | PEC | SMALL | dict(pec_dynamic_k=True, pec_plt_limit=limit, ckpt_blocking=True)
+    flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
+    size, parallel = LAYOUTS["EP2"]
+    saved = []
+    for iteration in faults:
+        body = dict(flags=FLAGS | parallel | flags, iteration=iteration)
+        killed = start_world(size, "tests.integration.pec_bodies:die_after", **body).wait()
+        assert {result.exit for result in killed} == {-9}
+        saved.append(len(experts_in(store, iteration)[0]))
+    assert set(train("EP2", flags | dict(exit_interval=84)).codes) == {0}
+    ks, booked, share = [1], 0.0, limit / 4  # of K = 1, 2, 4 and 8
+    for fault, event in zip(faults, events(log, "lost"), strict=True):
+        assert event["iteration"] == fault and 0 < event["raised_by"] < share
+        booked += event["raised_by"]
+        ks.append(2 * ks[-1] if booked > share else ks[-1])
+        booked -= share if booked > share else 0.0
+    assert ks[-1] >= 4 and saved == ks[:-1]
+    told = events(log, "iteration")
+    assert [e["k_persist"] for e in told] == [ks[sum(e["iteration"] > fault for fault in faults)] for e in told]
+    assert 0 < told[-1]["plt"] < max(e["plt"] for e in told) < limit
 
 
 @pytest.mark.recovery

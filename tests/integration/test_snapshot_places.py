@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moc.store.tiers import memory_place
 from tests.integration.snapshot_files import (
     EVERY,
     events,
@@ -128,14 +129,13 @@ def newest_iterations(flags: dict) -> list[int]:
 @pytest.mark.recovery
 @pytest.mark.parametrize("layout", ["EP2", "DP2"])
 def test_nodes_that_each_hold_a_part(layout, data, flags):
-    flags = flags | MEMORY | dict(train_iters=12)
-    body = "snapshot_bodies:train_on_nodes"
-    world = start(layout, flags, body)
+    flags = flags | MEMORY | dict(node_of_rank="0,1", train_iters=12)
+    world = start(layout, flags)
     wait_for(lambda: world.ended() or events(flags, "snapshot")[2:])
     world.kill()
     assert {result.exit for result in world.wait()} == {-9}
     taken = max(event["iteration"] for event in events(flags, "snapshot"))
-    rest, straight = train(layout, flags, body), train(layout, data | dict(train_iters=12))
+    rest, straight = train(layout, flags), train(layout, data | dict(train_iters=12))
     assert rest.start >= taken - 1 >= 2
     assert events(flags, "resume")[0]["tier"] == "memory"
     assert rest.records == straight.records[rest.start :]
@@ -145,15 +145,14 @@ def test_nodes_that_each_hold_a_part(layout, data, flags):
 
 @pytest.mark.recovery
 def test_memory_that_one_node_has_lost(data, flags):
-    flags = flags | MEMORY | dict(persist_interval=2, train_iters=12)
-    body = "snapshot_bodies:train_on_nodes"
-    world = start("EP2", flags, body)
+    flags = flags | MEMORY | dict(node_of_rank="0,1", persist_interval=2, train_iters=12)
+    world = start("EP2", flags)
     wait_for(lambda: world.ended() or events(flags, "persist"))
     world.kill()
     world.wait()
-    shutil.rmtree(Path(flags["ckpt_memory_dir"], "1"))
+    shutil.rmtree(memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"], "1").root)
     newest = newest_whole(flags | dict(ckpt_tier="disk"))
-    rest, straight = train("EP2", flags, body), train("EP2", data | dict(train_iters=12))
+    rest, straight = train("EP2", flags), train("EP2", data | dict(train_iters=12))
     assert rest.start == newest >= 2
     assert rest.records == straight.records[newest:]
     assert rest.weights == straight.weights

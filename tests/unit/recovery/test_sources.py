@@ -67,6 +67,14 @@ def test_figure_8():
     assert experts_from(way) == [(20, STORAGE), (10, STORAGE), (20, MEMORY), (20, MEMORY)]
 
 
+def test_the_base_is_what_every_node_can_read():
+    """A node is lost; what is left in memory has all of some operators, and storage has the same iteration."""
+    left = Held(20, MEMORY, {DENSE[0]: "full", EXPERTS[3]: "full"})
+    for exact in (True, False):
+        way = next(recoveries([left, holds(20)], OPERATORS, exact))
+        assert way.sources[DENSE[0], MASTER].key == (20, MEMORY) and way.base.key == (20, STORAGE)
+
+
 def test_a_survivor_may_be_newer_than_the_rest():
     held = [holds(10), holds(20, MEMORY, experts=[3], dense=False)]
     assert experts_from(next(recoveries(held, OPERATORS, exact=False)))[3] == (20, MEMORY)

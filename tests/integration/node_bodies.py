@@ -1,0 +1,127 @@
+"""What workers do where the memory of nodes is lost: they record every state of a run, and load from many places."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron.training.config import compose
+from megatron.training.snapshot_publishing import Publisher
+from megatron.training.snapshot_setup import begin
+from megatron.training.snapshots import Snapshots
+from megatron.training.step import Stepper
+from moc.snapshot.saver import Saver
+from moc.state.detail import Detail
+from moc.state.parameters import unwrap
+from moc.state.training_state import TrainingState
+from tests.integration import bodies
+from tests.integration.bodies import digest, with_run
+
+Hashes = dict[str, dict[str, str]]
+"""By operator and fragment."""
+
+
+def train_recorded(
+    flags: dict,
+    record_dir: str,
+    stop_at: int | None = None,
+    hold_from: int | None = None,
+    late: list[int] | None = None,
+) -> None:
+    """As ``bodies.train``; what each iteration leaves is recorded, apart from all that is saved.
+
+    Args:
+        flags: the flags.
+        record_dir: each worker appends to a file here, after each update, the hash of each fragment of its live state
+            and how many tokens it has sent to which expert.
+        stop_at: after so many iterations all workers wait for ever.
+        hold_from: of iterations from here on, the last worker never gets its part to storage.
+        late: a rank and an iteration, from which on it publishes nothing in its node's memory.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _record(Path(record_dir) / f"{rank}.jsonl", stop_at)
+    if hold_from is not None and rank == size - 1:
+        persist = Saver._persist
+        Saver._persist = lambda saver, snapshot, operators: (
+            _stop() if snapshot.iteration >= hold_from else persist(saver, snapshot, operators)
+        )
+    if late is not None and rank == late[0]:
+        publish = Publisher.in_memory
+        Publisher.in_memory = lambda publisher, plan, state: (
+            _stop() if plan.iteration >= late[1] else publish(publisher, plan, state)
+        )
+    bodies.train(flags)
+
+
+def load_each(flags: dict, places: list[dict]) -> list[dict]:
+    """Begins a run in several places, one after the other, as far as its first iteration.
+
+    Args:
+        flags: all but those of snapshots.
+        places: those, for each.
+
+    Returns:
+        For each ``start``, the iteration; ``steps``, updates that Adam reckons with; and ``hashes`` of what this
+        worker holds first.
+    """
+    Snapshots.reserve = lambda _: None  # buffers that nothing will be copied into
+
+    def use(run) -> list[dict]:
+        step, told = run.stepper, []
+        state = TrainingState(step.chunks, step.optimizer.core)
+        for place in places:
+            for fragment in state.fragments(state.operators(), Detail.FULL):
+                fragment.view.fill_(float("nan"))
+            parts = run.world, step.chunks, step.optimizer, step.scheduler, run.vocab_size, run.checkpoints, run.log
+            position, _ = begin(compose(flags | place), *parts)
+            steps = sorted(set(state.steps().values()))
+            told.append({"start": position.iteration, "steps": steps, "hashes": hashes_of(state)})
+        return told
+
+    return with_run(flags, use)
+
+
+def hashes_of(state: TrainingState) -> Hashes:
+    """The hash of each fragment that this worker holds first."""
+    found: Hashes = {}
+    for f in state.fragments(state.operators(), Detail.FULL):
+        if f.first_copy:
+            key = f"{f.name} {f.slot} {f.region.offset} {f.region.shape}"
+            found.setdefault(f.operator, {})[key] = digest(f.view)
+    return found
+
+
+def _record(path: Path, stop_at: int | None) -> None:
+    compute, tokens, states = Stepper.step, {}, []
+
+    def count(router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        tokens[router.layer_number - 1] += output[1].sum(dim=0)
+
+    def recorded(stepper: Stepper, iteration: int, *args):
+        if iteration == stop_at:
+            _stop()
+        if not states:
+            states.append(TrainingState(stepper.chunks, stepper.optimizer.core))
+            for module in (m for chunk in stepper.chunks for m in unwrap(chunk).modules()):
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(count)
+                    tokens[module.layer_number - 1] = torch.zeros(module.num_experts, dtype=torch.int64)
+        record = compute(stepper, iteration, *args)
+        line = {"iteration": record.iteration, "hashes": hashes_of(states[0])}
+        line["tokens"] = {layer: counts.tolist() for layer, counts in tokens.items()}
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        for counts in tokens.values():
+            counts.zero_()
+        return record
+
+    Stepper.step = recorded
+
+
+def _stop() -> None:
+    threading.Event().wait()

@@ -1,0 +1,242 @@
+"""Whichever nodes are lost, each fragment comes back in its newest state that has survived (MoC-System, section 5.1).
+
+Each worker is a node.  What that state is follows from manifests alone, as JSON; how it looked, from a record that
+workers kept while they trained, apart from all that they saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+from moc.store.tiers import memory_place
+from tests.integration.snapshot_files import events, node_memory
+from tests.integration.test_atomic_save import wait_for
+from tests.integration.tiny import FLAGS, LAYOUTS
+from tests.worlds import run_world, start_world
+
+NODES = ["0", "1", "2", "3"]
+SUBSETS = [lost for number in range(len(NODES) + 1) for lost in itertools.combinations(NODES, number)]
+PEC = dict(ckpt_policy="pec", pec_k_snapshot=4, pec_k_persist=1, ckpt_tier="memory", ckpt_keep=99)
+PEC |= dict(node_of_rank=",".join(NODES), snapshot_interval=1, persist_interval=2)
+
+Source = tuple[int, str]
+"""Iteration and tier of what something comes from; of one iteration, memory sorts before storage."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """The places of one run: storage and the memory of its nodes."""
+
+    storage: Path
+    memory: Path
+
+    @property
+    def flags(self) -> dict:
+        """The flags that name them."""
+        return dict(ckpt_dir=str(self.storage), ckpt_memory_dir=str(self.memory))
+
+    def node(self, node: str) -> Path:
+        """Memory of one node."""
+        return memory_place(self.memory, str(self.storage), node).root
+
+    def without(self, lost: Iterable[str], name: str) -> Spot:
+        """A copy after some nodes were lost; it shares files, which nobody writes to in place."""
+        copy = Spot(self.storage.parent / name, self.memory / name)
+        copy.memory.mkdir()
+        pairs = [(self.node(node), copy.node(node)) for node in NODES if node not in lost]
+        for source, target in [(self.storage, copy.storage), *pairs]:
+            shutil.copytree(source, target, copy_function=os.link, ignore=shutil.ignore_patterns("slots", ".lock"))
+        return copy
+
+
+def manifests(directory: Path) -> dict[int, dict]:
+    """The manifests in one place, by iteration."""
+    found = (json.loads(path.read_text()) for path in directory.glob("iter_*/manifest.json"))
+    return {manifest["iteration"]: manifest for manifest in found}
+
+
+def elements(parts: Iterable[dict]) -> dict[str, Counter]:
+    """By operator, how many elements of each slot some manifests name together."""
+    found: dict[str, Counter] = {}
+    for part in parts:
+        for name, entry in part["operators"].items():
+            found.setdefault(name, Counter()).update(entry["elements"])
+    return found
+
+
+def newest(spot: Spot, damaged: int | None = None) -> tuple[int, dict[str, Source]]:
+    """From which iteration a run has to go on, and from where each operator has to come.
+
+    Args:
+        spot: where the run is.
+        damaged: of this iteration nothing in memory can be used.
+    """
+    storage, nodes = manifests(spot.storage), [manifests(spot.node(node)) for node in NODES]
+    model = elements([storage[min(storage)]])  # the first one has everything
+    whole: dict[str, set[Source]] = {name: set() for name in model}
+    for iteration, manifest in storage.items():
+        for name in manifest["operators"]:
+            whole[name].add((iteration, "storage"))
+    for iteration in set().union(*nodes) - {damaged}:
+        for name, counts in elements(node[iteration] for node in nodes if iteration in node).items():
+            if counts == model[name]:
+                whole[name].add((iteration, "memory"))
+    iterations = [{i for i, _ in places} for name, places in whole.items() if ".expert." not in name]
+    base = max(set.intersection(*iterations))
+    best = {}
+    for name, places in whole.items():
+        usable = places if ".expert." in name else {source for source in places if source[0] == base}
+        best[name] = min(usable, key=lambda source: (-source[0], source[1]))
+    return base, best
+
+
+class Oracle:
+    """What workers recorded while they trained: by iteration."""
+
+    def __init__(self, directory: Path):
+        self.hashes: dict[int, dict[str, dict[str, str]]] = {}
+        self.tokens: dict[int, dict[int, Counter]] = {}
+        for path in directory.iterdir():
+            for line in map(json.loads, path.read_text().split("\n")[:-1]):  # the last one may be torn
+                known = self.hashes.get(line["iteration"], {})
+                self.hashes[line["iteration"]] = merged([known, line["hashes"]])
+                for layer, counts in line["tokens"].items():
+                    of_layer = self.tokens.setdefault(line["iteration"], {}).setdefault(int(layer), Counter())
+                    of_layer.update(dict(enumerate(counts)))
+
+    def plt(self, base: int, best: dict[str, Source]) -> float:
+        """MoC-System, eq. 7, for the first fault of a run."""
+        shares = []
+        for layer in self.tokens[base]:
+            lost = routed = 0
+            for iteration in range(1, base + 1):
+                for expert, tokens in self.tokens[iteration][layer].items():
+                    routed += tokens
+                    lost += tokens * (best[f"layers.{layer}.expert.{expert}"][0] < iteration)
+            shares.append(lost / routed)
+        return sum(shares) / len(shares)
+
+
+def merged(tables: Iterable[dict[str, dict]]) -> dict[str, dict]:
+    """Tables of tables in one."""
+    found: dict[str, dict] = {}
+    for table in tables:
+        for name, entries in table.items():
+            found.setdefault(name, {}).update(entries)
+    return found
+
+
+def damage(spot: Spot, node: str) -> int:
+    """Flips bits all over the data of the newest snapshot in a node's memory; its iteration."""
+    iteration, manifest = max(manifests(spot.node(node)).items())
+    ((name, entry),) = manifest["files"].items()
+    path = spot.node(node) / f"iter_{iteration:07d}" / name
+    content = bytearray(path.read_bytes())
+    for position in range(entry["header_bytes"], entry["bytes"], 1000):
+        content[position] ^= 1
+    path.unlink()  # other copies share it
+    path.write_bytes(content)
+    return iteration
+
+
+@dataclass(frozen=True)
+class Scene:
+    """How a run is cut short.
+
+    Attributes:
+        parallel: flags of the layout.
+        changes: other flags.
+        body: how workers are held up; see ``node_bodies.train_recorded``.
+        iteration: they are killed as soon as this one is in memory, or a newer one.
+        behind: but not in that of this node.
+        stored: and when this one is in storage.
+    """
+
+    parallel: dict
+    changes: dict
+    body: dict
+    iteration: int
+    behind: str | None = None
+    stored: int = 0
+
+    def reached(self, spot: Spot) -> bool:
+        """Whether it is time."""
+        nodes = [spot.node(node) for node in NODES if node != self.behind]
+        storage, *memory = (max(Store(LocalPlace(root)).iterations(), default=0) for root in (spot.storage, *nodes))
+        return min(memory) >= self.iteration and storage >= self.stored
+
+
+SCENES = {
+    "storage is behind": Scene(LAYOUTS["PP2xEP2"][1], {}, dict(hold_from=8), 10),
+    # experts in the memory of the other nodes are newer than the rest can be
+    "a node is behind": Scene(LAYOUTS["EP4"][1], {}, dict(hold_from=8, late=[3, 10]), 10, behind="3"),
+    # nodes 0 and 2 share the same experts, and so do 1 and 3; storage has the newest snapshot too, with fewer experts
+    "storage is level": Scene(
+        LAYOUTS["EP2"][1],
+        dict(snapshot_interval=4, persist_interval=4, ckpt_blocking=True),
+        dict(stop_at=9),
+        8,
+        stored=8,
+    ),
+}
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("scene", SCENES)
+def test_every_subset_of_nodes_can_be_lost(scene, data, tmp_path):
+    flags, pec = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99), PEC | SCENES[scene].changes
+    logged = dict(log_dir=str(tmp_path / "log"))
+    with node_memory() as memory:
+        run = Spot(tmp_path / "run", Path(memory))
+        oracle = kill(SCENES[scene], flags | pec | run.flags, run, tmp_path / "record")
+        spots = {lost: run.without(lost, f"without-{''.join(lost)}") for lost in SUBSETS}
+        wanted = {lost: newest(spot) for lost, spot in spots.items()}
+        spots["damaged"] = run.without([], "damaged")
+        wanted["damaged"] = newest(run, damaged=damage(spots["damaged"], "2"))
+        load = dict(flags=flags | logged, places=[pec | spot.flags for spot in spots.values()])
+        told = run_world(4, "tests.integration.node_bodies:load_each", timeout=200, **load)
+    check_scene(scene, wanted)
+    loads = zip(wanted.values(), zip(*told, strict=True), events(logged, "resume"), events(logged, "lost"), strict=True)
+    for (base, best), workers, resumed, lost in loads:
+        assert {worker["start"] for worker in workers} == {base} and all(w["steps"] == [base] for w in workers)
+        hashes = merged(worker["hashes"] for worker in workers)
+        assert hashes == {name: oracle.hashes[iteration][name] for name, (iteration, _) in best.items()}
+        assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == set(best.values())
+        assert lost["plt"] == pytest.approx(lost["raised_by"]) == pytest.approx(oracle.plt(base, best))
+
+
+def kill(scene: Scene, flags: dict, spot: Spot, record: Path) -> Oracle:
+    """Trains, and kills all workers when a scene has come; what they recorded."""
+    record.mkdir()
+    body, told = "tests.integration.node_bodies:train_recorded", dict(record_dir=str(record), **scene.body)
+    world = start_world(4, body, timeout=200, flags=flags, **told)
+    wait_for(lambda: world.ended() or scene.reached(spot), seconds=190)
+    world.kill()
+    assert {result.exit for result in world.wait()} == {-9}
+    return Oracle(record)
+
+
+def check_scene(scene: str, wanted: dict) -> None:
+    """The scene is what it is meant to be."""
+    base, best = wanted[()]
+    newest_in_storage = wanted[tuple(NODES)][0]
+    one_lost = wanted["1",][1]
+    if scene == "storage is behind":
+        assert base > newest_in_storage and (base, "memory") in best.values()
+    elif scene == "a node is behind":
+        assert max(best.values()) == (base + 1, "memory") and base > newest_in_storage
+    else:
+        assert base == newest_in_storage and (base, "memory") in best.values()
+    assert {tier for _, tier in one_lost.values()} == {"memory", "storage"}
+    assert len({iteration for iteration, _ in wanted[tuple(NODES)][1].values()}) > 1

@@ -1,0 +1,52 @@
+"""Addresses: what is one, and where a process listens only if it is told to."""
+
+import os
+import socket
+
+import pytest
+
+from moc.runtime.addresses import candidates, listening_socket, text_of
+
+
+@pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
+def test_what_is_no_address(address):
+    with pytest.raises(ValueError, match="is not an address: write host:port or unix:/path"):
+        candidates(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:80", "[::1]:80", "unix:/some/where"])
+def test_an_address_is_written_as_it_was_read(address):
+    assert text_of(*candidates(address)[0]) == address
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
+def test_other_interfaces_than_loopback_have_to_be_asked_for(address):
+    with pytest.raises(ValueError, match="other machines could connect to .* allow it with beyond_loopback"):
+        listening_socket(address, beyond_loopback=False)
+
+
+def test_other_interfaces_can_be_asked_for():
+    with listening_socket("0.0.0.0:0", beyond_loopback=True) as sock:
+        assert sock.getsockname()[0] == "0.0.0.0"
+
+
+def test_a_socket_file_is_its_owners_alone(tmp_path):
+    with listening_socket(f"unix:{tmp_path}/socket", beyond_loopback=False):
+        assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_socket_file_of_a_dead_process_is_taken_over(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    listening_socket(address, beyond_loopback=False).close()
+    with listening_socket(address, beyond_loopback=False) as sock, socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(sock.getsockname())
+
+
+def test_that_of_a_living_one_and_other_files_are_not(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with listening_socket(address, beyond_loopback=False), pytest.raises(OSError, match="in use"):
+        listening_socket(address, beyond_loopback=False)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(OSError, match="in use"):
+        listening_socket(f"unix:{tmp_path}/file", beyond_loopback=False)
+    assert (tmp_path / "file").read_text() == "precious" and os.path.exists(tmp_path / "socket")

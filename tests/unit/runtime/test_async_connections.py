@@ -1,0 +1,294 @@
+"""The server of controller and agents: a bad peer costs a line in the log, and nothing else."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from moc.runtime import async_connections
+from moc.runtime.addresses import candidates, text_of
+from moc.runtime.async_connections import log_refusal, open, serve
+from moc.runtime.connections import connect
+from moc.runtime.message import Message
+from moc.runtime.wire import Channel, PeerGoneError, WireError
+from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, echo, frame, serving
+
+
+def dial(address):
+    """A bare socket at a server."""
+    family, where = candidates(address)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.settimeout(60)
+    sock.connect(where)
+    return sock
+
+
+def closed(sock):
+    """Whether the server has closed this connection; what it said before is read."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(1000):
+            pass
+    return True
+
+
+def let_in(sock, token=TOKEN):
+    """The client's half of the handshake."""
+    channel = Channel(token, "client")
+    while not channel.is_open:
+        sock.sendall(channel.handshake_bytes())
+        channel.receive(sock.recv(channel.wants))
+    return channel
+
+
+def works(address):
+    """Whether a peer of the job is served."""
+    with connect(address, TOKEN, timeout=60) as connection:
+        connection.send(Message({"kind": "hello"}))
+        return connection.recv(timeout=60).kind == "hello"
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_both_ends_in_one_loop(kind, tmp_path):
+    async def main():
+        async with await serve("127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/socket", TOKEN, echo) as server:
+            connection = await open(server.address, TOKEN)
+            for body in (b"", b"x" * (5 << 20)):
+                await connection.send(Message({"kind": "data"}, body))
+                assert await connection.recv() == Message({"kind": "data"}, body)
+            connection.close()
+
+    asyncio.run(main())
+    assert not list(tmp_path.iterdir())  # the socket's file is gone
+
+
+def test_many_tasks_send_and_post_on_one_connection():
+    async def main():
+        async with await serve("127.0.0.1:0", TOKEN, echo) as server:
+            connection = await open(server.address, TOKEN)
+
+            async def send(task):
+                for number in range(30):
+                    message = Message({"kind": "test", "at": [task, number]}, bytes(number * 3000))
+                    connection.post(message) if number % 2 else await connection.send(message)
+
+            sending = asyncio.gather(*(send(task) for task in range(6)))
+            arrived = [(await connection.recv()).header["at"] for _ in range(180)]
+            await sending
+            for task in range(6):
+                assert [number for of, number in arrived if of == task] == list(range(30))
+            connection.close()
+
+    asyncio.run(main())
+
+
+def test_after_send_the_body_may_change():
+    async def main():
+        begin = asyncio.Event()
+
+        async def late(connection):
+            await begin.wait()
+            await echo(connection)
+
+        async with await serve("127.0.0.1:0", TOKEN, late) as server:
+            connection = await open(server.address, TOKEN)
+            body = bytearray(b"a" * (32 << 20))  # far more than fits into the kernel's buffers
+            sending = asyncio.create_task(connection.send(Message({"kind": "data"}, body)))
+            await asyncio.sleep(0.1)
+            assert not sending.done()
+            begin.set()
+            await sending
+            body[:] = b"b" * len(body)
+            assert (await connection.recv()).body == b"a" * len(body)
+            connection.close()
+
+    asyncio.run(main())
+
+
+def test_a_receive_that_is_cancelled_loses_nothing():
+    async def main():
+        async with await serve("127.0.0.1:0", TOKEN, echo) as server:
+            connection = await open(server.address, TOKEN)
+            for number in range(30):
+                connection.post(Message({"kind": "test", "number": number}, bytes(100_000)))
+            arrived = []
+            while len(arrived) < 30:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    arrived.append((await asyncio.wait_for(connection.recv(), 0.001)).header["number"])
+            assert arrived == list(range(30))
+            connection.close()
+
+    asyncio.run(main())
+
+
+def test_open_says_what_is_wrong():
+    async def main():
+        async with await serve("127.0.0.1:0", TOKEN, echo, on_refused=lambda *_: None) as server:
+            with pytest.raises(WireError, match=f"{server.address} does not know the job's token"):
+                await open(server.address, OTHER_TOKEN)
+        with pytest.raises(PeerGoneError, match=f"{server.address} cannot be reached: Connection refused"):
+            await open(server.address, TOKEN)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            with pytest.raises(PeerGoneError, match="has not answered within 0.2 s"):
+                await open(f"127.0.0.1:{silent.getsockname()[1]}", TOKEN, timeout=0.2)
+
+    asyncio.run(main())
+
+
+def test_the_server_stays_on_loopback_unless_told():
+    async def main():
+        with pytest.raises(ValueError, match="other machines could connect to 0.0.0.0:0"):
+            await serve("0.0.0.0:0", TOKEN, echo)
+        await (await serve("0.0.0.0:0", TOKEN, echo, beyond_loopback=True)).close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "does not speak the protocol"),
+        (b"moc-wire\x00\x09" + bytes(40), "speaks version 9 of the wire protocol and this process version 1"),
+        (b"moc-wire\x00\x01" + bytes(40) + bytes(32), "does not know the job's token"),
+        (b"moc-w", "closed the connection before it proved"),
+    ],
+    ids=["http", "version", "proof", "half"],
+)
+def test_a_stranger_costs_one_line(said, words):
+    with serving() as world:
+        with dial(world.address) as sock:
+            name = text_of(sock.family, sock.getsockname())
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+            assert closed(sock)
+        peer, sentence = world.refused.get(timeout=60)
+        assert peer == name and words in sentence
+        assert world.refused.empty() and world.seen.empty()
+        assert works(world.address)
+
+
+def test_who_is_too_slow_to_prove_itself_is_refused():
+    with serving(handshake_timeout=0.3) as world, dial(world.address) as sock:
+        hello = Channel(TOKEN, "client").handshake_bytes()
+        with contextlib.suppress(OSError):
+            for byte in hello * 1000:
+                sock.sendall(bytes([byte]))
+                time.sleep(0.05)
+                if not world.refused.empty():
+                    break
+        assert "has not proved itself within 0.3 s" in world.refusal()
+        assert closed(sock)
+        assert world.seen.empty()
+
+
+def test_crowds_of_strangers_keep_nobody_out(monkeypatch):
+    monkeypatch.setattr(async_connections, "STRANGERS", 5)
+    with serving(handshake_timeout=600) as world, contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(dial(world.address)) for _ in range(20)]
+        assert works(world.address)
+        assert all("made room" in world.refusal() for _ in range(16)) and world.refused.empty()
+        assert all(closed(sock) for sock in crowd[:16])
+        crowd[-1].sendall(Channel(TOKEN, "client").handshake_bytes())  # those that fit in are still listened to
+        assert crowd[-1].recv(8) == b"moc-wire"
+
+
+def test_a_peer_that_breaks_the_rules_later_costs_one_line_too():
+    with serving() as world, dial(world.address) as sock:
+        channel = let_in(sock)
+        stream = frame(channel)
+        sock.sendall(stream + stream)
+        assert closed(sock)
+        assert "was changed, replayed, reordered or cut" in world.refusal()
+        assert works(world.address)
+        assert world.refused.empty()
+
+
+def test_a_body_over_the_servers_limit_is_refused():
+    with serving(body_limit=1000) as world, dial(world.address) as sock:
+        channel = let_in(sock)
+        channel._peer_body_limit = 1 << 30  # it heeds no limits
+        sock.sendall(frame(channel, body=bytes(1001)))
+        assert closed(sock)
+        assert "a body of 1001 bytes, over the limit of 1000" in world.refusal()
+
+
+def test_a_half_closed_peer_is_heard_and_answered():
+    async def all_then_answer(connection):
+        count = 0
+        with pytest.raises(PeerGoneError, match="closed the connection$"):
+            while await connection.recv():
+                count += 1
+        await connection.send(Message({"kind": "counted", "number": count}))
+
+    with serving(all_then_answer) as world, dial(world.address) as sock:
+        channel = let_in(sock)
+        sock.sendall(b"".join(frame(channel, number, bytes(1000)) for number in range(50)))
+        sock.shutdown(socket.SHUT_WR)
+        answers = []
+        while not answers:
+            answers = channel.receive(sock.recv(1000))
+        assert answers[0].header == {"kind": "counted", "number": 50}
+        assert world.refused.empty()
+
+
+def test_a_peer_that_goes_costs_nothing():
+    with serving() as world:
+        connect(world.address, TOKEN).close()
+        with dial(world.address) as sock:
+            sock.sendall(frame(let_in(sock))[:-1])
+        assert works(world.address)
+    assert world.refused.empty()
+
+
+def test_an_error_of_the_handler_is_not_hidden():
+    async def broken(connection):
+        raise KeyError("a bug")
+
+    with serving(broken) as world, dial(world.address) as sock:
+        let_in(sock)
+        assert closed(sock)
+        while not world.loop_errors:
+            time.sleep(0.01)
+        assert isinstance(world.loop_errors.pop()["exception"], KeyError)
+        assert world.refused.empty()
+
+
+def test_closing_the_server_ends_its_connections():
+    world_of = []
+    with serving() as world, dial(world.address) as stranger:
+        friend = connect(world.address, TOKEN)
+        assert works(world.address)
+        world_of.append((friend, stranger.dup()))
+    friend, stranger = world_of[0]
+    with friend, stranger:
+        with pytest.raises(PeerGoneError):
+            friend.recv()
+        stranger.settimeout(60)
+        assert closed(stranger)
+
+
+def test_what_is_posted_to_a_deaf_peer_is_dropped_by_abort():
+    deaf = threading.Event()
+
+    async def posting(connection):
+        for _ in range(10):
+            connection.post(Message({"kind": "abort"}, bytes(4 << 20)))
+        connection.abort()
+        with pytest.raises(PeerGoneError, match="is closed"):
+            connection.post(Message({"kind": "abort"}))
+        deaf.set()
+
+    with serving(posting) as world, connect(world.address, TOKEN) as connection:
+        deaf.wait(60)
+        with pytest.raises(PeerGoneError):
+            while True:
+                connection.recv()
+
+
+def test_a_refusal_is_one_line_of_the_log(caplog):
+    with caplog.at_level(logging.WARNING):
+        log_refusal("127.0.0.1:5", "the peer does not know the job's token")
+    assert caplog.messages == ["refused 127.0.0.1:5: the peer does not know the job's token"]

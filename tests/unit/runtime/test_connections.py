@@ -1,0 +1,227 @@
+"""Connections of threads with a server: over TCP and Unix sockets, with many senders, and with peers that misbehave."""
+
+import contextlib
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from moc.runtime.addresses import text_of
+from moc.runtime.connections import connect
+from moc.runtime.message import Message
+from moc.runtime.wire import Channel, PeerGoneError, WireError
+from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, serving
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def address(request, tmp_path):
+    return "127.0.0.1:0" if request.param == "tcp" else f"unix:{tmp_path}/socket"
+
+
+@contextlib.contextmanager
+def peer_of_one(body):
+    """A server for one connection, which knows the token and does with the socket as it likes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run():
+            sock, _ = listener.accept()
+            with sock:
+                body(sock)
+
+        with ThreadPoolExecutor() as threads:
+            running = threads.submit(run)
+            yield text_of(listener.family, listener.getsockname())
+            running.result()
+
+
+def let_in(sock):
+    """The server's half of the handshake."""
+    channel = Channel(TOKEN, "server")
+    while not channel.is_open:
+        sock.sendall(channel.handshake_bytes())
+        channel.receive(sock.recv(channel.wants))
+    sock.sendall(channel.handshake_bytes())
+    return channel
+
+
+def test_messages_of_all_sizes_come_back(address):
+    with serving(address=address) as world, connect(world.address, TOKEN) as connection:
+        assert connection.peer == world.address
+        for size in (0, 1, 70_000, 5 << 20):
+            sent = Message({"kind": "data", "size": size}, bytes(range(256)) * (size // 256) + bytes(size % 256))
+            connection.send(sent)
+            assert connection.recv() == sent
+
+
+def test_many_threads_send_on_one_connection(address):
+    threads, each = 8, 50
+    with serving(address=address) as world, connect(world.address, TOKEN) as connection:
+
+        def run(thread):
+            for number in range(each):
+                connection.send(Message({"kind": "test", "at": [thread, number]}, bytes([thread]) * (number * 1000)))
+
+        senders = [threading.Thread(target=run, args=(thread,)) for thread in range(threads)]
+        for sender in senders:
+            sender.start()
+        arrived = [connection.recv(timeout=60) for _ in range(threads * each)]
+        for sender in senders:
+            sender.join()
+    for thread in range(threads):
+        of_thread = [message for message in arrived if message.header["at"][0] == thread]
+        assert [message.header["at"][1] for message in of_thread] == list(range(each))
+        assert all(bytes(m.body) == bytes([thread]) * (m.header["at"][1] * 1000) for m in of_thread)
+
+
+def test_a_wrong_token_is_told_at_both_ends(address):
+    with serving(address=address) as world:
+        with pytest.raises(WireError, match=f"{world.address} does not know the job's token"):
+            connect(world.address, OTHER_TOKEN)
+        assert "does not know the job's token" in world.refusal()
+        assert world.seen.empty()
+        connect(world.address, TOKEN).close()
+
+
+def test_nobody_there(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = text_of(free.family, free.getsockname())
+    with pytest.raises(PeerGoneError, match=f"{address} cannot be reached: Connection refused"):
+        connect(address, TOKEN)
+    with pytest.raises(PeerGoneError, match="cannot be reached: No such file"):
+        connect(f"unix:{tmp_path}/none", TOKEN)
+    with pytest.raises(ValueError, match="is not an address"):
+        connect("nowhere", TOKEN)
+
+
+def test_a_server_that_says_nothing_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it, as for a stopped process
+        with pytest.raises(PeerGoneError, match=r"has not answered within 0.2 s"):
+            connect(text_of(silent.family, silent.getsockname()), TOKEN, timeout=0.2)
+
+
+def test_a_server_that_trickles_is_given_up():
+    def trickle(sock):
+        with contextlib.suppress(OSError):
+            for byte in Channel(TOKEN, "server").handshake_bytes() * 1000:
+                sock.sendall(bytes([byte]))
+                if gone.wait(0.05):
+                    return
+
+    gone = threading.Event()
+    with peer_of_one(trickle) as address:
+        with pytest.raises(PeerGoneError, match="has not answered within 0.3 s"):
+            connect(address, TOKEN, timeout=0.3)
+        gone.set()
+
+
+def test_another_service_at_the_address_is_refused():
+    with peer_of_one(lambda sock: sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")) as address:
+        with pytest.raises(WireError, match=f"{address} does not speak the protocol"):
+            connect(address, TOKEN)
+
+
+def test_waiting_with_a_timeout_loses_nothing():
+    going = threading.Event()
+
+    def slowly(sock):
+        stream = frame(let_in(sock), 7, b"x" * 100)
+        sock.sendall(stream[:50])
+        going.wait(60)
+        sock.sendall(stream[50:])
+
+    with peer_of_one(slowly) as address, connect(address, TOKEN) as connection:
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="no message has come"):
+                connection.recv(timeout=0.05)
+        going.set()
+        assert connection.recv(timeout=60).header["number"] == 7
+        with pytest.raises(PeerGoneError, match="127.0.0.1:.* closed the connection"):
+            connection.recv()
+
+
+def test_a_changed_message_ends_the_connection():
+    def wrong(sock):
+        stream = bytearray(frame(let_in(sock), 0, b"body"))
+        stream[-40] ^= 1
+        sock.sendall(stream)
+        assert sock.recv(100) == b""  # it was closed
+
+    with peer_of_one(wrong) as address, connect(address, TOKEN) as connection:
+        with pytest.raises(WireError, match=f"message 0 from {address} was changed"):
+            connection.recv()
+        for again in (connection.recv, lambda: connection.send(Message({"kind": "test"}))):
+            with pytest.raises(WireError):
+                again()
+
+
+def test_the_last_words_of_a_peer_are_heard_though_sending_to_it_fails():
+    def last_words(sock):
+        sock.sendall(frame(let_in(sock), 1))
+        sock.sendall(b"")
+
+    with peer_of_one(last_words) as address, connect(address, TOKEN) as connection:
+        with pytest.raises(PeerGoneError, match="has broken"):
+            while True:
+                connection.send(Message({"kind": "test"}))
+        assert connection.recv().header["number"] == 1
+
+
+def test_closing_wakes_who_waits():
+    with serving() as world:
+        connection, errors = connect(world.address, TOKEN), []
+
+        def wait(timeout):
+            with pytest.raises(PeerGoneError) as caught:
+                while True:
+                    connection.recv(timeout)
+            errors.append(str(caught.value))
+
+        waiting = threading.Thread(target=wait, args=(None,))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        connection.close()
+        waiting.join()
+        wait(10)
+        assert connection.fileno() == -1
+        connection.close()  # once more does no harm
+    assert set(errors) == {f"this process has closed the connection with {world.address}"}
+
+
+def test_closing_wakes_who_sends_to_a_peer_that_does_not_listen():
+    done = threading.Event()
+
+    def deaf(sock):
+        let_in(sock)
+        done.wait(60)
+
+    with peer_of_one(deaf) as address:
+        connection, errors = connect(address, TOKEN), []
+
+        def send():
+            with pytest.raises(PeerGoneError) as caught:
+                connection.send(Message({"kind": "test"}, bytes(64 << 20)))
+            errors.append(caught.value)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        sending.join(0.3)
+        assert sending.is_alive()
+        connection.close()
+        sending.join()
+        done.set()
+    assert errors
+
+
+def test_a_reset_connection_is_a_gone_peer():
+    def reset(sock):
+        let_in(sock)
+        sock.recv(10)  # so the handshake is over at the other end too
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with peer_of_one(reset) as address, connect(address, TOKEN) as connection:
+        connection.send(Message({"kind": "test"}))
+        with pytest.raises(PeerGoneError, match="has broken: Connection reset"):
+            connection.recv()

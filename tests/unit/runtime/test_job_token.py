@@ -1,0 +1,69 @@
+"""The job's token: where it comes from, and which files are not trusted."""
+
+import os
+
+import pytest
+
+from moc.runtime.job_token import TokenError, make_token, make_token_file, token_from_environment
+
+
+def test_a_token_file_is_its_owners_alone_and_is_read_back(tmp_path):
+    path = tmp_path / "token"
+    old = os.umask(0)
+    try:
+        token = make_token_file(path)
+    finally:
+        os.umask(old)
+    assert len(token) == 32 and path.stat().st_mode & 0o777 == 0o600
+    assert path.read_text() == token.hex() + "\n"
+    # the file goes before the variable
+    assert token_from_environment({"MOC_TOKEN_FILE": str(path), "MOC_TOKEN": "00" * 32}) == token
+
+
+def test_a_token_file_is_never_replaced(tmp_path):
+    path = tmp_path / "token"
+    token = make_token_file(path)
+    with pytest.raises(TokenError, match="exists already: use it, or remove it first"):
+        make_token_file(path)
+    assert token_from_environment({"MOC_TOKEN_FILE": str(path)}) == token
+
+
+def test_the_variable_alone_is_enough():
+    token = make_token()
+    assert token_from_environment({"MOC_TOKEN": token.hex().upper(), "MOC_TOKEN_FILE": ""}) == token
+    assert make_token() != token
+
+
+def test_no_token_at_all():
+    with pytest.raises(TokenError, match="set MOC_TOKEN_FILE to a file with one, or MOC_TOKEN to 64 hex digits"):
+        token_from_environment({})
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o610])
+def test_a_file_that_others_may_touch_is_refused(tmp_path, mode):
+    path = tmp_path / "token"
+    make_token_file(path)
+    path.chmod(mode)
+    with pytest.raises(TokenError, match="others than its owner have access .* chmod 600 it"):
+        token_from_environment({"MOC_TOKEN_FILE": str(path)})
+
+
+@pytest.mark.parametrize("text", ["", "secret", "ab" * 31, "ab" * 33, "zz" * 32, "ab" * 5000])
+def test_what_is_no_token_is_refused_and_not_shown(tmp_path, text):
+    path = tmp_path / "token"
+    path.touch(0o600)
+    path.write_text(text)
+    with pytest.raises(TokenError, match="does not hold a token, which is 64 hex digits") as caught:
+        token_from_environment({"MOC_TOKEN_FILE": str(path)})
+    assert not text or text not in str(caught.value)
+    if text:
+        with pytest.raises(TokenError, match="MOC_TOKEN does not hold a token"):
+            token_from_environment({"MOC_TOKEN": text})
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(TokenError, match="not a regular file"):
+        token_from_environment({"MOC_TOKEN_FILE": str(tmp_path / "pipe")})
+    with pytest.raises(TokenError, match="cannot be read: No such file"):
+        token_from_environment({"MOC_TOKEN_FILE": str(tmp_path / "missing")})
