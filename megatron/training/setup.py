@@ -54,7 +54,8 @@ class Parts:
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
-        saving: what saves the state, if training has started.
+        saving: what saves the state, once training has started.
+        changed: the state is not that which was built any more.
     """
 
     config: Config
@@ -68,6 +69,7 @@ class Parts:
     vocab_size: int
     log: Log
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
+    changed: bool = False
 
     def forget_half_done(self) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
@@ -153,8 +155,8 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     config, world, log = parts.config, parts.world, parts.log
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log.message)
-    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, again=bool(parts.saving))
-    parts.saving = checkpoints, snapshots
+    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, again=parts.changed)
+    parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
     stop.check_set_up(world)
     phases.done("load")
 
@@ -183,6 +185,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         parameters=count_parameters(parts.chunks),
         startup_s=phases.seconds,
     )
+    parts.changed = True
     sizes = parts.train_iters, parts.vocab_size
     return Run(config, world, stepper, checkpoints, snapshots, log, parts.streams, splits, *sizes, position)
 

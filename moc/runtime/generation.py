@@ -1,5 +1,9 @@
 """What connects the groups of a process for one generation: made together, cut together, dropped together.
 
+gloo has holes.  While it connects, it waits for a peer that has died; and a transfer that was cut in the middle of a
+message is never told, but waits for its timeout.  So a thread that can be left behind waits in place of ours, and those
+that are left behind end by that timeout.
+
 Backends are built directly, not by ``init_process_group``: nothing of them is in torch's tables, which an aborted
 set-up would leave half filled and counting differently from a fresh process.
 """
@@ -7,6 +11,7 @@ set-up would leave half filled and counting differently from a fresh process.
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -16,12 +21,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BackendConfig
 
 from moc.runtime.abort import abort_nccl, open_sockets, shut_down
+from moc.runtime.deputy import Deputy
 
 if TYPE_CHECKING:
     from moc.runtime.group import Group
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """For connecting one group when all of its ranks have arrived; until then the group's own timeout holds."""
+DROP_PATIENCE = 0.2  # seconds for freeing what is not stuck
 ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one where CUDA still works
 
 
@@ -60,11 +67,13 @@ class Generation:
     Attributes:
         number: of the generation.
         over: whether it was aborted; once true, it stays.
+        deputy: who waits where gloo cannot be woken.
     """
 
     def __init__(self, number: int, store: dist.Store, rank: int, device: torch.device):
         self.number = number
         self.over = False
+        self.deputy = Deputy()
         self._rank, self._device = rank, device
         self._since: set[int] | None = open_sockets()  # what is newer belongs to what is being connected
         self._given_store, self._store = store, None
@@ -76,7 +85,7 @@ class Generation:
     def connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> list[Connection]:
         """Waits until all ranks have arrived, then connects the groups, each after the other.
 
-        Blocks beyond the reach of exceptions: call it from a thread that can be left behind.
+        Blocks beyond the reach of exceptions: for the deputy to do.
 
         Args:
             groups: of this rank, in order of their creation.
@@ -120,8 +129,10 @@ class Generation:
         """Takes connections over, to be dropped with this generation."""
         self._connections += connections
 
-    def cut(self) -> None:
-        """Wakes whoever waits for a peer; from any thread, and only the first call does something."""
+    def end(self) -> None:
+        """Marks it as over and wakes whoever waits for a peer; from any thread.  Only the first call does something."""
+        self.over = True
+        self.deputy.leave()
         with self._cutting:
             if self._cut:
                 return
@@ -132,12 +143,27 @@ class Generation:
             abort_nccl(self._nccl, ABORT_PATIENCE)
 
     def drop(self) -> None:
-        """Cuts, and frees all that this generation holds; not while other threads use it."""
-        self.over = True
-        self.cut()
+        """Ends it, and frees all that it holds; not while other threads use it.
+
+        A backend whose thread is stuck is left to a thread of its own, until its timeout frees both.
+        """
+        self.end()
+        dropping: queue.SimpleQueue = queue.SimpleQueue()
         for connection in self._connections:
-            connection.drop()
+            dropping.put(connection)
         self._connections, self._nccl, self._store, self._given_store = [], [], None, None
+        while not dropping.empty():
+            thread = threading.Thread(target=_drop_all, args=(dropping,), name="drop", daemon=True)
+            thread.start()
+            thread.join(DROP_PATIENCE)
+
+
+def _drop_all(connections: queue.SimpleQueue) -> None:
+    while True:
+        try:
+            connections.get_nowait().drop()
+        except queue.Empty:
+            return
 
 
 def device_types(backend: str) -> list[str]:

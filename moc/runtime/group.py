@@ -7,7 +7,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from moc.runtime.deputy import CalledAway
 from moc.runtime.generation import Connection, Generation, device_types
+
+POLL = timedelta(milliseconds=50)
+"""How soon a wait for a collective of gloo looks whether the generation is over, if gloo does not wake it."""
 
 
 class Aborted(RuntimeError):
@@ -87,11 +91,49 @@ class Group(dist.ProcessGroup):
 
 
 class Handle(dist.Work):
-    """The handle of an operation in flight, whose ``wait()`` tells the end of the generation from other failures."""
+    """The handle of an operation in flight, whose ``wait()`` ends with the generation."""
 
-    def __init__(self, work: dist.Work, group: Group, generation: Generation, patience: timedelta | None):
+    def __init__(self, work: dist.Work, group: Group, generation: Generation, point_to_point: bool):
         super().__init__()
-        self._work, self._group, self._generation, self._patience = work, group, generation, patience
+        self._work, self._group, self._generation = work, group, generation
+        self._point_to_point = point_to_point
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As ``dist.Work.wait``.
+
+        Raises:
+            Aborted: the generation is over; the transfer may or may not have happened.
+            RuntimeError: it failed otherwise.
+        """
+        try:
+            done = self._waited(timeout)
+        except (CalledAway, RuntimeError) as error:
+            if self._generation.over:
+                raise Aborted(over(self._group, self._generation)) from error
+            raise
+        # gloo has done the work when it returns; NCCL may have been stopped in the middle
+        if self._generation.over and self._group.backend == "nccl":
+            raise Aborted(over(self._group, self._generation))
+        return done
+
+    def _waited(self, timeout: timedelta | None) -> bool:
+        work = self._work
+        if self._group.backend == "nccl":
+            return work.wait() if timeout is None else work.wait(timeout)
+        if self._point_to_point:
+            # without a timeout gloo takes the one that it was connected with
+            limit = timeout or self._group.timeout
+            return self._generation.deputy.do(lambda: work.wait(limit))
+        if timeout is not None:
+            return work.wait(timeout)
+        while True:  # until it is done, failed or timed out, which gloo sees to
+            try:
+                return work.wait(POLL)
+            except RuntimeError:
+                if work.is_completed():
+                    return work.wait()
+                if self._generation.over:
+                    raise
 
 
 def over(group: Group, generation: Generation) -> str:
@@ -100,7 +142,6 @@ def over(group: Group, generation: Generation) -> str:
 
 
 def _operation(name: str):
-    # gloo waits for point-to-point transfers with the timeout that it was connected with, unless told another
     point_to_point = name in ("recv", "recv_anysource", "send")
 
     def operate(self, *args, **kwargs):
@@ -115,29 +156,10 @@ def _operation(name: str):
             del operation  # what holds the traceback must not hold the connection
         if not isinstance(answer, dist.Work):
             return answer
-        return Handle(answer, self, generation, self.timeout if point_to_point and self.backend == "gloo" else None)
+        return Handle(answer, self, generation, point_to_point)
 
     operate.__name__, operate.__doc__ = name, f"As that of ``dist.ProcessGroup.{name}``."
     return operate
-
-
-def _wait(name: str):
-    def wait(self, *args, **kwargs):
-        if self._patience and not args and not kwargs:
-            args = (self._patience,)
-        try:
-            answer = getattr(self._work, name)(*args, **kwargs)
-        except RuntimeError as error:
-            if self._generation.over:
-                raise Aborted(over(self._group, self._generation)) from error
-            raise
-        # gloo has done the work when it returns; NCCL may have been stopped in the middle
-        if self._generation.over and self._group.backend == "nccl":
-            raise Aborted(over(self._group, self._generation))
-        return answer
-
-    wait.__name__, wait.__doc__ = name, f"As that of ``dist.Work.{name}``."
-    return wait
 
 
 def _question(name: str):
@@ -157,7 +179,7 @@ _OPERATIONS = """
 """.split()
 _QUESTIONS = """
     _get_duration _get_op_type _source_rank block_current_stream exception get_future get_future_result is_completed
-    is_success result source_rank
+    is_success result source_rank synchronize
 """.split()
 
 # which there are depends on the version of torch
@@ -165,5 +187,3 @@ for _name in filter(dist.ProcessGroup.__dict__.__contains__, _OPERATIONS):
     setattr(Group, _name, _operation(_name))
 for _name in filter(dist.Work.__dict__.__contains__, _QUESTIONS):
     setattr(Handle, _name, _question(_name))
-for _name in ("synchronize", "wait"):
-    setattr(Handle, _name, _wait(_name))

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from moc.runtime.abort import NCCL_FLAGS
-from moc.runtime.generation import Connection, Generation
+from moc.runtime.deputy import CalledAway
+from moc.runtime.generation import Generation
 from moc.runtime.group import Aborted, Group
 
 __all__ = ["Aborted", "Group", "Groups"]
@@ -68,7 +69,7 @@ class Groups:
         self._created = 0  # by all ranks alike
         self._generation: Generation | None = None
         self._over: int | None = None  # generations up to this one are over
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._replaced: dict[str, Callable] = {}  # what torch.distributed had before install()
 
     def install(self) -> None:
@@ -166,7 +167,7 @@ class Groups:
             RuntimeError: a peer or the store could not be reached: a suspicion.  The generation has no connections.
         """
         self._end_generation()
-        with self._changed:
+        with self._lock:
             if self._over is not None and generation <= self._over:
                 raise Aborted(f"generation {generation} is over before it began: wait for the next one")
             self._generation = Generation(generation, store, self._rank, self._device)
@@ -189,7 +190,7 @@ class Groups:
         Raises:
             RuntimeError: NCCL could not be aborted: this process has to be replaced.
         """
-        with self._changed:
+        with self._lock:
             current = self._generation
             if generation is None and current is None:
                 return
@@ -198,8 +199,7 @@ class Groups:
             if current is None or current.number > self._over:
                 return
             current.over = True
-            self._changed.notify_all()
-        current.cut()
+        current.end()
 
     def _end_generation(self) -> None:
         self.abort()
@@ -207,34 +207,17 @@ class Groups:
             self._generation.drop()
 
     def _connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> None:
-        """Connects groups in a thread, which is left behind if the generation ends: gloo cannot always be woken."""
-        generation, answers = self._generation, []
-        thread = threading.Thread(
-            target=self._answer, args=(answers, generation, groups, key, ranks, timeout), name="connect", daemon=True
-        )
-        thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: answers or generation.over)
-            if generation.over:
-                raise Aborted(f"generation {generation.number} ended while it began: wait for the next one")
-            answer = answers.pop()
-            if isinstance(answer, BaseException):
-                raise answer
-            generation.keep(answer)
-            for connection in answer:
-                connection.group.connection = connection
-                c10d._world.pg_map[connection.group] = (connection.group.backend, connection.store)
-        thread.join()
-
-    def _answer(self, answers: list, generation: Generation, *arguments) -> None:
-        answer: list[Connection] | BaseException
+        generation = self._generation
         try:
-            answer = generation.connect(*arguments)
-        except BaseException as error:  # raised by whoever waits for it
-            answer = error
-        with self._changed:
-            answers.append(answer)
-            self._changed.notify_all()
+            connections = generation.deputy.do(lambda: generation.connect(groups, key, ranks, timeout))
+        except (CalledAway, RuntimeError) as error:
+            if generation.over:
+                raise Aborted(f"generation {generation.number} ended while it began: wait for the next one") from error
+            raise
+        generation.keep(connections)
+        for connection in connections:
+            connection.group.connection = connection
+            c10d._world.pg_map[connection.group] = (connection.group.backend, connection.store)
 
     def _checked_ranks(self, ranks: Iterable[int], sort: bool) -> list[int]:
         members = sorted(ranks) if sort else list(ranks)
