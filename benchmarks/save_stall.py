@@ -36,16 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.save_peers import ours, report
 from benchmarks.save_peers.cases import CASES, DEEPSPEED, LAYOUTS, OURS, WORKERS, Case, left_out, model_flags
+from benchmarks.save_peers.launching import TORCHRUN, RunFailed, launch
 from benchmarks.save_peers.rounds import Plan
 
-ROOT = Path(__file__).resolve().parent.parent
 MEMORY = "/dev/shm"
-TIMEOUT = 600  # seconds for one set of workers
-_TAIL = 4000  # characters of output in an error
-
-
-class RunFailed(RuntimeError):
-    """A set of workers did not end as it should."""
 
 
 class Bench:
@@ -109,38 +103,13 @@ class Bench:
         return measured
 
     def _train(self, flags: list[str], own: list[str], log: Path) -> list[dict]:
-        launch([sys.executable, *_TORCHRUN, ours.PROGRAM, *flags, *own], log.parent)
+        launch([sys.executable, *TORCHRUN, ours.PROGRAM, *flags, *own], log.parent)
         return ours.read_events(log)
 
     def _module(self, python: str, module: str, flags: list[str], directory: Path) -> dict:
         result = directory / "result.json"
-        launch(
-            [python, *_TORCHRUN, "-m", f"benchmarks.save_peers.{module}", "--result", str(result), *flags], directory
-        )
+        launch([python, *TORCHRUN, "-m", f"benchmarks.save_peers.{module}", "--result", str(result), *flags], directory)
         return json.loads(result.read_text())
-
-
-_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-
-
-def launch(command: list[str], directory: Path) -> None:
-    """Runs a set of workers to its end; raises :class:`RunFailed` with what they said last."""
-    # one thread a worker, as in the trainer; DeepSpeed reads the others
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    environment |= {"TORCH_EXTENSIONS_DIR": str(directory / "extensions")}
-    with open(directory / "output", "w+", encoding="utf-8", errors="replace") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(TIMEOUT)
-        except BaseException as error:
-            process.terminate()  # torchrun ends its workers
-            process.wait(60)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            code = f"none after {TIMEOUT} s"
-        if code != 0:
-            output.seek(0)
-            raise RunFailed(f"exit code {code}\n{' '.join(command)}\n{output.read()[-_TAIL:]}")
 
 
 def forget(directory: Path) -> None:

@@ -29,9 +29,9 @@ class Case:
 OURS, DEEPSPEED = "ours", "deepspeed_engine"
 
 CASES = {
-    "ours-memory": Case("ours, memory", OURS, "--ckpt-tier memory", False, keeps="memory"),
-    "ours-disk": Case("ours, disk", OURS, "--ckpt-tier disk", False),
-    "ours-blocking": Case("ours, disk, blocking", OURS, "--ckpt-tier disk --ckpt-blocking", True),
+    "ours-memory": Case("ours, memory", OURS, "--ckpt-policy full --ckpt-tier memory", False, keeps="memory"),
+    "ours-disk": Case("ours, disk", OURS, "--ckpt-policy full --ckpt-tier disk", False),
+    "ours-blocking": Case("ours, disk, blocking", OURS, "--ckpt-policy full --ckpt-tier disk --ckpt-blocking", True),
     "torch-sync": Case("torch DCP save", "torch_dcp", "sync", True),
     "torch-thread": Case("torch DCP async_save, thread", "torch_dcp", "thread", False),
     "torch-process": Case("torch DCP async_save, process", "torch_dcp", "process", False),
@@ -67,7 +67,7 @@ LAYOUTS = {
 }
 WORKERS = 4
 
-_COMMON = """--bf16 --moe-router-topk 1 --moe-router-pre-softmax --moe-token-dispatcher-type alltoall
+COMMON = """--bf16 --moe-router-topk 1 --moe-router-pre-softmax --moe-token-dispatcher-type alltoall
     --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
     --tokenizer-type NullTokenizer --mock-data --use-distributed-optimizer
     --micro-batch-size 1 --global-batch-size 4 --lr 1e-4 --num-workers 0 --eval-iters 0 --log-interval 1""".split()
@@ -81,7 +81,7 @@ _QUICK = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attentio
 
 def model_flags(quick: bool) -> list[str]:
     """Flags of the program for a model of 151 M parameters, or of 0.2 M."""
-    return [*_COMMON, *(_QUICK if quick else _FULL)]
+    return [*COMMON, *(_QUICK if quick else _FULL)]
 
 
 def left_out(case: Case, layout: str, deepspeed_version: str | None) -> str | None:

@@ -14,7 +14,7 @@ def saving_flags(mode: str, plan: Plan, log: Path, memory: str) -> list[str]:
     """Flags of a run with a first save, ``plan.saves`` more, and the rest of ``plan.every`` iterations after the last.
 
     Args:
-        mode: flags of the case.
+        mode: flags of the case; the policy is among them.
         plan: how much is measured.
         log: directory of the events.
         memory: directory of a memory file system.
@@ -30,7 +30,7 @@ def loading_flags(mode: str, plan: Plan, log: Path, memory: str) -> list[str]:
 
 def _flags(mode: str, plan: Plan, log: Path, memory: str, iterations: int) -> list[str]:
     return [
-        *("--ckpt-policy", "full", "--ckpt-dir", str(plan.directory), "--snapshot-interval", str(plan.every)),
+        *("--ckpt-dir", str(plan.directory), "--snapshot-interval", str(plan.every)),
         *mode.split(),
         *("--ckpt-memory-dir", memory, "--train-iters", str(iterations), "--log-dir", str(log)),
     ]

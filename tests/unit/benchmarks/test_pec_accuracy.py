@@ -211,7 +211,15 @@ def test_yardsticks():
     assert told["full_is_exact"] is False  # of K = 8 only one interval is
     exact = [s for s in samples_of(1, 3) if s["k"] < EXPERTS or s["kind"] != "grid" or s["interval"] == 2]
     assert report.yardsticks(exact)["full_is_exact"] is True
-    assert report.yardsticks([]) == dict(spread_over_seeds=None, layout=None, full_is_exact=None)
+    assert set(report.yardsticks([]).values()) == {None}
+
+
+def test_lost_tokens_and_loss_are_correlated_where_tokens_were_lost():
+    cell = Cell("grid", 1, (128,), 1, 16)
+    lossy = [sample(replace(cell, interval=i), 4.0 + 0.01 * i, 0.02 * i) for i in (2, 4, 8)]
+    others = [sample(Cell("fault-free", 1), 4.0), sample(replace(cell, k=EXPERTS), 4.9)]
+    assert report.yardsticks([*others, *lossy])["correlation"] == pytest.approx(1.0)
+    assert report.yardsticks([*others, lossy[0]])["correlation"] is None
 
 
 def test_how_far_off_lost_tokens_are():

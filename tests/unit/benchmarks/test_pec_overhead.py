@@ -95,7 +95,7 @@ def test_a_summary_takes_medians_over_turns_and_leaves_the_first_snapshot_out():
     runs = [a_run(a_save(stall_s=0.1), a_save(stall_s=0.9)), a_run(a_save(stall_s=0.2))]
     told = figures.summary(runs, iteration_s=10.0, blocking=False)
     assert told["o_save_s"] == 0.2
-    assert told["t_snapshot_s"] == 0.5 and told["t_persist_s"] == 4.5
+    assert told["t_snapshot_s"] == 0.5 and told["t_persist_s"] == 4.5 and told["work"] == 0.5
     assert told["bytes"] == {"memory": 60, "storage": 30} and told["bottleneck"] == {"memory": 30, "storage": 15}
 
 
@@ -130,7 +130,8 @@ def test_moc_is_compared_with_what_was_measured():
     told = figures.against(moc, baseline, base)
     assert told["o_save_reduction"] == pytest.approx(1 - 0.02 / 4.0)
     assert told["o_save_most_reduction"] == pytest.approx(1 - 0.08 / 4.0)
-    assert told["interval_ratio"] == 2 / 7
+    assert told["interval_ratio"] == 2 / 7 and told["interval_exact_ratio"] == pytest.approx(2 / 7)
+    assert told["work_ratio"] == 1.0  # both were written for as long
     assert figures.against(moc, None, None) == {}
 
 
@@ -139,6 +140,10 @@ def test_storage_follows_if_it_gets_all_snapshots_but_the_first():
     assert (told["due"], told["stored"], told["stall_s"]) == (3, 3, 0.25)
     skipped = [e for e in events(saves=3) if not (e["type"] == "persist" and e["iteration"] == 3 * EVERY)]
     assert figures.followed(skipped, every=EVERY, snapshots=3)["stored"] == 2
+
+
+def test_whether_storage_follows_is_tried_at_the_interval_and_at_the_next_shorter_one():
+    assert pec_overhead.shortest(3) == [3, 2] and pec_overhead.shortest(1) == [1]
 
 
 TIMERS = """ [2026-11-21 15:55:43] iteration {i} | elapsed time per iteration (ms): 2494.9 |
@@ -176,6 +181,16 @@ def test_the_watch_sees_what_comes_at_the_end(tmp_path):
         files = {"rank_00000.safetensors": FileEntry(3, 8, "")}
         Store(LocalPlace(tmp_path / "checkpoints")).publish(Manifest(1, "full", 1, files, {}))
     assert watch.sizes["storage"] == {1: [3]}
+
+
+def test_a_manifest_that_cannot_be_read_is_passed_over(tmp_path):
+    (tmp_path / "memory").mkdir()
+    directory = tmp_path / "checkpoints" / "iter_0000001"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text("{")
+    watch = Watch(tmp_path / "checkpoints", tmp_path / "memory")
+    watch.look()
+    assert watch.sizes["storage"] == {}
 
 
 def snapshot_config(name: str):
@@ -224,7 +239,7 @@ def told_of_all() -> dict:
         "forward_backward_s": 7.0,
         "methods": summaries,
         "ratios": moc,
-        "followed": {"moc-async": figures.followed(events(saves=3), every=EVERY, snapshots=3)},
+        "followed": {"moc-async": [figures.followed(events(saves=3), every=EVERY, snapshots=3)]},
         "sizes": {"moc-async": {"measured": {"memory": 60, "storage": 30}, "equation": {"memory": 50, "storage": 30}}},
         "failed": {"base-async": "it broke"},
     }

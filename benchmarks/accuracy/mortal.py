@@ -1,0 +1,40 @@
+"""The training program, killed by SIGKILL right after a given iteration.
+
+    DIES_AFTER=100 python -m benchmarks.accuracy.mortal FLAGS
+
+``DIES_AFTER`` in the environment names the iteration, after which every worker dies; without it the program runs to its
+end.  All else is ``pretrain_gpt_moe.py`` with the same flags.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from megatron.training.events import EventLog
+
+
+def die_after(iteration: int) -> None:
+    """Kills this process when the event of an iteration is written, whichever worker it is."""
+    write = EventLog.write
+
+    def write_and_die(log: EventLog, event: str, **fields) -> None:
+        write(log, event, **fields)
+        if event == "iteration" and fields["iteration"] == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    EventLog.write = write_and_die
+
+
+def main() -> int:
+    """Trains."""
+    if "DIES_AFTER" in os.environ:
+        die_after(int(os.environ["DIES_AFTER"]))
+    import pretrain_gpt_moe
+
+    return pretrain_gpt_moe.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""From samples to means over seeds, a table, and what the figures say beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import fields
+
+from benchmarks.accuracy.cells import EXPERTS, Cell, Plan, cells, expected
+
+WIDTH = 110  # columns of the table
+_FIELDS = {field.name for field in fields(Cell)}
+
+
+def cell_of(sample: dict) -> Cell:
+    """The cell that a sample was measured with, also after a way through JSON."""
+    values = {name: value for name, value in sample.items() if name in _FIELDS}
+    return Cell(**values | {"faults": tuple(sample["faults"])})
+
+
+def summary(samples: Iterable[dict], plan: Plan) -> list[dict]:
+    """Means over seeds, a row for each cell, in the order of :func:`cells`.
+
+    Differences are from the run of the same seed that lost nothing: the one without a fault, and for curves the
+    baseline, which has as many workers.
+
+    Returns:
+        ``cell`` (its name), ``kind``, ``seeds``; means ``loss`` (nats a token) and ``plt``; ``expected_plt`` or None;
+        ``difference``: mean of the losses' differences, ``lowest`` and ``highest`` of them; None where nothing is
+        there to compare with.
+    """
+    samples = list(samples)
+    lossless = {(s["kind"], s["seed"]): s["loss"] for s in samples if s["kind"] == "fault-free"}
+    lossless |= {("grid", seed): loss for (_, seed), loss in lossless.items()}
+    lossless |= {("curve", s["seed"]): s["loss"] for s in samples if s["method"] == "baseline"}
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for sample in samples:
+        groups.setdefault((sample["kind"], cell_of(sample).name), []).append(sample)
+    order = dict.fromkeys((cell.kind, cell.name) for cell in cells(plan, seed=0))
+    return [_row(name, groups[kind, name], lossless, plan) for kind, name in order if (kind, name) in groups]
+
+
+def _row(name: str, group: list[dict], lossless: dict[tuple[str, int], float], plan: Plan) -> dict:
+    pairs = [(s["loss"], lossless.get((s["kind"], s["seed"]))) for s in group]
+    differences = [loss - other for loss, other in pairs if other is not None]
+    return {
+        "cell": name,
+        "kind": group[0]["kind"],
+        "seeds": len(group),
+        "plt": statistics.mean(s["plt"] for s in group),
+        "expected_plt": expected(cell_of(group[0]), plan),
+        "loss": statistics.mean(s["loss"] for s in group),
+        "difference": statistics.mean(differences) if differences else None,
+        "lowest": min(differences, default=None),
+        "highest": max(differences, default=None),
+    }
+
+
+def yardsticks(samples: list[dict]) -> dict:
+    """What differences are to be held against; None where there are too few samples for it.
+
+    Returns:
+        ``spread_over_seeds``: standard deviation over seeds of the loss without a fault; ``layout``: largest difference
+        in loss between the curves' baseline and the run without a fault, which lose nothing and see the same samples,
+        but share each batch out among two workers and one; ``full_is_exact``: whether runs that save all experts end
+        with the very loss of the run without a fault; ``correlation``: over all runs of the grid that lost tokens, of
+        PLT with the difference in loss (Pearson's).
+    """
+    free = {s["seed"]: s["loss"] for s in samples if s["kind"] == "fault-free"}
+    layouts = [abs(s["loss"] - free[s["seed"]]) for s in samples if s["method"] == "baseline" and s["seed"] in free]
+    grid = [s for s in samples if s["kind"] == "grid" and s["seed"] in free]
+    full, lossy = ([s for s in grid if (s["k"] == EXPERTS) is wanted] for wanted in (True, False))
+    return {
+        "spread_over_seeds": statistics.stdev(free.values()) if len(free) > 1 else None,
+        "layout": max(layouts, default=None),
+        "full_is_exact": all(s["loss"] == free[s["seed"]] for s in full) if full else None,
+        "correlation": _correlation([(s["plt"], s["loss"] - free[s["seed"]]) for s in lossy]),
+    }
+
+
+def _correlation(pairs: list[tuple[float, float]]) -> float | None:
+    varied = all(len(set(values)) > 1 for values in zip(*pairs, strict=True))
+    return statistics.correlation(*zip(*pairs, strict=True)) if pairs and varied else None
+
+
+def deviations(samples: Iterable[dict], plan: Plan) -> list[float]:
+    """Of each sample with lost tokens to expect, how far off they are, as a share of what was expected."""
+    pairs = [(sample["plt"], expected(cell_of(sample), plan)) for sample in samples]
+    return [plt / told - 1 for plt, told in pairs if told]
+
+
+def table(rows: list[dict]):
+    """The table of all cells, for a console."""
+    from rich.table import Table
+
+    result = Table(title="Means over seeds; differences in loss are from the run that lost nothing")
+    result.add_column("run")
+    for name in ("seeds", "PLT", "expected", "validation loss", "difference", "lowest .. highest"):
+        result.add_column(name, justify="right")
+    for row in rows:
+        told = "-" if row["expected_plt"] is None else f"{row['expected_plt']:.2%}"
+        spread = "-" if row["lowest"] is None else f"{row['lowest']:+.4f} .. {row['highest']:+.4f}"
+        difference = "-" if row["difference"] is None else f"{row['difference']:+.4f}"
+        loss = f"{row['loss']:.4f}"
+        result.add_row(row["cell"], str(row["seeds"]), f"{row['plt']:.2%}", told, loss, difference, spread)
+    return result
+
+
+def lines(samples: list[dict], plan: Plan, entropy: float) -> list[str]:
+    """What the table does not hold."""
+    sticks, off = yardsticks(samples), deviations(samples, plan)
+    said = [f"unigram entropy of the text: {entropy:.3f} nats a token"]
+    if sticks["spread_over_seeds"] is not None:
+        said.append(f"spread over seeds without a fault (standard deviation): {sticks['spread_over_seeds']:.4f}")
+    if sticks["layout"] is not None:
+        said.append(f"with nothing lost, but two workers in place of one: at most {sticks['layout']:.4f} off")
+    if sticks["full_is_exact"] is not None:
+        how = "to the last bit" if sticks["full_is_exact"] else "NOT exactly"
+        said.append(f"loss at the end with all experts saved: {how} that without a fault")
+    if sticks["correlation"] is not None:
+        said.append(f"correlation of PLT with the difference in loss: {sticks['correlation']:.2f}")
+    if off:
+        said.append(f"PLT against equally busy experts: {min(off):+.1%} to {max(off):+.1%} of what was expected")
+    return said

@@ -1,0 +1,211 @@
+"""Runs cells: the dataset, the processes, the faults, and what the events say afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.accuracy.cells import Cell, Plan
+from moc.store.tiers import memory_place
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMORY = "/dev/shm"
+ARTICLE = r"^ = [^=]+ = $"  # the first line of an article of WikiText
+FEWEST_ARTICLES = 20  # else one in ten for validation says little
+VOCABULARY = 1024
+TIMEOUT = 1800  # seconds for one start of the program; a busy machine may need many
+_GRACE = 60  # seconds that workers have to end when one of them has
+_TAIL = 3000  # characters of output in an error
+_KILLED = -9
+
+
+class RunFailed(RuntimeError):
+    """A program did not end as it should."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Text as the training program reads it.
+
+    Attributes:
+        prefix: of the ``.bin`` and ``.idx`` files.
+        tokenizer: the SentencePiece model.
+    """
+
+    prefix: Path
+    tokenizer: Path
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the training program."""
+        kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(self.tokenizer)]
+        return ["--data-path", str(self.prefix), *kind]
+
+
+def prepare(text: Path, directory: Path) -> Dataset:
+    """Trains a tokenizer and makes a dataset, an article a document, as the quickstart does.
+
+    Raises:
+        RunFailed: there is no such text, or too few articles in it.
+    """
+    try:
+        articles = len(re.findall(ARTICLE, text.read_text(encoding="utf-8"), re.MULTILINE))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunFailed(f"--text {text} cannot be read ({error}): give a file of WikiText") from None
+    if articles < FEWEST_ARTICLES:
+        raise RunFailed(
+            f"--text {text} has {articles} articles, which begin with a line such as ' = Title = ': give a file of "
+            f"WikiText with {FEWEST_ARTICLES} or more"
+        )
+    tokenizer = directory / "tokenizer.model"
+    made = ["--output", str(directory / "tokenizer"), "--vocab-size", str(VOCABULARY)]
+    _tool("train_tokenizer", ["--input", str(text), *made])
+    kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
+    written = ["--output-prefix", str(directory / "data"), "--split-on-regex", ARTICLE, "--append-eod"]
+    _tool("preprocess_data", ["--input", str(text), *written, *kind])
+    return Dataset(directory / "data_text_document", tokenizer)
+
+
+def unigram_entropy(prefix: Path) -> float:
+    """Nats a token: the loss of a model that only knows how frequent each token is.
+
+    Args:
+        prefix: of a dataset whose tokens are 16 bits each, as those of small vocabularies are.
+    """
+    import numpy
+
+    counts = numpy.bincount(numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * numpy.log(shares)).sum())
+
+
+def run(cell: Cell, plan: Plan, dataset: Dataset, scratch: Path) -> dict:
+    """Trains a cell from its first start to its end, over all faults.
+
+    Returns:
+        The cell's fields and what :func:`told` says.
+
+    Raises:
+        RunFailed: a start ended otherwise than by its fault, or the last one not well.
+    """
+    directory = Path(tempfile.mkdtemp(dir=scratch))
+    with tempfile.TemporaryDirectory(prefix="pec_accuracy-", dir=MEMORY) as memory:
+        flags = [*dataset.flags, *cell.flags(plan, directory, Path(memory))]
+        for number, fault in enumerate(cell.faults):
+            start(cell, flags, directory, fault)
+            for node in cell.lost_nodes(number):
+                shutil.rmtree(memory_place(memory, str(directory / "checkpoints"), str(node)).name)
+        start(cell, flags, directory, None)
+    result = asdict(cell) | told(read_events(directory / "log"), cell, plan)
+    shutil.rmtree(directory)
+    return result
+
+
+def start(cell: Cell, flags: list[str], directory: Path, dies_after: int | None) -> None:
+    """Starts all workers, and waits until they are killed after an iteration, or done.
+
+    Raises:
+        RunFailed: they ended in another way; with what the first that did has said last.
+    """
+    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    common |= {"WORLD_SIZE": str(cell.workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    common |= {} if dies_after is None else {"DIES_AFTER": str(dies_after)}
+    command = [sys.executable, "-m", "benchmarks.accuracy.mortal", *flags]
+    outputs = [directory / f"output-{rank}" for rank in range(cell.workers)]
+    processes = []
+    try:
+        for rank, path in enumerate(outputs):
+            environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with open(path, "ab") as output:
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                )
+        codes = _ended(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    wanted = 0 if dies_after is None else _KILLED
+    for code, path in zip(codes, outputs, strict=True):
+        if code != wanted:
+            said = path.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+            raise RunFailed(f"{cell.name}, seed {cell.seed}: exit code {code}, not {wanted}\n{said}")
+
+
+def read_events(log: Path) -> list[dict]:
+    """All events of a run; a line that a kill cut off is left out."""
+    events = []
+    for line in (log / "events.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return events
+
+
+def told(events: list[dict], cell: Cell, plan: Plan) -> dict:
+    """What a run's events say.
+
+    Returns:
+        ``loss``: validation loss at the end, nats a token; ``plt``: lost tokens of all faults as a share of the whole
+        training's (eq. 7), where the event has the share of those so far; ``resumed``: iteration, tier and sources of
+        each recovery; of curves also ``evaluations`` ([iteration, loss]) and ``train_losses``, one of each iteration.
+
+    Raises:
+        RunFailed: a recovery or the loss at the end is missing.
+    """
+    resumed = [{name: e.get(name) for name in ("iteration", "tier", "sources")} for e in _of(events, "resume")]
+    evaluations = {e["iteration"]: e["loss"] for e in _of(events, "evaluation") if e["split"] == "valid"}
+    if len(resumed) != len(cell.faults) or plan.iterations not in evaluations:
+        raise RunFailed(f"{cell.name}, seed {cell.seed}: {len(resumed)} recoveries, no loss at the end, or both")
+    lost = _of(events, "lost")
+    share = lost[-1]["iteration"] / plan.iterations if lost else 0.0  # every iteration routes as many tokens
+    result = {
+        "loss": evaluations[plan.iterations],
+        "plt": lost[-1]["plt"] * share if lost else 0.0,
+        "resumed": resumed,
+    }
+    if cell.kind == "curve":
+        losses = {e["iteration"]: e["loss"] for e in _of(events, "iteration")}
+        result["evaluations"] = sorted(evaluations.items())
+        result["train_losses"] = [round(losses[i], 4) for i in sorted(losses)]
+    return result
+
+
+def _of(events: list[dict], kind: str) -> list[dict]:
+    return [event for event in events if event["type"] == kind]
+
+
+def _ended(processes: list[subprocess.Popen]) -> list[int | None]:
+    """Exit codes when all have ended; None of those that had to be left."""
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            break
+        if any(code is not None for code in codes):
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        time.sleep(0.05)
+    return [process.poll() for process in processes]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _tool(name: str, flags: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), "--overwrite", *flags]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise RunFailed(f"tools/{name}.py ended with exit code {ended.returncode}\n{ended.stderr[-_TAIL:]}")

@@ -1,0 +1,213 @@
+"""From the events of runs to the figures of MoC-System's section 6.2.3; pure functions.
+
+A snapshot begins at the end of iteration N, when the update is done.  With ``--ckpt-blocking`` training waits there.
+Else the copies run beside the forward and backward of N + 1, whose update waits for what is not copied by then; the
+writing runs beside later iterations.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks.save_peers import ours
+from benchmarks.save_peers.cases import WORKERS
+from benchmarks.save_peers.rounds import WARM_UP, Plan
+
+LEVELS = ("memory", "storage")
+TARGETS = {
+    "o_save_reduction": (">=", 0.98, "O_save below the baseline's"),
+    "interval_ratio": ("<=", 0.5, "I_ckpt of Base-Async's"),
+}
+
+
+def measured(events: list[dict], sizes: Mapping[str, Mapping[int, list[int]]], plan: Plan) -> dict:
+    """One run of one method.
+
+    Args:
+        events: of the run.
+        sizes: bytes of each rank's file, by level and iteration.
+        plan: how much was measured.
+
+    Returns:
+        ``plain_s``, seconds of each iteration before the first snapshot; ``first`` and ``rounds``, of each snapshot:
+        what :func:`benchmarks.save_peers.ours.rounds` tells, and ``hash_s``, ``publish_s``, ``extra_s`` (what the
+        iteration at whose end it begins and the next one take beyond two others), ``overhead_s`` (the same of all
+        iterations up to the next snapshot), ``iterations`` (that ended before it was in storage) and ``ranks``, bytes
+        of each rank by level.
+
+    Raises:
+        ValueError: a snapshot was not taken, or not in storage before the next one began.
+    """
+    told = ours.rounds(events, plan)
+    elapsed = {e["iteration"]: e["elapsed_s"] for e in events if e["type"] == "iteration"}
+    plain = [seconds for iteration, seconds in elapsed.items() if WARM_UP < iteration < plan.every]
+    normal = statistics.median(plain)
+    rounds = []
+    for number, base in enumerate([told["first"], *told["rounds"]], start=1):
+        iteration = number * plan.every
+        snapshot, persist = (_event(events, kind, iteration) for kind in ("snapshot", "persist"))
+        _refuse_late(events, persist, iteration + plan.every)
+        rounds.append(
+            base
+            | {
+                "hash_s": snapshot["hash_s"],
+                "publish_s": persist["publish_s"],
+                "extra_s": elapsed[iteration] + elapsed[iteration + 1] - 2 * normal,
+                "overhead_s": base["round_s"] - plan.every * normal,
+                "iterations": _ended_between(events, iteration, persist["time"]),
+                "ranks": _ranks(sizes, iteration),
+            }
+        )
+    return {"plain_s": plain, "first": rounds[0], "rounds": rounds[1:]}
+
+
+def _event(events: list[dict], kind: str, iteration: int) -> dict:
+    found = [e for e in events if e["type"] == kind and e["iteration"] == iteration]
+    if not found:
+        raise ValueError(
+            f"events.jsonl tells of no {kind} of iteration {iteration}: storage was still busy with an earlier "
+            "snapshot, so give it more iterations with --every"
+        )
+    return found[0]
+
+
+def _refuse_late(events: list[dict], persist: dict, next_snapshot: int) -> None:
+    ends = {e["iteration"]: e["time"] for e in events if e["type"] == "iteration"}
+    if persist["time"] > ends.get(next_snapshot, math.inf):
+        raise ValueError(
+            f"the snapshot of iteration {persist['iteration']} was in storage after that of {next_snapshot} had "
+            "begun, so that one was measured beside another: give it more iterations with --every"
+        )
+
+
+def _ended_between(events: list[dict], iteration: int, end: float) -> int:
+    later = (e for e in events if e["type"] == "iteration" and e["iteration"] > iteration)
+    return sum(e["time"] <= end for e in later)
+
+
+def _ranks(sizes: Mapping[str, Mapping[int, list[int]]], iteration: int) -> dict[str, list[int]]:
+    """Bytes of each rank by level; without a memory tier, the buffer that is copied into is the file."""
+    found = {level: sizes.get(level, {}).get(iteration) for level in LEVELS}
+    if found["storage"] is None:
+        raise ValueError(f"nobody saw the manifest of iteration {iteration}: the benchmark was too slow to read it")
+    return {level: found[level] or found["storage"] for level in LEVELS}
+
+
+def pooled_iteration_s(samples: Mapping[str, Sequence[dict]]) -> float:
+    """Median of all iterations without a snapshot, of all methods, which train alike.
+
+    Args:
+        samples: runs by method.
+    """
+    return statistics.median(s for runs in samples.values() for run in runs for s in run["plain_s"])
+
+
+def summary(runs: Sequence[dict], iteration_s: float, blocking: bool) -> dict:
+    """Medians over all snapshots of a method, the first of each run left out.
+
+    Args:
+        runs: of :func:`measured`.
+        iteration_s: seconds of an iteration without a snapshot.
+        blocking: training waits until a checkpoint is in storage.
+
+    Returns:
+        ``o_save_s``, seconds for which training waits, a mean over workers; ``o_save_most_s``, if the workers waited
+        one after the other and each for all others; ``extra_s`` and ``overhead_s`` of :func:`measured`;
+        ``copy_s``, ``hash_s`` and their sum ``t_snapshot_s``; ``write_s``, ``publish_s`` and their sum
+        ``t_persist_s``; ``stored_s``, from the beginning of a snapshot until it is published in storage;
+        ``interval_exact``, that in iterations, and ``interval``, I_ckpt, the next whole number: 1 where training
+        waits; ``work``, T_snapshot + T_persist in iterations, without what passes until the votes tell all workers
+        that all are that far; ``bytes`` of all ranks and ``bottleneck``, of the busiest one, by level.
+    """
+    saves = [save for run in runs for save in run["rounds"]]
+    middle = {name: statistics.median(s[name] for s in saves) for name in saves[0] if name != "ranks"}
+    exact = middle["complete_s"] / iteration_s
+    snapshot_s, persist_s = middle["capture_s"] + middle["hash_s"], middle["persist_s"] + middle["publish_s"]
+    return {
+        "plain_s": statistics.median(s for run in runs for s in run["plain_s"]),
+        "o_save_s": middle["stall_s"],
+        "o_save_most_s": middle["stall_s"] * (1 if blocking else WORKERS),
+        "extra_s": middle["extra_s"],
+        "overhead_s": middle["overhead_s"],
+        "copy_s": middle["capture_s"],
+        "hash_s": middle["hash_s"],
+        "t_snapshot_s": snapshot_s,
+        "write_s": middle["persist_s"],
+        "publish_s": middle["publish_s"],
+        "t_persist_s": persist_s,
+        "stored_s": middle["complete_s"],
+        "interval_exact": exact,
+        "interval": 1 if blocking else max(1, math.ceil(exact)),
+        "work": (snapshot_s + persist_s) / iteration_s,
+        "iterations_until_stored": middle["iterations"],
+        "bytes": {level: statistics.median(sum(s["ranks"][level]) for s in saves) for level in LEVELS},
+        "bottleneck": {level: statistics.median(max(s["ranks"][level]) for s in saves) for level in LEVELS},
+    }
+
+
+def against(moc: dict, baseline: dict | None, base_async: dict | None) -> dict[str, float]:
+    """A MoC-Async beside the other two, as far as they were measured.
+
+    Returns:
+        ``o_save_reduction``: by how much its O_save is below the baseline's, at 1 it is nothing;
+        ``o_save_most_reduction`` the same if workers waited one after the other; ``interval_ratio``: its I_ckpt over
+        Base-Async's, ``interval_exact_ratio`` the same before rounding up, and ``work_ratio`` of T_snapshot +
+        T_persist.
+    """
+    told = {}
+    if baseline is not None:
+        told |= {
+            f"{name}_reduction": 1 - moc[f"{name}_s"] / baseline[f"{name}_s"] for name in ("o_save", "o_save_most")
+        }
+    if base_async is not None:
+        told["interval_ratio"] = moc["interval"] / base_async["interval"]
+        told["interval_exact_ratio"] = moc["interval_exact"] / base_async["interval_exact"]
+        told["work_ratio"] = moc["work"] / base_async["work"]
+    return told
+
+
+def followed(events: list[dict], every: int, snapshots: int) -> dict:
+    """Whether storage got every snapshot of a run that took one each ``every`` iterations, the first left out.
+
+    Returns:
+        ``due`` snapshots, ``stored`` ones of them, ``stall_s`` for each, ``iteration_s`` meanwhile (median).
+    """
+    due = [number * every for number in range(2, snapshots + 2)]
+    stored = {e["iteration"] for e in events if e["type"] == "persist"}
+    stalls = (e["seconds"] for e in events if e["type"] == "stall" and e["iteration"] in due)
+    between = (e for e in events if e["type"] == "iteration" and due[0] < e["iteration"] <= due[-1] + every)
+    return {
+        "every": every,
+        "due": len(due),
+        "stored": len(stored.intersection(due)),
+        "stall_s": sum(stalls) / len(due),
+        "iteration_s": statistics.median(e["elapsed_s"] for e in between),
+    }
+
+
+_TIMER = r"^\s*{name} \.*: \([\d.]+, ([\d.]+)\)"
+_FORWARD_BACKWARD = ("forward-backward", "all-grads-sync")
+
+
+def forward_backward_share(output: str, elapsed_s: Iterable[float]) -> float:
+    """Which part of an iteration is forward, backward and the reduction of gradients: what can hide a snapshot.
+
+    Args:
+        output: of a run with ``--timing-log-level 1``; of each timer, the slowest rank counts.
+        elapsed_s: seconds of all its iterations.
+
+    Raises:
+        ValueError: the output does not tell of every iteration.
+    """
+    elapsed_s = list(elapsed_s)
+    seconds = [[float(ms) / 1000 for ms in re.findall(_TIMER.format(name=n), output, re.M)] for n in _FORWARD_BACKWARD]
+    if any(len(timed) != len(elapsed_s) for timed in seconds):
+        raise ValueError(
+            f"the output times {' and '.join(_FORWARD_BACKWARD)} of {[len(timed) for timed in seconds]} iterations of "
+            f"{len(elapsed_s)}: run with --timing-log-level 1 and --log-interval 1"
+        )
+    shares = [sum(parts) / whole for *parts, whole in zip(*seconds, elapsed_s, strict=True)]
+    return statistics.median(shares[WARM_UP:])

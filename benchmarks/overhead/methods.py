@@ -1,0 +1,82 @@
+"""The ways of checkpointing that MoC-System's Figure 12 compares, on which model, in which layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.save_peers.cases import COMMON
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of checkpointing.
+
+    Attributes:
+        label: its name in tables.
+        mode: flags of the program.
+        two_levels: snapshots are kept in memory, and go on to storage from there.
+        blocking: training waits until a checkpoint is in storage.
+        k: experts of each layer in a snapshot and of these in storage; None where all are in both.
+    """
+
+    label: str
+    mode: str
+    two_levels: bool = False
+    blocking: bool = False
+    k: tuple[int, int] | None = None
+
+    def flags(self, every: int) -> str:
+        """Flags of the program; where there are two levels, every snapshot is to go to storage.
+
+        Args:
+            every: iterations between snapshots.
+        """
+        return f"{self.mode} --persist-interval {every}" if self.two_levels else self.mode
+
+
+def _moc(label: str, k_snapshot: int, k_persist: int) -> Method:
+    counts = f"--pec-k-snapshot {k_snapshot} --pec-k-persist {k_persist}"
+    mode = f"--ckpt-policy pec {counts} --ckpt-tier memory --ckpt-sharding EE+AN"
+    return Method(label, mode, two_levels=True, k=(k_snapshot, k_persist))
+
+
+BASELINE, BASE_ASYNC = "baseline", "base-async"
+
+METHODS = {
+    BASELINE: Method("Baseline", "--ckpt-policy full --ckpt-sharding baseline --ckpt-blocking", blocking=True),
+    BASE_ASYNC: Method("Base-Async", "--ckpt-policy full --ckpt-sharding baseline"),
+    "moc-async": _moc("MoC-Async, K 4 and 1", 4, 1),
+    "moc-async-k1": _moc("MoC-Async, K 1 and 1", 1, 1),
+}
+
+LAYOUTS = {
+    "DP4xEP4": ["--expert-model-parallel-size", "4"],  # one expert-parallel group, as in Cases 1 and 2 of Table 2
+    "DP4xEP2": ["--expert-model-parallel-size", "2"],  # two, as in Case 3
+}
+
+# GPT-350M-16E (Table 1) made smaller: experts in all layers, so that they are 94 % of all parameters (there 86 %), and
+# few tokens, since a core computes slowly: so a checkpoint takes some iterations, as it does there (2.3 in Case 2).
+_FULL = """--num-layers 4 --hidden-size 512 --ffn-hidden-size 2048 --num-attention-heads 8
+    --num-experts 16 --seq-length 16 --max-position-embeddings 16 --vocab-size 4095""".split()
+
+_QUICK = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4
+    --num-experts 16 --seq-length 16 --max-position-embeddings 16 --vocab-size 511""".split()
+
+
+def model_flags(quick: bool) -> list[str]:
+    """Flags of the program for a model of 143 M parameters, or of 2.2 M."""
+    return [*COMMON, *(_QUICK if quick else _FULL)]
+
+
+def parameters(flags: list[str]) -> dict[str, int]:
+    """How many parameters are in experts (``experts``) and how many are not (``others``)."""
+    from megatron.training.arguments import parse_config
+    from megatron.training.model_shape import model_shape
+    from moc.state.shape import model_operators
+
+    config = parse_config([*flags, "--train-iters", "1"])
+    rows = config.tokenizer.vocab_size + 1  # NullTokenizer adds one token
+    counts = {"experts": 0, "others": 0}
+    for operator in model_operators(model_shape(config.network, config.moe, rows)):
+        counts["others" if operator.expert is None else "experts"] += operator.parameters
+    return counts | {"num_experts": config.moe.num_experts}

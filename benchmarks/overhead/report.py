@@ -1,0 +1,139 @@
+"""The figures as a table, as sentences, and as bars like those of MoC-System's Figure 12."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.overhead.figures import LEVELS, TARGETS
+from benchmarks.overhead.methods import METHODS
+
+WIDTH = 150  # columns of a table
+_SECONDS = {  # columns: what of a summary, and digits
+    "O_save": ("o_save_s", 4),
+    "1st + 2nd iteration": ("extra_s", 2),
+    "all iterations": ("overhead_s", 2),
+    "T_snapshot": ("t_snapshot_s", 2),
+    "T_persist": ("t_persist_s", 2),
+    "in storage": ("stored_s", 2),
+    "work / iteration": ("work", 2),
+}
+
+
+def table(layout: str, told: dict):
+    """A table of one layout, for a console: seconds and MB."""
+    from rich.table import Table
+
+    title = f"{layout}: medians for each snapshot, in seconds and MB; an iteration takes {told['iteration_s']:.2f} s"
+    result = Table(title=title, title_justify="left")
+    result.add_column("method", no_wrap=True)
+    names = (*_SECONDS, "I_ckpt", *(f"MB in {level}: all / busiest rank" for level in LEVELS))
+    for name in names:
+        result.add_column(name, justify="right")
+    for name, s in told["methods"].items():
+        seconds = [f"{s[key]:.{digits}f}" for key, digits in _SECONDS.values()]
+        sizes = [f"{s['bytes'][level] / 1e6:,.1f} / {s['bottleneck'][level] / 1e6:,.1f}" for level in LEVELS]
+        result.add_row(METHODS[name].label, *seconds, f"{s['interval']} ({s['interval_exact']:.2f})", *sizes)
+    return result
+
+
+def lines(told: dict) -> list[str]:
+    """What a table does not hold: the targets, the same measured otherwise, and what did not work."""
+    forward_backward = told["forward_backward_s"]
+    said = [
+        f"forward and backward {forward_backward:.2f} s, update {told['iteration_s'] - forward_backward:.2f} s",
+    ]
+    for name, ratios in told["ratios"].items():
+        said += _sentences(METHODS[name].label, ratios)
+    said += [_followed(METHODS[name].label, check) for name, checks in told["followed"].items() for check in checks]
+    for name, size in told["sizes"].items():
+        shares = ", ".join(f"{level} {measured / size['equation'][level]:.4f}" for level, measured in _measured(size))
+        said.append(f"{METHODS[name].label}, bytes in files over those of eq. 6: {shares}")
+    return said + [f"not measured: {METHODS[name].label}: {why}" for name, why in told["failed"].items()]
+
+
+def _followed(label: str, check: dict) -> str:
+    return (
+        f"{label}, a snapshot every {check['every']} iterations: {check['stored']} of {check['due']} in storage, "
+        f"training waited {check['stall_s']:.4f} s for each, an iteration took {check['iteration_s']:.2f} s"
+    )
+
+
+def _measured(size: dict):
+    return ((level, size["measured"][level]) for level in LEVELS)
+
+
+def _sentences(label: str, ratios: dict[str, float]) -> list[str]:
+    said = []
+    for name, (sign, target, text) in TARGETS.items():
+        if name in ratios:
+            met = ratios[name] >= target if sign == ">=" else ratios[name] <= target
+            verdict = "met" if met else "missed"
+            said.append(f"{label}: {ratios[name]:.2%} {text} (target {sign} {target:.0%}: {verdict})")
+    if "o_save_reduction" in ratios:
+        said.append(f"{label}: {ratios['o_save_most_reduction']:.2%} if workers waited one after the other")
+    if "interval_ratio" in ratios:
+        said.append(
+            f"{label}: {ratios['interval_exact_ratio']:.1%} of Base-Async's interval before rounding up, and "
+            f"{ratios['work_ratio']:.1%} of its T_snapshot + T_persist, in which there is no waiting for votes"
+        )
+    return said
+
+
+def plot(layouts: dict[str, dict], path: Path) -> None:
+    """An iteration with a snapshot for each method, one panel for each layout."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(layouts), figsize=(8 * len(layouts), 4), squeeze=False)
+    for panel, (layout, told) in zip(panels[0], layouts.items(), strict=True):
+        _bars(panel, told)
+        panel.set(title=layout, xlabel="seconds of an iteration with a snapshot")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def segments(told: dict) -> dict[str, list[float]]:
+    """Seconds of the parts of an iteration with a snapshot, by part, in the order of methods.
+
+    ``beside`` is that part of forward and backward beside which the snapshot is taken; ``slower`` what the two
+    iterations in which it is taken lose beyond waiting, since other threads of the workers want the same cores.
+    """
+    forward_backward, methods = told["forward_backward_s"], told["methods"]
+    beside = [
+        0.0 if METHODS[name].blocking else min(s["t_snapshot_s"], forward_backward) for name, s in methods.items()
+    ]
+    update = told["iteration_s"] - forward_backward
+    return {
+        "beside": beside,
+        "forward_backward": [forward_backward - overlap for overlap in beside],
+        "update": [update] * len(methods),
+        "o_save": [s["o_save_s"] for s in methods.values()],
+        "slower": [max(0.0, s["extra_s"] - s["o_save_s"]) for s in methods.values()],
+    }
+
+
+_STYLES = {
+    "beside": dict(color="#4c9f70", hatch="//", edgecolor="white", label="F&B and snapshot, overlapping"),
+    "forward_backward": dict(color="#4c9f70", label="F&B"),
+    "update": dict(color="#3b6ea5", label="update"),
+    "o_save": dict(color="#c44e52", label="O_save: training waits"),
+    "slower": dict(color="white", edgecolor="grey", linestyle=":", label="slower: cores are shared"),
+}
+
+
+def _bars(panel, told: dict) -> None:
+    names, left = list(told["methods"]), [0.0] * len(told["methods"])
+    places = range(len(names) - 1, -1, -1)
+    for part, values in segments(told).items():
+        panel.barh(places, values, left=left, height=0.6, **_STYLES[part])
+        left = [start + value for start, value in zip(left, values, strict=True)]
+    panel.axvline(told["iteration_s"], color="red", linestyle="--", linewidth=1, label="without a snapshot")
+    for place, end, s in zip(places, left, told["methods"].values(), strict=True):
+        panel.annotate(f" O_save {s['o_save_s']:.3f}, I_ckpt {s['interval']}", (end, place), va="center", fontsize=8)
+    panel.set_yticks(places, [METHODS[name].label for name in names])
+    panel.set_xlim(0, 1.3 * max(left))  # room for what is written behind the bars

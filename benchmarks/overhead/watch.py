@@ -1,0 +1,58 @@
+"""How much each rank saved: read from manifests while a run goes on, since later ones take their place."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from moc.store.errors import CheckpointError
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+from moc.store.tiers import memory_place
+
+PERIOD_S = 0.2
+
+
+class Watch:
+    """Looks for new manifests in a thread, as a context manager.
+
+    Args:
+        storage: ``--ckpt-dir`` of a run.
+        memory: ``--ckpt-memory-dir`` of a run.
+
+    Attributes:
+        sizes: by level (``memory``, ``storage``) and iteration, bytes of each rank's file, in order of ranks.
+    """
+
+    def __init__(self, storage: Path, memory: Path):
+        places = {"storage": LocalPlace(storage), "memory": memory_place(memory, str(storage))}
+        self._stores = {level: Store(place) for level, place in places.items()}
+        self.sizes: dict[str, dict[int, list[int]]] = {level: {} for level in places}
+        self._over, self._thread = threading.Event(), threading.Thread(target=self._look_again, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.look()
+
+    def look(self) -> None:
+        """Reads what is new."""
+        for level, store in self._stores.items():
+            for iteration in store.iterations():
+                if iteration not in self.sizes[level]:
+                    self._read(level, iteration)
+
+    def _read(self, level: str, iteration: int) -> None:
+        try:
+            files = self._stores[level].manifest(iteration).files
+        except CheckpointError:
+            return  # it was removed a moment ago
+        self.sizes[level][iteration] = [files[name].bytes for name in sorted(files)]
+
+    def _look_again(self) -> None:
+        while not self._over.wait(PERIOD_S):
+            self.look()

@@ -1,0 +1,231 @@
+"""What checkpoints cost training: Megatron-DeepSpeed's way, asynchronous ones, and MoC-System's (its Figure 12).
+
+    python benchmarks/pec_overhead.py --output docs/results/pec_overhead_cpu.json
+
+All methods train the same model with the program that users run, in 4 workers, one run after the other in turns:
+
+* Baseline: everything, blocking; rank 0 saves what is not an expert, the first expert-parallel group experts;
+* Base-Async: the same beside training;
+* MoC-Async: K_snapshot of 16 experts of each layer to memory and K_persist of these to storage, fully sharded.
+
+Of each it is asked (MoC-System, sections 6.2.3 and 6.2.5)
+
+* for how long training waits for a snapshot: O_save, the events ``stall``, means over workers;
+* what iterations take beyond others meanwhile.  With fewer cores than workers, what copies, hashes and writes takes
+  its time from what trains: that is this machine, and is told apart from O_save;
+* how long it is copied and hashed (T_snapshot), and written and published (T_persist);
+* the shortest interval that storage can follow, I_ckpt: from the beginning of a snapshot until it is published in
+  storage, in iterations, rounded up.  Afterwards each method is run at its interval and at the next shorter one, to
+  see whether storage can, and cannot, follow;
+* bytes, of all ranks and of the busiest one, in memory and in storage; beside what eq. 6 says.
+
+Bytes are those of Format v1: 12 for each parameter, masters and moments, from which weights follow.  ZeRO spreads these
+over the ranks whatever the sharding, so that what is gained here is PEC's.
+
+Writes JSON with every sample, and a plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.overhead import figures, report
+from benchmarks.overhead.methods import BASE_ASYNC, BASELINE, LAYOUTS, METHODS, model_flags, parameters
+from benchmarks.overhead.watch import Watch
+from benchmarks.save_peers import ours
+from benchmarks.save_peers.cases import WORKERS
+from benchmarks.save_peers.launching import OUTPUT, TORCHRUN, RunFailed, launch
+from benchmarks.save_peers.rounds import WARM_UP, Plan
+
+MEMORY = "/dev/shm"
+LEAST_EVERY = WARM_UP + 3  # iterations: some without a snapshot before the first one
+
+
+class Bench:
+    """Runs sets of workers, each in directories of its own.
+
+    Args:
+        own: the benchmark's flags.
+        scratch: an empty directory on the file system that is measured.
+    """
+
+    def __init__(self, own: argparse.Namespace, scratch: Path):
+        self._own, self._scratch = own, scratch
+
+    def measured(self, name: str, layout: str) -> dict:
+        """One run of a method; raises :class:`RunFailed` or ValueError, as the two below."""
+        return self._saving(name, layout, self._own.every, self._own.saves, figures.measured)
+
+    def followed(self, name: str, layout: str, every: int) -> dict:
+        """A run of a method with a snapshot every so many iterations."""
+        count = self._own.follow
+        # one more, so that the last one that counts is not written while the run waits for its end
+        return self._saving(
+            name, layout, every, count + 1, lambda events, *_: figures.followed(events, every, snapshots=count)
+        )
+
+    def forward_backward_share(self, layout: str) -> float:
+        """Which part of an iteration without snapshots is forward and backward."""
+        with self._directory() as directory:
+            flags = [*ours.plain_flags(Plan(directory, 0, 0, self._own.every), directory), "--timing-log-level", "1"]
+            events = self._train(layout, flags, directory)
+            elapsed = [event["elapsed_s"] for event in events if event["type"] == "iteration"]
+            return figures.forward_backward_share((directory / OUTPUT).read_text(encoding="utf-8"), elapsed)
+
+    def _saving(self, name: str, layout: str, every: int, saves: int, read) -> dict:
+        with (
+            self._directory() as directory,
+            tempfile.TemporaryDirectory(prefix="pec_overhead-", dir=MEMORY) as memory,
+        ):
+            plan = Plan(directory / "checkpoints", saves, every, plain=0)
+            flags = ours.saving_flags(METHODS[name].flags(every), plan, directory, memory)
+            with Watch(plan.directory, Path(memory)) as watch:
+                events = self._train(layout, flags, directory)
+            return read(events, watch.sizes, plan)
+
+    def _train(self, layout: str, flags: list[str], directory: Path) -> list[dict]:
+        model = [*model_flags(self._own.quick), *LAYOUTS[layout]]
+        launch([sys.executable, *TORCHRUN, ours.PROGRAM, *model, *flags], directory)
+        return ours.read_events(directory)
+
+    def _directory(self) -> _Directory:
+        return _Directory(Path(tempfile.mkdtemp(dir=self._scratch)))
+
+
+class _Directory:
+    """A directory that is gone from the disk, and not only by name, before the next run begins."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> Path:
+        return self._path
+
+    def __exit__(self, *error: object) -> None:
+        shutil.rmtree(self._path)
+        os.sync()
+
+
+def measure_layout(bench: Bench, layout: str, own: argparse.Namespace) -> dict:
+    """All methods of one layout in turns, forwards and backwards."""
+    samples, failed = {name: [] for name in own.methods}, {}
+    for turn in range(own.turns):
+        for name in own.methods if turn % 2 == 0 else own.methods[::-1]:
+            _attempt(f"turn {turn + 1}, {layout}", name, failed, lambda n: samples[n].append(bench.measured(n, layout)))
+    samples = {name: runs for name, runs in samples.items() if runs and name not in failed}
+    if not samples:
+        raise RunFailed(f"nothing could be measured with {layout}: {failed}")
+    iteration_s = figures.pooled_iteration_s(samples)
+    summaries = {name: figures.summary(runs, iteration_s, METHODS[name].blocking) for name, runs in samples.items()}
+    followed = {}
+    for name in (name for name in summaries if own.follow and not METHODS[name].blocking):
+        for every in shortest(summaries[name]["interval"]):
+            checks = followed.setdefault(name, [])
+            what = f"a snapshot every {every}, {layout}"
+            _attempt(what, name, failed, lambda n, c=checks, e=every: c.append(bench.followed(n, layout, e)))
+    baseline, base_async = summaries.get(BASELINE), summaries.get(BASE_ASYNC)
+    return {
+        "iteration_s": iteration_s,
+        "forward_backward_s": bench.forward_backward_share(layout) * iteration_s,
+        "methods": summaries,
+        "ratios": {n: figures.against(s, baseline, base_async) for n, s in summaries.items() if METHODS[n].two_levels},
+        "followed": followed,
+        "sizes": _sizes(summaries, own.quick),
+        "failed": failed,
+        "samples": samples,
+    }
+
+
+def shortest(interval: int) -> list[int]:
+    """The interval that storage should be able to follow, and the next shorter one, if there is one."""
+    return [interval, interval - 1] if interval > 1 else [interval]
+
+
+def _attempt(what: str, name: str, failed: dict[str, str], run) -> None:
+    print(f"{what}: {METHODS[name].label} ...", file=sys.stderr, flush=True)
+    try:
+        run(name)
+    except (RunFailed, ValueError) as error:
+        print(error, file=sys.stderr)
+        failed[name] = str(error).splitlines()[0]
+
+
+def _sizes(summaries: dict[str, dict], quick: bool) -> dict[str, dict]:
+    from moc.sharding.contents import StateBytes
+    from moc.sharding.pec_sizes import pec_size
+
+    counts, state, told = parameters(model_flags(quick)), StateBytes(weights=0), {}
+    for name, s in summaries.items():
+        chosen = METHODS[name].k or (counts["num_experts"],) * len(figures.LEVELS)
+        sizes = [pec_size(counts["others"], counts["experts"], k, counts["num_experts"], state) for k in chosen]
+        told[name] = {"measured": s["bytes"], "equation": dict(zip(figures.LEVELS, sizes, strict=True))}
+    return told
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The benchmark's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", "--out", type=Path, help="JSON file to write; the plot goes beside it")
+    names = ", ".join(METHODS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help=names)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["DP4xEP4"], help="default: DP4xEP4")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each method (default: 2)")
+    parser.add_argument("--saves", type=int, default=2, help="snapshots of a run after the first one (default: 2)")
+    parser.add_argument("--every", type=int, default=10, help="iterations between them (default: 10)")
+    parser.add_argument("--follow", type=int, default=6, help="snapshots at the shortest interval (default: 6)")
+    parser.add_argument("--quick", action="store_true", help="a model of 2.2 M parameters, to try the benchmark")
+    parser.add_argument("--directory", type=Path, help="where to save (default: the directory for temporary files)")
+    own = parser.parse_args(arguments)
+    if own.every < LEAST_EVERY:
+        parser.error(f"--every {own.every} leaves no iterations without a snapshot: take {LEAST_EVERY} or more")
+    if own.turns < 1 or own.saves < 1 or own.follow < 0:
+        parser.error("--turns and --saves must be 1 or more, and --follow 0 or more")
+    return own
+
+
+def main() -> int:
+    """Measures, prints tables, writes JSON and a plot; 1 if a run failed."""
+    own = parse()
+    from rich.console import Console
+
+    with tempfile.TemporaryDirectory(prefix="pec_overhead-", dir=own.directory) as scratch:
+        bench = Bench(own, Path(scratch))
+        layouts = {layout: measure_layout(bench, layout, own) for layout in own.layouts}
+    console = Console()
+    console.width = max(console.width, report.WIDTH)
+    for layout, told in layouts.items():
+        console.print(report.table(layout, told))
+        for line in report.lines(told):
+            console.print(line, highlight=False, soft_wrap=True)
+    if own.output:
+        own.output.parent.mkdir(parents=True, exist_ok=True)
+        own.output.write_text(json.dumps(describe(own) | {"layouts": layouts}, indent=1) + "\n")
+        report.plot(layouts, own.output.with_suffix(".png"))
+    return int(any(told["failed"] for told in layouts.values()))
+
+
+def describe(own: argparse.Namespace) -> dict:
+    """What the figures were made with."""
+    return {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "versions": {"torch": version("torch"), "megatron-core": version("megatron-core")},
+        "workers": WORKERS,
+        "flags": model_flags(own.quick),
+        "parameters": parameters(model_flags(own.quick)),
+        "methods": {name: METHODS[name].flags(own.every) for name in own.methods},
+        "plan": {"turns": own.turns, "saves": own.saves, "every": own.every, "follow": own.follow},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

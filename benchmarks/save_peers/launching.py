@@ -1,0 +1,39 @@
+"""Runs sets of workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from benchmarks.save_peers.cases import WORKERS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+OUTPUT = "output"  # file with what a set of workers printed
+TIMEOUT = 600  # seconds for one set of workers
+_TAIL = 4000  # characters of output in an error
+
+
+class RunFailed(RuntimeError):
+    """A set of workers did not end as it should."""
+
+
+def launch(command: list[str], directory: Path) -> None:
+    """Runs a set of workers to its end; raises :class:`RunFailed` with what they said last."""
+    # one thread a worker, as in the trainer; DeepSpeed reads the others
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment |= {"TORCH_EXTENSIONS_DIR": str(directory / "extensions")}
+    with open(directory / OUTPUT, "w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(TIMEOUT)
+        except BaseException as error:
+            process.terminate()  # torchrun ends its workers
+            process.wait(60)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            code = f"none after {TIMEOUT} s"
+        if code != 0:
+            output.seek(0)
+            raise RunFailed(f"exit code {code}\n{' '.join(command)}\n{output.read()[-_TAIL:]}")
