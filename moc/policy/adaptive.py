@@ -166,8 +166,10 @@ def uniform_plt(
 ) -> float:
     """The PLT to expect where all experts are equally busy and are saved in turn.
 
-    When a run goes on from a checkpoint, K experts are in its state, K in that of the one before, and so on; so a layer
-    has lost, for each expert, the tokens of its age times the interval.  A number of faults in proportion to the
+    When a run goes on from storage, K_persist experts are in the state of its newest checkpoint, as many in that of the
+    one before, and so on.  Memory holds the newest snapshot, so of the experts that a node which is left has, those of
+    K_snapshot have lost nothing; the others come from storage, and are taken to be those that waited longest there.  So
+    a layer has lost, for each expert, the tokens of its age times the interval.  A number of faults in proportion to the
     iterations makes that a proportion of all tokens, whatever the length of training.  (Follows from eq. 7; the paper
     measures it.)
 
@@ -179,14 +181,14 @@ def uniform_plt(
         k_persist: those of them that go to storage.
         interval: iterations from one to the next.
     """
-    age = from_storage * _mean_age(num_experts, k_persist) + (1 - from_storage) * _mean_age(num_experts, k_snapshot)
-    return faults_per_iteration * interval * age
+    lost, left = _mean_age(num_experts, k_persist, 0), _mean_age(num_experts, k_persist, k_snapshot)
+    return faults_per_iteration * interval * (from_storage * lost + (1 - from_storage) * left)
 
 
 @cache
-def _mean_age(num_experts: int, k: int) -> float:
-    """In checkpoints, over the experts of a layer."""
-    return sum(place // k for place in range(num_experts)) / num_experts
+def _mean_age(num_experts: int, k: int, in_memory: int) -> float:
+    """In checkpoints, over the experts of a layer, of which so many are in memory."""
+    return sum(place // k for place in range(in_memory, num_experts)) / num_experts
 
 
 def _candidates(measured: Measured, limits: Limits, plt_of: PltOf) -> Iterator[_Candidate]:

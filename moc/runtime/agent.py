@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -15,11 +16,9 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime import environment
+from moc.runtime.membership import SAVED
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError, WireError
-
-EXIT_SAVED = 75
-"""Exit code of a worker that has saved its state after a signal, and of its job."""
 
 SAYS_S = 1.0
 """How often an agent tells the controller that it is there."""
@@ -106,7 +105,8 @@ class Agent:
             finally:
                 for task in tasks:
                     task.cancel()
-                self._zygote.kill()  # workers that are left die with it
+                with contextlib.suppress(ProcessLookupError):
+                    self._zygote.kill()  # workers that are left die with it
                 await self._zygote.wait()
 
     def signal(self, number: int) -> None:
@@ -244,7 +244,7 @@ class Agent:
     async def _let_leave(self) -> int:
         """The job is over: gives workers some time to end by themselves."""
         code = self._ended.result()
-        in_order = code in (0, EXIT_SAVED)  # else one has said what is wrong, and the others need not
+        in_order = code in (0, SAVED)  # else one has said what is wrong, and the others need not
         deadline = time.monotonic() + (self._node.patience_s if in_order else 0.2)
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

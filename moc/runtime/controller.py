@@ -1,6 +1,6 @@
-"""The process that keeps a job together: it hears from the agents who lives, and tells them what the membership wants.
+"""The process that keeps a job together: hears from the agents who lives, and tells them what the membership wants.
 
-What it knows, the agents can tell it again, so it can die and be started anew while training goes on.  It also hosts the
+What it knows, the agents can tell it again, so it can die and be started anew while training goes on.  It also has the
 store over which process groups find each other, so that no worker has to live for the others.
 """
 

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+SAVED = 75
+"""Exit code of a worker that was asked to stop, and has saved its state."""
+
 START_OVER = 76
 """Exit code of a worker that wants to be replaced: nobody has done anything wrong."""
 
@@ -154,7 +157,7 @@ class Membership:
             return self._over(0, "") if len(self._finished) == self.size else []
         if code == START_OVER and not self._stopping:
             return self._next_generation(f"worker {worker.rank} starts over")
-        how = f"worker {worker.rank} was killed by signal {-code}" if code < 0 else f"worker {worker.rank} failed"
+        how = f"worker {worker.rank} {_how(code)}"
         self.restarts += code < 0
         if code > 0 or self._stopping:
             return self._over(code if code > 0 else 128 - code, how)
@@ -220,3 +223,9 @@ class Membership:
     def _over(self, code: int, reason: str) -> list[Order]:
         self.end = End(code, reason)
         return [self.end]
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by signal {-code}"
+    return "was asked to stop, and has saved" if code == SAVED else f"failed (exit code {code})"

@@ -120,18 +120,18 @@ def test_saving_less_or_more_often_costs_less_than_everything():
 @pytest.mark.parametrize(("k_snapshot", "k_persist", "interval"), [(1, 1, 1), (3, 1, 2), (4, 2, 3), (8, 8, 5)])
 @pytest.mark.parametrize("from_storage", [0, 3])
 def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, from_storage):
-    """One fault right after a checkpoint of 8 equally busy experts, some of which come from storage."""
+    """One fault right after a checkpoint of 8 equally busy experts, some of which were on a node that is lost."""
     rounds, all_experts = 20, range(8)
     ledger, storage = Ledger.of({0: 8}), dict.fromkeys(all_experts, 0)
     for iteration in range(1, rounds * interval + 1):
         ledger = ledger.after({0: [5] * 8})
         if iteration % interval == 0:
             turn = iteration // interval
-            chosen = sequential_experts(turn, 0, k_snapshot, 8, 1)
             persisted = sequential_experts(turn, 0, k_persist, 8, 1)
             storage |= dict.fromkeys(persisted, iteration)
+            chosen = sorted(storage, key=storage.get)[-k_snapshot:]  # the others have waited longest
             ledger = ledger.begun({0: chosen}, {0: persisted}).snapshotted(iteration).persisted(iteration)
-    memory = {expert: version.iteration for expert, version in enumerate(ledger.memory[0])}
+    memory = storage | dict.fromkeys(chosen, ledger.iteration)  # holds the newest snapshot alone
     # every expert once from storage, so that the mean over them is taken
     losses = []
     for first in all_experts:
