@@ -44,8 +44,8 @@ def pretrain(config: Config, providers: Providers) -> int:
         except NothingToGoOnFrom:
             job.start_over()
         except Exception as error:
-            job.go_on_after(error)  # raises it again, unless a worker was lost and another has come in its place
-        parts.forget_half_done()
+            loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
+        parts.go_on_after(loss)
 
 
 def train(run: Run, stop: StopRequests) -> int:

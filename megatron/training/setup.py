@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -26,6 +26,7 @@ from megatron.training.snapshots import NoSnapshots, Snapshots
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from moc.runtime.job import Loss
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class Parts:
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
     changed: bool = False
 
-    def forget_half_done(self) -> None:
+    def go_on_after(self, loss: Loss) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
+        self.log.events.write("generation", **asdict(loss))
         for saver in self.saving or ():
             saver.close()
         forget_half_done(self.chunks)

@@ -169,7 +169,7 @@ def uniform_plt(
     When a run goes on from storage, K_persist experts are in the state of its newest checkpoint, as many in that of the
     one before, and so on.  Memory holds the newest snapshot, so of the experts that a node which is left has, those of
     K_snapshot have lost nothing; the others come from storage, and are taken to be those that waited longest there.  So
-    a layer has lost, for each expert, the tokens of its age times the interval.  A number of faults in proportion to the
+    a layer has lost, for each expert, the tokens of its age times the interval.  Faults in proportion to the
     iterations makes that a proportion of all tokens, whatever the length of training.  (Follows from eq. 7; the paper
     measures it.)
 

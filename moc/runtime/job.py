@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -10,6 +11,23 @@ import torch
 import torch.distributed as dist
 
 from moc.runtime import environment
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a worker has lived through.
+
+    Attributes:
+        generation: that began with it.
+        reason: what was lost, and how.
+        noticed_s: seconds from the news to when this worker had left what it was in.
+        met_s: seconds from then until all were there again, and connected.
+    """
+
+    generation: int
+    reason: str
+    noticed_s: float
+    met_s: float
 
 
 class Job:
@@ -39,7 +57,7 @@ class Job:
     def built(self) -> None:
         """This worker has what it needs to train, and waits until all have; returns at once when they have."""
 
-    def go_on_after(self, error: Exception) -> None:
+    def go_on_after(self, error: Exception) -> Loss:
         """Returns when the job is whole again, if the error comes of a lost worker.
 
         Raises:

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
 from moc.runtime.groups import Groups
-from moc.runtime.job import Job
+from moc.runtime.job import Job, Loss
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.membership import START_OVER
 from moc.runtime.message import Message
@@ -37,23 +36,6 @@ _ALONE = {"barrier": lambda *_, **__: None, "all_reduce": lambda *_, **__: None,
 
 megatron-core's optimizer gathers the kinds of parameters, so that a kind which a rank has not is an empty group there.
 """
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What a worker has lived through.
-
-    Attributes:
-        generation: that began with it.
-        reason: what was lost, and how.
-        noticed_s: seconds from the news to when this worker had left what it was in.
-        met_s: seconds from then until all were there again, and connected.
-    """
-
-    generation: int
-    reason: str
-    noticed_s: float
-    met_s: float
 
 
 class Member(Job):
