@@ -5,49 +5,97 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import yaml
 
-from moc.store.places import LocalPlace
-from moc.store.store import Store
-from tests.integration.snapshot_files import contents
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
 
 class Launched:
-    """A job that was started with ``python -m moc.launch``.
+    """A job that was started with ``python -m moc.launch``; to be used as a context, so that nothing of it is left.
 
     Args:
         layout: one of tiny's.
         flags: of the program, beside the tiny model's.
         directory: for all that it writes.
         own: flags of the launcher.
+        nodes: launchers to start, one for each node.
     """
 
-    def __init__(self, layout: str, flags: dict, directory: Path, *own: str):
+    def __init__(self, layout: str, flags: dict, directory: Path, *own: str, nodes: int = 1):
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
-        self.log, self._console = directory / "log", directory / "console"
+        self.log, self._directory = directory / "log", directory
         self._flags = FLAGS | parallel | flags | dict(log_dir=str(self.log))
-        command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", str(size), *own]
+        self._command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "moc.launch",
+            "--nproc-per-node",
+            str(size // nodes),
+            *own,
+        ]
+        if nodes > 1:
+            self._command += ["--nnodes", str(nodes), "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
-        command += [str(REPOSITORY / "pretrain_gpt_moe.py"), "--config", str(directory / "flags.yaml")]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-        with open(self._console, "w") as console:
-            self.process = subprocess.Popen(
-                command, cwd=directory, env=environment, stdout=console, stderr=subprocess.STDOUT
+        self._token, self.launchers = secrets.token_hex(32), []
+        for node in range(nodes):
+            self.start(node)
+
+    def start(self, node: int) -> None:
+        """Starts the launcher of a node, the first time or again."""
+        command = [*self._command, "--node-rank", str(node), str(REPOSITORY / "pretrain_gpt_moe.py")]
+        ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+        environment = os.environ | ours | {"MOC_TOKEN": self._token}
+        with open(self._directory / "console", "a") as console:
+            process = subprocess.Popen(
+                [*command, "--config", str(self._directory / "flags.yaml")],
+                cwd=self._directory,
+                env=environment,
+                stdout=console,
+                stderr=subprocess.STDOUT,
             )
+        self.launchers[node : node + 1] = [process]
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.wait()
+
+    @property
+    def process(self) -> subprocess.Popen:
+        """The launcher of the first node."""
+        return self.launchers[0]
+
+    def children(self, module: str) -> list[int]:
+        """Processes that the first launcher has started to run a module."""
+        return [
+            child.pid for child in psutil.Process(self.process.pid).children() if module in " ".join(child.cmdline())
+        ]
+
+    def processes(self) -> list[int]:
+        """All that there are of this job."""
+        mine = str(self._directory)
+        return [p.pid for p in psutil.process_iter(["cmdline"]) if mine in " ".join(p.info["cmdline"] or ())]
 
     @property
     def console(self) -> str:
         """What all processes wrote."""
-        return self._console.read_text()
+        return (self._directory / "console").read_text()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -84,14 +132,12 @@ class Launched:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self.process.kill()
             raise AssertionError(f"did not end:\n{self.console[-4000:]}") from None
 
-    def end_state(self) -> tuple[list, dict]:
-        """Loss and gradient norm of each iteration, as they were computed last, and the hashes of the last snapshot."""
-        records = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events("iteration")}
-        store = Store(LocalPlace(self._flags["ckpt_dir"]))
-        return sorted(records.items()), contents(store, max(store.iterations()))
+    def records(self) -> list[tuple]:
+        """Iteration, loss and gradient norm, as they were computed last."""
+        found = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events("iteration")}
+        return [(iteration, *values) for iteration, values in sorted(found.items())]
 
 
 def _loads(line: str) -> dict:
@@ -99,3 +145,9 @@ def _loads(line: str) -> dict:
         return json.loads(line)
     except json.JSONDecodeError:  # the line that a killed worker was writing
         return {}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

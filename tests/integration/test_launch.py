@@ -1,31 +1,127 @@
-"""Our own launcher: workers are killed, the others live on, and the run ends as if nothing had been."""
+"""Our own launcher: workers are lost, the others live on, and the run ends as if nothing had been."""
+
+import os
+import signal
+import time
+from pathlib import Path
 
 import pytest
 
+from moc.store.places import LocalPlace
+from moc.store.store import Store
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import node_memory
+from tests.integration.snapshot_files import contents, node_memory, train
 
-ITERATIONS = 24
-
-
-def flags(data: dict, directory, memory: str, **more) -> dict:
-    snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, ckpt_memory_dir=memory)
-    return data | snapshots | dict(ckpt_dir=str(directory / "snapshots"), train_iters=ITERATIONS) | more
+pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
+ITERATIONS = 16
 
 
-@pytest.mark.recovery
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["PP2xEP2"])
-def test_workers_are_killed_and_nobody_can_tell(layout, data, tmp_path):
+@pytest.fixture
+def flags(data, tmp_path):
+    """Of a run with a snapshot in each iteration, in memory."""
     with node_memory() as memory:
-        fault_free = Launched(layout, flags(data, tmp_path / "a", memory), tmp_path / "a")
-        assert fault_free.wait() == 0, fault_free.console[-4000:]
-        job = Launched(layout, flags(data, tmp_path / "b", memory), tmp_path / "b")
-        for iteration, ranks in ((5, [1]), (10, [0]), (15, [2, 3])):
+        places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory)
+        yield data | places | dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, train_iters=ITERATIONS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory):
+    """By layout, what a run that loses nobody ends with: records, and the hashes of its last snapshot."""
+    known = {}
+
+    def run(layout: str) -> tuple:
+        if layout not in known:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            flags = dict(
+                ckpt_policy="full", snapshot_interval=ITERATIONS, train_iters=ITERATIONS, ckpt_dir=str(directory)
+            )
+            records = train(layout, data | flags).records
+            known[layout] = [(r["iteration"], r["loss"], r["grad_norm"]) for r in records], ended_with(flags)
+        return known[layout]
+
+    return run
+
+
+def ended_with(flags: dict) -> dict:
+    """The hash of everything in the last snapshot."""
+    return contents(Store(LocalPlace(Path(flags["ckpt_dir"]))), ITERATIONS)
+
+
+def assert_nobody_can_tell(job: Launched, flags: dict, expected: tuple) -> None:
+    assert job.wait() == 0, job.console[-4000:]
+    assert (job.records(), ended_with(flags)) == expected
+    assert job.processes() == []
+
+
+@pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
+def test_workers_are_killed(layout, flags, undisturbed, tmp_path):
+    with Launched(layout, flags, tmp_path / "job") as job:
+        for iteration, ranks in ((3, [1]), (7, [0]), (11, [2, 3])):
             job.reach(iteration)
             before = job.pids
             job.kill(*ranks)
-            job.reach(iteration + 3)
+            job.reach(iteration + 2)
             assert {rank for rank, pid in job.pids.items() if pid != before[rank]} == set(ranks)
-        assert job.wait() == 0, job.console[-4000:]
-    assert job.end_state() == fault_free.end_state()
+        assert_nobody_can_tell(job, flags, undisturbed(layout))
+    for event in job.events("generation"):
+        assert "was killed by signal 9" in event["reason"] and event["met_s"] > 0
+
+
+def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
+    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "3") as job:
+        job.reach(3)
+        os.kill(job.children("moc.runtime.controller")[0], signal.SIGKILL)
+        job.reach(5)
+        job.kill(1, number=signal.SIGSTOP)
+        job.reach(8)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+        assert "the controller has died: started again" in job.console
+
+
+def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):
+    with Launched("EP2", flags | dict(snapshot_interval=ITERATIONS), tmp_path / "job") as job:
+        job.reach(4)
+        job.kill(0)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+    assert "starts over" in job.console
+
+
+def test_a_worker_is_lost_while_all_build(flags, undisturbed, tmp_path):
+    with Launched("EP2", flags, tmp_path / "job") as job:
+        while 1 not in job.pids:
+            time.sleep(0.01)
+        job.kill(1)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+
+
+def test_a_node_is_lost_and_comes_back(flags, undisturbed, tmp_path):
+    flags = flags | dict(ckpt_tier="disk")
+    with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
+        job.reach(5)
+        job.launchers[1].kill()
+        job.launchers[1].wait()
+        job.start(1)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+
+
+def test_a_signal_stops_the_job_in_good_order(flags, tmp_path):
+    with Launched("EP2", flags | dict(train_iters=5000, exit_signal_handler=True), tmp_path / "job") as job:
+        job.reach(2)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 75
+        assert job.processes() == []
+    assert Store(LocalPlace(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
+
+
+def test_a_mistake_ends_the_job(flags, tmp_path):
+    with Launched("EP2", flags | dict(num_experts=3), tmp_path / "job") as job:
+        assert job.wait() == 2 and "--num-experts" in job.console
+        assert job.processes() == []
+
+
+def test_nothing_is_left_of_a_node(flags, tmp_path):
+    with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job") as job:
+        job.reach(2)
+        os.kill(job.children("moc.runtime.zygote")[0], signal.SIGKILL)
+        assert job.wait() == 70 and "mocrun: error: the process that workers are forked from has died" in job.console
+        assert job.processes() == []
