@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From text to a trained model in a few minutes, on a machine without a GPU: sets up an environment,
 # trains a tokenizer, prepares a dataset, trains a small GPT with 8 experts per layer on four workers
-# (PP 2 x EP 2), stops, resumes from the checkpoint, and plots the loss.
+# (PP 2 x EP 2), stops, resumes from the checkpoint, kills one of the workers, which the others survive,
+# and plots the loss.
 #
 # Usage: ./scripts/quickstart.sh [--text PATH] [--out DIR] [--iters N] [--workers N] [--fresh]
 #                                [--no-venv] [--dry-run]
@@ -110,10 +111,16 @@ LOGGING_ARGS=(
     --log-dir "$out/log"
     --tensorboard-dir "$out/tensorboard"
 )
+SNAPSHOT_ARGS=(
+    --ckpt-policy full
+    --ckpt-tier memory
+    --ckpt-dir "$out/snapshots"
+    --snapshot-interval 1
+)
 train=(
-    python "$ROOT/scripts/torchrun.py" --standalone --nproc-per-node "$workers" "$ROOT/pretrain_gpt_moe.py"
+    python -m moc.launch --nproc-per-node "$workers" "$ROOT/pretrain_gpt_moe.py"
     "${MODEL_ARGS[@]}" "${MOE_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"
-    "${LOGGING_ARGS[@]}"
+    "${LOGGING_ARGS[@]}" "${SNAPSHOT_ARGS[@]}"
 )
 if [[ $dry_run == yes ]]; then
     quoted "${train[@]}" --exit-interval "$stop"
@@ -139,6 +146,13 @@ iteration_saved() { cat "$out/checkpoints/latest_checkpointed_iteration.txt" 2>/
 run_training() {
     quoted "$@"
     "$@" 2>&1 | tee -a "$out/console.log"
+}
+kill_a_worker() { # once, after an iteration
+    until grep -Eq "iteration +$1/" "$out/console.log"; do sleep 0.1; done
+    local pid
+    pid=$(sed -n 's/^mocrun: worker 2 is process //p' "$out/console.log" | tail -n 1)
+    say "Killing worker 2: kill -9 $pid"
+    kill -9 "$pid"
 }
 losses() { # at the start, where it stopped, and at the end, from the log of events
     "$PYTHON" - "$out/log/events.jsonl" "$stop" <<'PY'
@@ -198,7 +212,11 @@ else
     run_training "${train[@]}" --exit-interval "$stop"
 fi
 
-say "5/6 Resuming from the checkpoint, to iteration $iters"
+say "5/6 Resuming from the checkpoint, to iteration $iters; a worker is killed on the way"
+half=$(((stop + iters) / 2))
+kill_a_worker $((half - half % 10)) & # one of the iterations that are logged
+killer=$!
+trap 'kill "$killer" 2>/dev/null || true' EXIT
 run_training "${train[@]}"
 
 say "6/6 Plotting the loss"

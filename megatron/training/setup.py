@@ -75,6 +75,7 @@ class Parts:
     def go_on_after(self, loss: Loss) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
         self.log.events.write("generation", **asdict(loss))
+        self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
         for saver in self.saving or ():
             saver.close()
         forget_half_done(self.chunks)

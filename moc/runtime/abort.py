@@ -106,8 +106,13 @@ def _inode(descriptor: int) -> int | None:
 
 def _shut_down(descriptor: int, inode: int) -> bool:
     try:
-        copy = socket.socket(fileno=os.dup(descriptor))
+        number = os.dup(descriptor)
     except OSError:
+        return False
+    try:
+        copy = socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
         return False
     with contextlib.closing(copy):
         # the descriptor may have been closed and given to another socket; the copy keeps its own open

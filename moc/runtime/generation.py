@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,10 @@ from moc.runtime.deputy import Deputy
 if TYPE_CHECKING:
     from moc.runtime.group import Group
 
-CONNECT_TIMEOUT = timedelta(seconds=30)
+CONNECT_TIMEOUT = timedelta(seconds=10)
 """For connecting one group when all of its ranks have arrived; until then the group's own timeout holds."""
-DROP_PATIENCE = 0.2  # seconds for freeing what is not stuck
+ARRIVAL_POLL = 0.05  # seconds between two looks for ranks that are late, at most
+DROP_PATIENCE = 0.05  # seconds for freeing what is not stuck
 ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one where CUDA still works
 
 
@@ -75,9 +77,8 @@ class Generation:
         self.over = False
         self.deputy = Deputy()
         self._rank, self._device = rank, device
-        self._since: set[int] | None = open_sockets()  # what is newer belongs to what is being connected
         self._given_store, self._store = store, None
-        self._gloo_sockets: set[int] = set()
+        self._sockets: set[int] = set()  # of gloo
         self._nccl: list[dist.Backend] = []
         self._connections: list[Connection] = []
         self._cutting, self._cut = threading.Lock(), False
@@ -99,28 +100,41 @@ class Generation:
         Raises:
             RuntimeError: a peer or the store could not be reached, or this generation is over.
         """
-        if self._since is None:
-            self._since = open_sockets()
-        try:
-            if self._store is None:
-                # a client of its own, whose socket is of this generation: it may have to be cut while it waits
-                self._store = dist.PrefixStore(f"generation{self.number}", self._given_store.clone())
-            self._store.set(f"{key}/{self._rank}", b"")
-            self._store.wait([f"{key}/{rank}" for rank in ranks], timeout)
-            made: dict[Group, Connection] = {}
-            devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
-            for group in (group for group in groups if group.backend == "gloo"):
-                made[group] = self._connected(group, _gloo, devices)
-            self._gloo_sockets |= open_sockets() - self._since
-            for group in (group for group in groups if group.backend == "nccl"):
-                made[group] = self._connected(group, _nccl, self._device, self._nccl)
-        finally:
-            self._since = None
+        self._arrive(key, ranks, timeout)
+        made: dict[Group, Connection] = {}
+        before = open_sockets()
+        devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
+        for group in (group for group in groups if group.backend == "gloo"):
+            made[group] = self._connected(group, _gloo, devices)
+        self._sockets |= open_sockets() - before
+        for group in (group for group in groups if group.backend == "nccl"):
+            made[group] = self._connected(group, _nccl, self._device, self._nccl)
         return [made[group] for group in groups]
 
-    def _connected(self, group: Group, build, *arguments) -> Connection:
+    def _arrive(self, key: str, ranks: list[int], timeout: timedelta) -> None:
+        """Waits until all ranks have arrived, or this generation is over.
+
+        By asking again and again: a client that waits in the server could only be woken by cutting it off, and then
+        torch's server may look up the name of a peer that has gone, for seconds in which nobody is served.
+        """
+        if self._store is None:
+            self._store = dist.PrefixStore(f"generation{self.number}", self._given_store.clone())
+        self._check()
+        self._store.set(f"{key}/{self._rank}", b"")
+        deadline, pause, missing = time.monotonic() + timeout.total_seconds(), 0.001, ranks
+        while missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]:
+            self._check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"ranks {missing} did not join generation {self.number} within {timeout}")
+            time.sleep(pause)
+            pause = min(2 * pause, ARRIVAL_POLL)
+
+    def _check(self) -> None:
         if self.over:
-            raise RuntimeError(f"generation {self.number} ended while {group.group_name} was being connected")
+            raise RuntimeError(f"generation {self.number} ended while it began")
+
+    def _connected(self, group: Group, build, *arguments) -> Connection:
+        self._check()
         # groups of one rank meet nobody
         store = dist.PrefixStore(group.group_name, self._store) if group.size() > 1 else dist.HashStore()
         return Connection(self, group, store, build(group, store, *arguments))
@@ -137,9 +151,8 @@ class Generation:
             if self._cut:
                 return
             self._cut = True
-            since = self._since
-            # what NCCL opens while it connects is cut too; once connected it must be aborted instead
-            shut_down(self._gloo_sockets | (open_sockets() - since if since is not None else set()))
+            # not what is being connected: gloo closes twice what fails then, and may hit somebody else's new socket
+            shut_down(self._sockets)
             abort_nccl(self._nccl, ABORT_PATIENCE)
 
     def drop(self) -> None:

@@ -1,0 +1,110 @@
+"""Process groups that outlive their connections."""
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.integration.tiny import FLAGS, LAYOUTS
+from tests.worlds import run_world, start_world
+
+BODIES = "tests.integration.group_bodies"
+
+
+@pytest.fixture
+def store():
+    """A store that no worker serves, so that any may die."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def test_every_operation_does_what_it_does_with_groups_of_torch_in_every_generation(store):
+    torchs = run_world(4, f"{BODIES}:operations", port=None)
+    ours = run_world(4, f"{BODIES}:operations", port=store.port, generations=2)
+    assert all(len(worker) == 1 for worker in torchs)
+    assert ours == [worker * 2 for worker in torchs]
+
+
+def test_before_between_and_after_generations(store):
+    for rank, told in enumerate(run_world(2, f"{BODIES}:between_generations", port=store.port)):
+        assert told == {
+            "members": [rank == 0, rank == 1],
+            "unconnected": "RuntimeError",
+            "known": [True, rank, 2, "gloo"],
+            "refused": ["ValueError"] * 5,
+            "late": [3.0, [1, 0]],
+            "going on": "",
+            "over": ["Aborted"] * 4,
+            "between": "RuntimeError",
+            "same number": "Aborted",
+            "again": [3.0, 3.0, 7],
+            "destroyed": [False, "torch.distributed.distributed_c10d"],
+            "torch's own": 3.0,
+        }
+
+
+def test_who_waits_for_a_live_peer_is_woken_and_other_sockets_are_left_alone(store):
+    told = run_world(2, f"{BODIES}:wait_for_a_live_peer", port=store.port)[0]
+    assert told.pop("after") == 3.0
+    assert len(told) == 8
+    assert set(told.values()) == {"Aborted"}, told
+
+
+def test_a_dead_peer_is_a_suspicion_until_somebody_ends_the_generation(store):
+    assert run_world(2, f"{BODIES}:suspect", port=store.port)[0] == "RuntimeError"
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "send and recv"])
+def test_a_peer_that_dies_in_the_middle_of_a_message(store, operation):
+    arguments = dict(port=store.port, operation=operation, timeout=40, patience=40)  # the groups' own: 60 seconds
+    first, second = start_world(2, f"{BODIES}:die_in_the_middle_of_a_message", **arguments).wait()
+    assert first.value in ("Aborted", "RuntimeError"), first.output
+    assert second.exit == -signal.SIGKILL
+
+
+def test_what_gloo_leaves_stuck_ends_by_its_timeout_and_holds_up_nothing(store):
+    told = run_world(2, f"{BODIES}:end_in_the_middle_of_messages", port=store.port, limit=1.5)
+    assert told == [[True, 0, 3.0]] * 2
+
+
+def test_a_generation_that_ends_while_it_begins(store):
+    first, second = run_world(2, f"{BODIES}:end_while_beginning", port=store.port)
+    assert first == {"not at all": "Aborted", "half": "Aborted", "ended before": "Aborted", "then": 3.0}
+    assert second == {"then": 3.0}
+
+
+def test_only_connecting_has_the_timeout_of_connecting(store):
+    told = run_world(2, f"{BODIES}:wait_longer_than_connecting_may_take", port=store.port, seconds=1.2)
+    assert told == [["", ""]] * 2
+
+
+def test_two_hundred_generations_leave_nothing_behind(store):
+    told = run_world(2, f"{BODIES}:many_generations", port=store.port, count=200, groups_each=1, limit=3, timeout=240)
+    for first, middle, last in told:
+        assert last["threads"] <= first["threads"]
+        assert last["descriptors"] <= first["descriptors"]
+        assert last["memory"] - middle["memory"] < 1024  # KiB in 100 generations
+
+
+def test_training_is_the_same_and_survivors_keep_every_group(store, data):
+    size, layout = LAYOUTS["PP2xEP2"]
+    flags = FLAGS | layout | data | dict(train_iters=2)
+    reference = run_world(size, "tests.integration.bodies:train", flags=flags)
+
+    world = start_world(size, f"{BODIES}:train", flags=flags, port=store.port, patience=40)
+    store.wait([f"ready/{rank}" for rank in range(size)])
+    os.kill(world.pids[-1], signal.SIGKILL)
+    store.set("dead", b"")
+    fresh = run_world(1, f"{BODIES}:replace", flags=flags, port=store.port, rank=size - 1, of=size)
+    results = world.wait()
+
+    assert [result.exit for result in results] == [0, 0, 0, -signal.SIGKILL], [r.output for r in results]
+    for result, trained in zip(results[:-1], reference, strict=False):
+        assert {key: result.value[key] for key in trained} == trained
+    assert results[0].value["died"] == "Aborted, Aborted"
+    for result in results[1:-1]:
+        assert result.value["died"] in ("RuntimeError, Aborted", "Aborted, Aborted")
+    for sums in [*(result.value["sums"] for result in results[:-1]), *fresh]:
+        assert len(sums) > 10
+        assert all(found == sum(ranks) + len(ranks) for ranks, found in sums), sums
