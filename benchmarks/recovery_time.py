@@ -2,13 +2,10 @@
 
     python benchmarks/recovery_time.py --output docs/results/recovery_time_cpu.json
 
-Each way runs ``pretrain_gpt_moe.py`` with 4 workers (PP2 x EP2), takes a snapshot in every iteration, and gets one of its
-workers killed by SIGKILL now and again, in turn, while it trains.  Counted is the time from the kill until the iteration
-is complete that was being computed, less the time of the iterations that this takes (median of those before the kill):
-seconds outside useful work.  What was lost of the iteration itself, and iterations that are computed again, count.
-
-Of our launcher it is also said how long it took until the controller had named the loss (detected, from the console's
-time), until all workers had met again, and until the snapshot was loaded.
+Each way runs ``pretrain_gpt_moe.py`` with 4 workers (PP2 x EP2), takes a snapshot in every iteration, and gets one of
+its workers killed by SIGKILL now and again while it trains.  Counted is the time from the kill until the iteration is
+complete that was being computed, less the time of an iteration (median of those before the kill): seconds outside
+useful work, iterations that are computed again included.
 """
 
 from __future__ import annotations
@@ -32,9 +29,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = 4
-MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8 --moe-router-topk 2
-    --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --seq-length 64 --max-position-embeddings 64
-    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --mock-data
+MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
+    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --seq-length 64 --max-position-embeddings 64
+    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --mock-data
     --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --use-distributed-optimizer
     --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100000 --eval-iters 0 --num-workers 0
     --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --ckpt-policy full --snapshot-interval 1""".split()

@@ -51,8 +51,14 @@ class Job:
         """
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-        device_id = device if backend == "nccl" else None
-        dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id)
+        device_id, store = device if backend == "nccl" else None, None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            # torchrun's store outlives workers, and has the addresses of those that it started before
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            server = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+        options = dict(rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, store=store, **options)
 
     def built(self) -> None:
         """This worker has what it needs to train, and waits until all have; returns at once when they have."""

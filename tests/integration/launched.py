@@ -29,23 +29,18 @@ class Launched:
         directory: for all that it writes.
         own: flags of the launcher.
         nodes: launchers to start, one for each node.
+        launcher: module of the launcher.
     """
 
-    def __init__(self, layout: str, flags: dict, directory: Path, *own: str, nodes: int = 1):
+    def __init__(
+        self, layout: str, flags: dict, directory: Path, *own: str, nodes: int = 1, launcher: str = "moc.launch"
+    ):
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
         self.log, self._directory = directory / "log", directory
         self._flags = FLAGS | parallel | flags | dict(log_dir=str(self.log))
-        self._command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "moc.launch",
-            "--nproc-per-node",
-            str(size // nodes),
-            *own,
-        ]
+        per_node = str(size // nodes)
+        self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
         if nodes > 1:
             self._command += ["--nnodes", str(nodes), "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))

@@ -103,6 +103,14 @@ def test_a_node_is_lost_and_comes_back(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 
 
+def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
+    own = ["--standalone", "--max-restarts", "1"]
+    with Launched("EP2", flags, tmp_path / "job", *own, launcher="torch.distributed.run") as job:
+        job.reach(5)
+        os.kill(job.children("pretrain_gpt_moe.py")[1], signal.SIGKILL)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+
+
 def test_a_signal_stops_the_job_in_good_order(flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000, exit_signal_handler=True), tmp_path / "job") as job:
         job.reach(2)
