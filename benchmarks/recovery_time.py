@@ -30,7 +30,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = 4
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
-    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --seq-length 64 --max-position-embeddings 64
+    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
+    --seq-length 64 --max-position-embeddings 64
     --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --mock-data
     --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --use-distributed-optimizer
