@@ -18,11 +18,15 @@ class Aborted(RuntimeError):
     """The generation is over: unwind, report, and wait for the next one."""
 
 
+class Suspicion(RuntimeError):
+    """An operation has failed in which others take part, in a generation that nobody has ended: a peer may be gone."""
+
+
 class Group(dist.ProcessGroup):
     """A process group that is connected anew in each generation.  Made by :meth:`moc.runtime.groups.Groups.new_group`.
 
     Operations of ``dist.ProcessGroup`` go to the current connection.  They, and ``wait()`` of the handles that they
-    return, raise :class:`Aborted` in a generation that is over, and as torch does otherwise.
+    return, raise :class:`Aborted` in a generation that is over, and :class:`Suspicion` if they fail otherwise.
 
     Attributes:
         ranks: of its members in the world, by their rank in the group.
@@ -103,14 +107,14 @@ class Handle(dist.Work):
 
         Raises:
             Aborted: the generation is over; the transfer may or may not have happened.
-            RuntimeError: it failed otherwise.
+            Suspicion: it failed otherwise.
         """
         try:
             done = self._waited(timeout)
         except (CalledAway, RuntimeError) as error:
             if self._generation.over:
                 raise Aborted(over(self._group, self._generation)) from error
-            raise
+            raise Suspicion(str(error)) from error
         # gloo has done the work when it returns; NCCL may have been stopped in the middle
         if self._generation.over and self._group.backend == "nccl":
             raise Aborted(over(self._group, self._generation))
@@ -151,7 +155,7 @@ def _operation(name: str):
         except RuntimeError as error:
             if generation.over:
                 raise Aborted(over(self, generation)) from error
-            raise
+            raise Suspicion(str(error)) from error
         finally:
             del operation  # what holds the traceback must not hold the connection
         if not isinstance(answer, dist.Work):

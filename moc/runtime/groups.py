@@ -16,8 +16,8 @@ ordinary groups; from the end of a generation to the begin of the next, every us
 abort lets the stream go on over memory that holds anything: synchronise, then call :meth:`Groups.check`; if it does not
 raise, what was there before it is good.
 
-**What an exception means.**  :class:`Aborted`: this generation is over.  Any other, in a generation that nobody has
-aborted: a suspicion that a peer is gone, for the controller to confirm.
+**What an exception means.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that
+nobody has aborted: a peer may be gone, which is for the controller to confirm.
 
 **The store** is served by another process: connections that this process accepts while it connects would be taken for
 its own, and cut with them.  The same goes for TCP connections that another thread opens in that moment.
@@ -37,9 +37,9 @@ from torch.distributed import distributed_c10d as c10d
 from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.deputy import CalledAway
 from moc.runtime.generation import Generation
-from moc.runtime.group import Aborted, Group
+from moc.runtime.group import Aborted, Group, Suspicion
 
-__all__ = ["Aborted", "Group", "Groups"]
+__all__ = ["Aborted", "Group", "Groups", "Suspicion"]
 
 _BACKENDS = ("gloo", "nccl")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
-from moc.runtime.groups import Groups
+from moc.runtime.groups import Groups, Suspicion
 from moc.runtime.job import Job, Loss
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.membership import START_OVER
@@ -91,6 +91,8 @@ class Member(Job):
         if self._generation < 0:  # nobody else is concerned yet
             raise error
         if not self._hears_of_loss():
+            if not isinstance(error, Suspicion):
+                raise error
             self._say("suspects", generation=self._generation)
             if not self._hears_of_loss():
                 raise error

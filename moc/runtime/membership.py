@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 SAVED = 75
 """Exit code of a worker that was asked to stop, and has saved its state."""
 
+MAX_SUSPICIONS = 10
+"""Generations that begin although nobody was lost, before the job gives up."""
+
 START_OVER = 76
 """Exit code of a worker that wants to be replaced: nobody has done anything wrong."""
 
@@ -117,6 +120,7 @@ class Membership:
     workers: dict[str, Worker] = field(default_factory=dict)
     nodes: set[int] = field(default_factory=set)
     restarts: int = 0
+    suspicions: int = 0
     end: End | None = None
     _stopping: bool = False
     _finished: set[int] = field(default_factory=set)
@@ -185,7 +189,11 @@ class Membership:
         """A worker cannot go on, and no loss has become known for a while: connections are lost, not workers."""
         if name not in self.workers or generation != self.generation or self.end:
             return []
-        return self._next_generation(f"worker {self.workers[name].rank} has lost connections")
+        what = f"worker {self.workers[name].rank} has lost connections"
+        self.suspicions += 1
+        if self.suspicions > MAX_SUSPICIONS:
+            return self._over(1, f"{what}, for the {self.suspicions}th time that nobody was lost: look at the network")
+        return self._next_generation(what)
 
     def stopping(self) -> list[Order]:
         """The job was asked to stop: whoever ends now is not replaced."""

@@ -309,7 +309,7 @@ def end_in_the_middle_of_messages(port: int, limit: float) -> list:
             told += filter(None, [outcome(lambda: dist.all_reduce(large))])
         ending.join()
     groups.begin(store, 5)
-    return [set(told) <= {"Aborted", "RuntimeError"}, _settled(before, limit)["threads"] - before, _sum(None)]
+    return [set(told) <= {"Aborted", "Suspicion"}, _settled(before, limit)["threads"] - before, _sum(None)]
 
 
 def end_while_beginning(port: int) -> dict:

@@ -120,10 +120,15 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path):
     assert Store(LocalPlace(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
 
 
-def test_a_mistake_ends_the_job(flags, tmp_path):
-    with Launched("EP2", flags | dict(num_experts=3), tmp_path / "job") as job:
-        assert job.wait() == 2 and "--num-experts" in job.console
-        assert job.processes() == []
+@pytest.mark.parametrize(
+    "mistake, code, sentence",
+    [(dict(num_experts=3), 2, "--num-experts"), (dict(ckpt_memory_dir="/dev/null"), 1, "--ckpt-memory-dir")],
+    ids=["in the flags", "in what they find"],
+)
+def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
+    with Launched("EP2", flags | mistake, tmp_path / "job") as job:
+        assert job.wait() == code and sentence in job.console
+        assert job.processes() == [] == job.events("generation")
 
 
 def test_nothing_is_left_of_a_node(flags, tmp_path):

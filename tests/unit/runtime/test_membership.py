@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moc.runtime.membership import START_OVER, Abort, End, Go, Kill, Membership, Start, Worker
+from moc.runtime.membership import MAX_SUSPICIONS, START_OVER, Abort, End, Go, Kill, Membership, Start, Worker
 
 SIZE, PER_NODE = 4, 2
 
@@ -117,6 +117,14 @@ def test_who_is_lost_when_others_are_done_brings_them_back():
     assert [order.rank for order in orders if isinstance(order, Start)] == [0, 1]
 
 
+def test_who_loses_connections_again_and_again_ends_the_job():
+    membership, names = running()
+    for generation in range(MAX_SUSPICIONS):
+        assert membership.suspected(names[0], generation) == [Abort(generation + 1, "worker 0 has lost connections")]
+    assert membership.suspected(names[0], 0) == []  # of a generation that is over
+    assert membership.suspected(names[0], MAX_SUSPICIONS)[0].code == 1
+
+
 def test_a_job_that_was_asked_to_stop_replaces_nobody():
     membership, names = running()
     membership.stopping()
@@ -174,7 +182,7 @@ class Job(RuleBasedStateMachine):
         self.obey(self.membership.joined(node))
 
     @rule(data=st.data())
-    @precondition(lambda self: self.alive)
+    @precondition(lambda self: self.alive and self.membership.suspicions < MAX_SUSPICIONS)
     def suspects(self, data):
         self.obey(self.membership.suspected(self.some(data), self.membership.generation))
 
