@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moc.sharding import StateBytes
+from moc.sharding.pec_sizes import TARGETS, full_size, pec_size
 from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of
@@ -72,20 +74,23 @@ def experts_in(store: Store, iteration: int) -> dict[int, list[int]]:
     return {layer: sorted(experts) for layer, experts in found.items()}
 
 
-def test_bytes_are_those_of_equation_6(data, tmp_path):
-    flags = dict(pec_k=2, ckpt_dir=str(tmp_path / "c"), ckpt_keep=9, exit_interval=3, log_dir=str(tmp_path))
+@pytest.mark.parametrize("target", TARGETS)
+def test_bytes_are_those_of_equation_6(target, data, tmp_path):
+    flags = dict(pec_k=2, pec_target=target, ckpt_dir=str(tmp_path / "c"), ckpt_keep=9, exit_interval=3)
     assert set(train("EP2", data | PEC | flags).codes) == {0}
     store = Store(LocalPlace(tmp_path / "c"))
-    assert {layer: len(experts) for layer, experts in experts_in(store, 2).items()} == dict.fromkeys(range(LAYERS), 2)
+    for iteration, k in ((1, EXPERTS), (2, 2), (3, EXPERTS)):  # the first one, and an orderly end, save everything
+        operators = store.manifest(iteration).operators
+        full = [name for name, entry in operators.items() if ".expert." in name and entry.detail == "full"]
+        assert len(full) == LAYERS * k
     full, partial = (
         sum(f.bytes - f.header_bytes for f in store.manifest(iteration).files.values()) for iteration in (1, 2)
     )
-    elements = {name: sum(entry.elements.values()) for name, entry in store.manifest(1).operators.items()}
-    of_experts = sum(n for name, n in elements.items() if ".expert." in name)
-    assert full == 4 * sum(elements.values())
-    assert partial == pytest.approx(full - 4 * of_experts * (EXPERTS - 2) / EXPERTS, rel=0.01)
-    for iteration in (1, 3):  # the first one, and an orderly end, save everything
-        assert experts_in(store, iteration) == {layer: list(range(EXPERTS)) for layer in range(LAYERS)}
+    parameters = {name: entry.elements["master"] for name, entry in store.manifest(1).operators.items()}
+    experts = sum(n for name, n in parameters.items() if ".expert." in name)
+    others, state = sum(parameters.values()) - experts, StateBytes(weights=4, master=0)  # as Format v1 saves them
+    assert full == full_size(others, experts, state)
+    assert partial == pytest.approx(pec_size(others, experts, 2, EXPERTS, state, target), rel=0.01)
 
 
 @pytest.mark.recovery
