@@ -237,7 +237,8 @@ class Agent:
             await asyncio.sleep(SAYS_S)
             self._tell("alive")
             for worker in self._workers.values():
-                if worker.heard and time.monotonic() - worker.heard > self._node.silence_s:
+                # building an index may hold the interpreter's lock for minutes
+                if worker.built and time.monotonic() - worker.heard > self._node.silence_s:
                     _log.warning("worker %d has said nothing for %g s: killed", worker.rank, self._node.silence_s)
                     self._signal(worker, signal.SIGKILL)
 
