@@ -243,8 +243,7 @@ class Snapshots(Rider):
             self._start_everything(position)
             self.finish()
         if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
-            self._rotation = self._rotation.persist(self._in_memory.plan.iteration)
-            self._persist(dataclasses.replace(self._in_memory, storage=self._in_memory.plan))
+            self._bring_to_storage(self._in_memory)
             self.finish()
         elif self._in_memory is None and self._newest != self._stored:  # nothing was done since it was recovered
             copy_to_storage(self._newest, self._tiers, self._policy)
@@ -327,6 +326,14 @@ class Snapshots(Rider):
             self._policy.stored(storage)
         if self._tokens is not None:
             self._tokens.begun(plan, storage)
+
+    def _bring_to_storage(self, taken: _Taken) -> None:
+        """All of a snapshot that is in memory; it is that of this iteration."""
+        self._rotation = self._rotation.persist(taken.plan.iteration)
+        self._policy.stored(taken.plan)
+        if self._tokens is not None:
+            self._tokens.brought_to_storage(taken.plan)
+        self._persist(dataclasses.replace(taken, storage=taken.plan))
 
     def _persist(self, taken: _Taken) -> None:
         whole = taken.storage.operators == taken.plan.operators

