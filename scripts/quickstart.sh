@@ -147,8 +147,8 @@ run_training() {
     quoted "$@"
     "$@" 2>&1 | tee -a "$out/console.log"
 }
-kill_a_worker() { # once, after an iteration
-    until grep -Eq "iteration +$1/" "$out/console.log"; do sleep 0.1; done
+kill_a_worker() { # once, after an iteration that is logged after line $2 of the console
+    until tail -n "+$2" "$out/console.log" | grep -Eq "iteration +$1/"; do sleep 0.1; done
     local pid
     pid=$(sed -n 's/^mocrun: worker 2 is process //p' "$out/console.log" | tail -n 1)
     say "Killing worker 2: kill -9 $pid"
@@ -214,9 +214,13 @@ fi
 
 say "5/6 Resuming from the checkpoint, to iteration $iters; a worker is killed on the way"
 half=$(((stop + iters) / 2))
-kill_a_worker $((half - half % 10)) & # one of the iterations that are logged
-killer=$!
-trap 'kill "$killer" 2>/dev/null || true' EXIT
+logged=$((half - half % 10))
+if ((logged > stop)); then
+    touch "$out/console.log"
+    kill_a_worker "$logged" "$(($(wc -l <"$out/console.log") + 1))" &
+    killer=$!
+    trap 'kill "$killer" 2>/dev/null || true' EXIT
+fi
 run_training "${train[@]}"
 
 say "6/6 Plotting the loss"
