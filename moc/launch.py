@@ -21,6 +21,7 @@ from pathlib import Path
 
 from moc.runtime import job_token
 from moc.runtime.agent import Agent, LostError, Node
+from moc.runtime.wire import WireError
 
 EXIT_LOST = 70  # sysexits' EX_SOFTWARE: the launcher's own processes failed
 
@@ -94,7 +95,7 @@ def launch(flags: Flags) -> int:
         try:
             token = _token(flags, Path(directory))
             return asyncio.run(_run(flags, token, Path(directory)))
-        except (LostError, job_token.TokenError) as error:
+        except (LostError, WireError, job_token.TokenError, OSError) as error:
             print(f"mocrun: error: {error}", file=sys.stderr)
             return EXIT_LOST
 
@@ -136,6 +137,7 @@ async def _start_controller(flags: Flags, endpoint: str) -> tuple[asyncio.subpro
         *("--max-restarts", str(flags.max_restarts), "--silence", str(flags.silence_s)),
         *(["--beyond-loopback"] if host not in ("127.0.0.1", "localhost", "::1") else []),
         stdout=subprocess.PIPE,
+        start_new_session=True,  # what a terminal sends is for the launcher
     )
     address = (await process.stdout.readline()).decode().strip()
     if not address:

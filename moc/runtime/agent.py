@@ -83,6 +83,7 @@ class Agent:
         self._node, self._command = node, command
         self._workers: dict[str, _Process] = {}
         self._generation, self._reason = 0, ""
+        self._asked: int | None = None  # by a signal, to stop
         self._controller: wire.AsyncConnection | None = None
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -111,6 +112,7 @@ class Agent:
 
     def signal(self, number: int) -> None:
         """The launcher got a signal: workers get it too, and whoever ends now is not replaced."""
+        self._asked = number
         self._tell("stopping")
         for worker in self._workers.values():
             self._signal(worker, number)
@@ -121,6 +123,7 @@ class Agent:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             limit=1 << 20,
+            start_new_session=True,  # what a terminal sends is for the launcher, which passes it on
             # asked through NVML, CUDA is not touched, so that a fork can use it
             env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
@@ -135,6 +138,8 @@ class Agent:
                     continue
                 worker.pid = said["pid"]
                 _log.info("worker %d is process %d", worker.rank, worker.pid)
+                if self._asked is not None:  # before it was there
+                    self._signal(worker, self._asked)
             elif "ended" in said and (worker := self._workers.pop(said["ended"], None)):
                 self._tell("ended", worker=worker.name, code=said["code"])
         raise LostError("the process that workers are forked from has died: see what it wrote above")
@@ -164,6 +169,8 @@ class Agent:
         hello = {"kind": "hello", "node": self._node.number, "workers": workers, "generation": self._generation}
         await connection.send(Message(hello))
         self._controller = connection
+        if self._asked is not None:
+            self._tell("stopping")
 
     def _tell(self, kind: str, **what) -> None:
         try:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
+import signal
+import socket
 import sys
 from datetime import timedelta
 
@@ -51,8 +54,11 @@ class Controller:
                 await asyncio.sleep(0.05)
 
     def _open_store(self, host: str) -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._store_address = f"{host}:{self._store.port}"
+        with socket.create_server((host, 0)) as listener:  # by itself torch would listen on all interfaces
+            port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
+        how = dict(is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = TCPStore(host, port, master_listen_fd=descriptor, **how)
+        self._store_address = f"{host}:{port}"
 
     async def _serve_agent(self, connection: wire.AsyncConnection) -> None:
         hello = (await connection.recv()).header
@@ -118,6 +124,8 @@ class Controller:
 def main() -> None:
     """Runs the controller as a process of its own."""
     die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they may go to all processes; the agents act
+        signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--size", type=int, required=True)

@@ -25,11 +25,13 @@ import traceback
 from pathlib import Path
 
 _SET_PDEATHSIG = 1  # linux/prctl.h
+_FOR_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the agent passes them on
 
 
 def main(script: str, arguments: list[str]) -> None:
     """Warms up, then forks whatever is ordered, until its input ends."""
     die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_WORKERS)  # a worker gets what came before it was ready for it
     orders, tell = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # programs write to their own output; ours is for the agent alone
@@ -76,8 +78,6 @@ class Zygote:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # meant for the workers: the agent passes them on
 
     def serve(self) -> None:
         """Until the input ends; then the workers die with this process."""
@@ -127,6 +127,8 @@ class Zygote:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
             code = run(self._script, self._arguments)
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
         finally:
@@ -140,6 +142,7 @@ class Zygote:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_WORKERS)
         for descriptor in (self._orders, self._tell, self._woken, self._wake):
             os.close(descriptor)
 

@@ -60,6 +60,7 @@ class Launched:
                 env=environment,
                 stdout=console,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.launchers[node : node + 1] = [process]
 

@@ -120,6 +120,26 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path):
     assert Store(LocalPlace(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
 
 
+@pytest.mark.parametrize("iteration", [0, 2], ids=["while workers start", "in training"])
+def test_control_c_ends_all_of_it(iteration, flags, tmp_path):
+    with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job") as job:
+        while not job.children("moc.runtime.zygote"):
+            time.sleep(0.01)
+        job.reach(iteration)
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to all processes
+        assert job.wait() == 130
+        assert job.processes() == [] and "started again" not in job.console
+
+
+def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):
+    with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
+        job.launchers[1].kill()
+        job.launchers[1].wait()
+        job._token = "0" * 64
+        job.start(1)
+        assert job.launchers[1].wait(60) == 70 and "the job's token" in job.console
+
+
 @pytest.mark.parametrize(
     "mistake, code, sentence",
     [(dict(num_experts=3), 2, "--num-experts"), (dict(ckpt_memory_dir="/dev/null"), 1, "--ckpt-memory-dir")],
