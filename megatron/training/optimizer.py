@@ -59,10 +59,12 @@ class VotedOptimizer:
         megatron-core updates them while it reduces gradients, before anybody knows that the iteration counts.
         """
         before = [module.expert_bias.clone() for module in self._biases]
-        reduce()
-        self._next_biases = [module.expert_bias.clone() for module in self._biases]
-        for module, bias in zip(self._biases, before, strict=True):
-            module.expert_bias.copy_(bias)
+        try:
+            reduce()
+        finally:  # if it was cut off, they must not have moved either
+            self._next_biases = [module.expert_bias.clone() for module in self._biases]
+            for module, bias in zip(self._biases, before, strict=True):
+                module.expert_bias.copy_(bias)
 
     @torch.no_grad()
     def local_square_norm(self) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -22,7 +22,7 @@ from megatron.training.optimizer import VotedOptimizer, build_optimizer, build_s
 from megatron.training.phases import Phases
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
-from megatron.training.snapshots import NoSnapshots, Snapshots
+from megatron.training.snapshots import Left, NoSnapshots, Snapshots
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -57,6 +57,7 @@ class Parts:
         vocab_size: rows of the embedding.
         saving: what saves the state, once training has started.
         changed: the state is not that which was built any more.
+        left: what the state is, if an iteration was cut off that has not changed it.
     """
 
     config: Config
@@ -71,13 +72,18 @@ class Parts:
     log: Log
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
     changed: bool = False
+    left: Left = field(default_factory=Left)
 
     def go_on_after(self, loss: Loss) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
         self.log.events.write("generation", **asdict(loss))
         self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
-        for saver in self.saving or ():
-            saver.close()
+        if self.saving is not None:
+            checkpoints, snapshots = self.saving
+            self.left.live = snapshots.live
+            checkpoints.close()
+            snapshots.close()
+            self.saving = None
         forget_half_done(self.chunks)
 
 
@@ -158,7 +164,8 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     config, world, log = parts.config, parts.world, parts.log
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log.message)
-    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, again=parts.changed)
+    left = parts.left if parts.changed else None
+    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, left)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
     stop.check_set_up(world)
     phases.done("load")

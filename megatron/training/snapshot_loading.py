@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -16,12 +18,17 @@ from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshots import Left
+from megatron.training.survivors import Survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.plan import Inventory, Plan, plans, reason
+from moc.recovery.replicas import exchange
 from moc.recovery.sources import MEMORY, Held, Recovery, part_of_slot, recoveries
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Operator
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
@@ -31,6 +38,29 @@ from moc.store.store import Store, directory_of, file_of
 
 Key = tuple[int, str]
 """Tells a checkpoint from the others: see :class:`Held`."""
+
+LIVE = "live"
+"""In place of a tier, where the state comes from the workers that are left."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run goes on.
+
+    Attributes:
+        plan: how everybody has got there.
+        position: the same, with samples.
+        held: the checkpoints that are still of use.
+    """
+
+    plan: Plan
+    position: Position
+    held: Sequence[Held]
+
+    def newest(self, operators: Sequence[Operator], *tiers: str) -> int | None:
+        """Iteration of the newest checkpoint in some tiers that the run could come back to alone; None if none is."""
+        held = [one for one in self.held if one.tier in tiers and one.iteration <= self.plan.iteration]
+        return next((way.iteration for way in recoveries(held, operators, exact=True)), None)
 
 
 class SnapshotLoader:
@@ -75,51 +105,75 @@ class SnapshotLoader:
         nodes = [[Summary(*one) for one in node] for node in gather(here)]
         return in_storage(Summary(*one) for one in stored) + in_memory(nodes, self._policy.operators)
 
-    def load(self, held: list[Held], oldest: int | None) -> tuple[Recovery, Position] | None:
-        """Fills model, optimizer and schedule in the newest way that is whole.
+    def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: Left | None) -> Loaded | None:
+        """Fills model, optimizer and schedule by the newest plan that works.
 
         Args:
             held: the checkpoints that there are.
             oldest: iteration of a dense checkpoint, which is better than older snapshots; None if there is none.
+            left: what workers still have.
+            mine: what this one has, which it loses where it loads.
 
         Returns:
-            How, and where to go on; None if there is no way.
+            None if there is no plan.
 
         Raises:
             CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
                 another model.
         """
-        only, found = self._config.checkpoint.ckpt_step, bool(held)
+        found = bool(held)
         self._check_newest(held)
-        while way := next(recoveries(held, self._policy.operators, self._policy.exact, only), None):
-            if oldest is not None and way.iteration < oldest:
+        while plan := next(self._plans(held, left), None):
+            if oldest is not None and plan.iteration < oldest:
                 break
-            begun = time.perf_counter()
-            fragments = self._fragments(way)
-            manifests, bad = self._manifests(way, {way.base.key, *fragments})
+            if mine is not None and self._world.rank not in plan.keep:
+                mine.live = None  # it is about to be written over
+            position, bad = self._follow(plan, left)
             if not bad:
-                where = self._where(way.base)
-                self._check(manifests[way.base.key], where)
-                self._log.message(f"loading snapshot {where}")
-                bad = self._agree(self._fill(way, manifests, fragments))
-            if not bad:
-                position = self._restore(way, manifests)
-                self._report(way, manifests, time.perf_counter() - begun)
-                return way, position
+                return Loaded(plan, position, held)
             for problem in bad.values():
                 self._note(problem)
-            held = [one for one in held if one.key not in bad]
+            held, left = [one for one in held if one.key not in bad], left.only(plan.keep)
         if oldest is None and (found or self._damage):
-            nothing = "together they lack some of the model"
-            if only is not None:
-                nothing = f"{self._storage.place.path(directory_of(only))} is not there"
-            raise CheckpointError(
-                f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory "
-                "with --ckpt-dir"
-            )
+            self._refuse(held)
         if self._damage:
             self._forget_moments()
         return None
+
+    def _refuse(self, held: list[Held]) -> NoReturn:
+        nothing, only = reason(Inventory(held), self._policy.operators), self._config.checkpoint.ckpt_step
+        if only is not None:
+            nothing = f"{self._storage.place.path(directory_of(only))} is not there"
+        raise CheckpointError(
+            f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory with "
+            "--ckpt-dir"
+        )
+
+    def _plans(self, held: list[Held], left: Survivors) -> Iterator[Plan]:
+        only = None if left.again else self._config.checkpoint.ckpt_step
+        return plans(Inventory(held, left.live, left.pieces), self._policy.operators, self._policy.exact, only)
+
+    def _follow(self, plan: Plan, left: Survivors) -> tuple[Position | None, dict[Key, str]]:
+        """Where to go on, or by checkpoint what is wrong with it."""
+        begun = time.perf_counter()
+        if plan.way is None:
+            taken = exchange(plan.copies, self._state, self._world.rank)
+            steps = left.steps[plan.iteration]
+            position = self._restore(left.states[plan.iteration], steps, "the workers that are left")
+            self._report(plan, sum(gather(taken)), begun)
+            return position, {}
+        fragments = {} if self._world.rank in plan.keep else self._fragments(plan.way)
+        manifests, bad = self._manifests(plan.way, {plan.way.base.key, *fragments})
+        if not bad:
+            where = self._where(plan.way.base)
+            self._check(manifests[plan.way.base.key], where)
+            self._log.message(f"loading snapshot {where}")
+            bad = self._agree(self._fill(plan.way, manifests, fragments))
+        if bad:
+            return None, bad
+        position = self._restore_from(plan.way, manifests)
+        self._report(plan, sum(manifest.bytes for manifest in manifests.values()), begun)
+        return position, {}
 
     def _forget_moments(self) -> None:
         """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
@@ -198,12 +252,20 @@ class SnapshotLoader:
         blobs = (self._store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
         return RegionReader(blobs, verify=True, lazy=True)
 
-    def _restore(self, way: Recovery, manifests: dict[Key, Manifest]) -> Position:
+    def _restore_from(self, way: Recovery, manifests: dict[Key, Manifest]) -> Position:
         base = manifests[way.base.key]
-        saved, where = base.state, self._where(way.base)
+        steps = {name: entry.step for name, entry in base.operators.items() if entry.step is not None}
+        position = self._restore(base.state, steps, self._where(way.base))
+        if self._memory is not None and way.base.tier != MEMORY:
+            self._policy.memory_lost()
+        if self._tokens is not None:
+            self._count_lost_tokens(way, manifests)
+        return position
+
+    def _restore(self, saved: Mapping, steps: Mapping[str, int], where: str) -> Position:
+        """All but the tensors."""
         self._state.gather_weights()
         # stale experts count the run's updates, not their own, as the published systems have it
-        steps = {name: entry.step for name, entry in base.operators.items() if entry.step is not None}
         latest = max(steps.values(), default=None)
         if latest is not None:
             steps = {operator.name: steps.get(operator.name, latest) for operator in self._policy.operators}
@@ -215,10 +277,6 @@ class SnapshotLoader:
             self._policy.interval.load_state_dict(saved["interval"])
         if saved.get("policy_state"):
             self._policy.load_state_dict(saved["policy_state"])
-        if self._memory is not None and way.base.tier != MEMORY:
-            self._policy.memory_lost()
-        if self._tokens is not None:
-            self._count_lost_tokens(way, manifests)
         return Position(**{name: saved[name] for name in asdict(Position())})
 
     def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
@@ -237,14 +295,17 @@ class SnapshotLoader:
             f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised:.3%} by this recovery"
         )
 
-    def _report(self, way: Recovery, manifests: dict[Key, Manifest], seconds: float) -> None:
-        amount = sum(manifest.bytes for manifest in manifests.values())
+    def _report(self, plan: Plan, amount: int, begun: float) -> None:
+        seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
         self._log.events.write(
             "resume",
-            iteration=way.iteration,
-            tier=way.base.tier,
+            iteration=plan.iteration,
+            tier=tier,
             bytes=amount,
             seconds=seconds,
-            sources=[list(one.key) for one in way.used()],
+            sources=[list(one.key) for one in plan.way.used()] if plan.way else [],
+            kept=len(plan.keep),
         )
-        self._log.message(f"loaded {amount / 1e9:.3g} GB from {way.base.tier} in {seconds:.2f} s")
+        kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
+        source = f"from {tier}" if plan.way else "from one another"
+        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source} in {seconds:.2f} s")

@@ -41,6 +41,16 @@ class Publisher:
         """
         self._publish(self._tiers.memory, plan, state, self._tiers.node)
 
+    def reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
+        """Publishes at once what ranks have left word of: all that they were to save, whatever the plan was.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        parts = store.reported(iteration, ranks)
+        size = self._world.size
+        store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
+
     def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
         """Begins to publish the parts of all workers in storage, and to remove what is not needed any more.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Callable
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -19,14 +20,15 @@ from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.snapshot_loading import SnapshotLoader
+from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
-from megatron.training.snapshots import NoSnapshots, Snapshots, Start
+from megatron.training.snapshots import Left, NoSnapshots, Snapshots, Start
+from megatron.training.survivors import publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
-from moc.recovery.sources import MEMORY
+from moc.recovery.sources import MEMORY, STORAGE
 from moc.sharding import scheme_named
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
@@ -53,9 +55,9 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
-    again: bool = False,
+    mine: Left | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
-    """Loads the newest state that there is; a collective call.
+    """Brings all workers to the newest state that there is; a collective call.
 
     Args:
         config: the flags in force.
@@ -66,7 +68,7 @@ def begin(
         vocab_size: rows of the embedding.
         checkpoints: the dense ones.
         log: where to report.
-        again: the model has been trained since it was built.
+        mine: what this worker has left of the state; None if it has not trained yet.
 
     Returns:
         Where to go on, and what takes snapshots from there.
@@ -77,7 +79,7 @@ def begin(
         NothingToGoOnFrom: there is no snapshot, and the model is not as it was built any more.
     """
     if config.snapshot.ckpt_policy is None:
-        if again:
+        if mine is not None:
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
     tiers = _tiers(config, world)
@@ -86,18 +88,20 @@ def begin(
     stage = _stage(state)
     if tiers.memory is not None:
         agreed(lambda: _check_nodes(stage, policy, tiers), "cannot keep snapshots in memory")
+    publisher = Publisher(world, policy, tiers, _layout(config, world), log)
     tokens = None if policy.exact else TokenBook(config, world, chunks, policy.operators)
 
+    left = survivors(mine, state, world)
+    publish_what_is_whole(left, tiers, publisher, world)
     loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
-    loaded = loader.load(loader.find(), oldest=checkpoints.newest())
-    if again and not loaded:
+    loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
+    if mine is not None and not loaded:
         raise NothingToGoOnFrom
-    position = loaded[1] if loaded else checkpoints.load() or Position()
-    recovered = position.iteration if loaded and loaded[0].base.tier == MEMORY else None
+    start = _from(loaded, policy) if loaded else Start(checkpoints.load() or Position(), None, None)
     if tokens is not None and not loaded:
-        tokens.starts_at(position.iteration)
+        tokens.starts_at(start.position.iteration)
 
-    agreed(lambda: _tidy(tiers, world, position.iteration, recovered), "cannot tidy up old snapshots")
+    agreed(lambda: _tidy(tiers, world, start), "cannot tidy up old snapshots")
     saved = Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
     policy.sized(lambda operators: max(gather(saved.busiest(operators))))
     snapshots = Snapshots(
@@ -105,22 +109,44 @@ def begin(
         policy=policy,
         contents=saved,
         saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
-        publisher=Publisher(world, policy, tiers, _layout(config, world), log),
+        publisher=publisher,
         tiers=tiers,
-        describe=lambda at: {
-            **contents.training_state(config, world, at, optimizer, scheduler),
-            "optimizer": config.regularization.optimizer,
-            "interval": policy.interval.state_dict(),
-            "policy_state": policy.state_dict(),
-            "ledger": tokens.state_dict() if tokens is not None else None,
-        },
+        describe=_describer(config, world, optimizer, scheduler, policy, tokens),
         blocking=config.snapshot.ckpt_blocking,
-        start=Start(position.iteration if loaded else None, recovered, position.skipped_iterations),
+        start=start,
         tokens=tokens,
         report=SnapshotReport(log, config.snapshot.ckpt_tier),
     )
     snapshots.reserve()
-    return position, snapshots
+    return start.position, snapshots
+
+
+def _from(loaded: Loaded, policy: Policy) -> Start:
+    """What there is when a run goes on: the checkpoint that it comes from, and where it comes from none, the newest."""
+    at, way = loaded.position, loaded.plan.way
+    if way is not None:
+        return Start(at, way.iteration, way.iteration if way.base.tier == MEMORY else None)
+    newest = loaded.newest(policy.operators, MEMORY, STORAGE)
+    in_memory = loaded.newest(policy.operators, MEMORY)
+    return Start(at, newest, in_memory if in_memory == newest else None)
+
+
+def _describer(
+    config: Config,
+    world: World,
+    optimizer: VotedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    policy: Policy,
+    tokens: TokenBook | None,
+) -> Callable[[Position], dict]:
+    """What of the state is not a tensor, at a position."""
+    return lambda at: {
+        **contents.training_state(config, world, at, optimizer, scheduler),
+        "optimizer": config.regularization.optimizer,
+        "interval": policy.interval.state_dict(),
+        "policy_state": policy.state_dict(),
+        "ledger": tokens.state_dict() if tokens is not None else None,
+    }
 
 
 def _tiers(config: Config, world: World) -> Tiers:
@@ -192,17 +218,17 @@ def _settings(config: Config) -> dict[str, object]:
     }
 
 
-def _tidy(tiers: Tiers, world: World, iteration: int, recovered: int | None) -> None:
+def _tidy(tiers: Tiers, world: World, start: Start) -> None:
     """Takes out of the way what the run will take anew, and what killed jobs have left behind."""
     if world.rank == 0:
         for newer in tiers.storage.iterations():
-            if newer > iteration:
+            if newer > start.position.iteration:
                 tiers.storage.set_aside(newer)
         tiers.storage.clear_unpublished()
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
         for other in tiers.memory.iterations():
-            if other != recovered:
+            if other != start.in_memory:
                 tiers.memory.remove(other)
         tiers.memory.clear_unpublished()
 

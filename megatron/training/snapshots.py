@@ -38,10 +38,35 @@ BUFFERS = 3
 """One that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
 
 
+@dataclass(frozen=True)
+class Live:
+    """The state that a worker has between two iterations, apart from its tensors.
+
+    Attributes:
+        position: how far it has come.
+        state: what is not a tensor, as snapshots hold it.
+    """
+
+    position: Position
+    state: dict
+
+
+@dataclass
+class Left:
+    """What a worker has left when another one is lost.
+
+    Attributes:
+        live: its state, as long as it is whole.
+    """
+
+    live: Live | None = None
+
+
 class NoSnapshots(Rider):
     """Without ``--ckpt-policy``."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
+    live: Live | None = None
 
     def take(self, position: Position, step_s: float) -> None:
         """Takes none."""
@@ -61,14 +86,14 @@ class Start:
     """What a run goes on from.
 
     Attributes:
-        newest: iteration of the snapshot, in memory or in storage; None if it was none.
+        position: from here.
+        newest: iteration of the newest snapshot, in memory or in storage; None if there is none.
         in_memory: the same, if it is in memory.
-        skipped_iterations: as in :class:`Position`.
     """
 
+    position: Position
     newest: int | None
     in_memory: int | None
-    skipped_iterations: int
 
 
 @dataclass(frozen=True)
@@ -136,7 +161,8 @@ class Snapshots(Rider):
         self._voted_at = time.perf_counter()
         self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
         self._seen: Observed | None = None  # the same, when an iteration has been
-        self._skipped = start.skipped_iterations
+        self._skipped = start.position.skipped_iterations
+        self._position: Position | None = start.position  # None while the update changes the state
 
     def reserve(self) -> None:
         """Makes the buffers that are free now, before training needs them.
@@ -166,6 +192,7 @@ class Snapshots(Rider):
             CheckpointError: on all workers; something could not be saved.
         """
         begun = time.perf_counter()
+        self._position = position
         self._compute_s = max(0.0, step_s - (begun - self._voted_at))
         if self._seen is not None:
             self._policy.interval.observe(self._seen)
@@ -224,6 +251,7 @@ class Snapshots(Rider):
             with self._stalling():
                 for taken in self._copying:
                     taken.snapshot.capture.wait()
+        self._position = None
 
     def finish(self) -> None:
         """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
@@ -251,6 +279,11 @@ class Snapshots(Rider):
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()
         self._report.end(self._tokens)
+
+    @property
+    def live(self) -> Live | None:
+        """The state that this worker has now; None if it is being changed."""
+        return self._position and Live(self._position, self._describe(self._position))
 
     @property
     def gauges(self) -> dict[str, float]:

@@ -29,15 +29,16 @@ def undisturbed(data, tmp_path_factory):
     """By layout, what a run that loses nobody ends with: records, and the hashes of its last snapshot."""
     known = {}
 
-    def run(layout: str) -> tuple:
-        if layout not in known:
+    def run(layout: str, **more) -> tuple:
+        key = layout, *more.items()
+        if key not in known:
             directory = tmp_path_factory.mktemp("undisturbed")
             flags = dict(
                 ckpt_policy="full", snapshot_interval=ITERATIONS, train_iters=ITERATIONS, ckpt_dir=str(directory)
             )
-            records = train(layout, data | flags).records
-            known[layout] = [(r["iteration"], r["loss"], r["grad_norm"]) for r in records], ended_with(flags)
-        return known[layout]
+            records = train(layout, data | flags | more).records
+            known[key] = [(r["iteration"], r["loss"], r["grad_norm"]) for r in records], ended_with(flags)
+        return known[key]
 
     return run
 
@@ -64,6 +65,8 @@ def test_workers_are_killed(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("PP2xEP2"))
     for event in job.events("generation"):
         assert "was killed by signal 9" in event["reason"] and event["met_s"] > 0
+    for event in job.events("resume"):
+        assert event["tier"] == "memory" and event["kept"] in (0, 2, 3)  # 0: it had not sealed what the others had
 
 
 def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
@@ -83,6 +86,18 @@ def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):
         job.kill(0)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
     assert "starts over" in job.console
+
+
+def test_a_replica_gives_what_is_lost_and_nobody_goes_back(flags, undisturbed, tmp_path):
+    replicated = dict(expert_model_parallel_size=1, use_distributed_optimizer=False)
+    with Launched("EP2", flags | replicated | dict(snapshot_interval=ITERATIONS), tmp_path / "job") as job:
+        for iteration, rank in ((3, 0), (7, 1)):
+            job.reach(iteration)
+            job.kill(rank)
+            job.reach(iteration + 2)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2", **replicated))
+        assert [(event["tier"], event["kept"]) for event in job.events("resume")] == [("live", 1)] * 2
+        assert [event["iteration"] for event in job.events("iteration")] == list(range(1, ITERATIONS + 1))
 
 
 def test_a_worker_is_lost_while_all_build(flags, undisturbed, tmp_path):
