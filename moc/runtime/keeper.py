@@ -25,7 +25,7 @@ from moc.runtime import async_connections as wire
 from moc.runtime.addresses import interface_towards
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
-from moc.runtime.replicas import CHUNK, AbsentError, Wanted, file_in, part_of, pull
+from moc.runtime.pull import CHUNK, AbsentError, Wanted, file_in, part_of, pull
 from moc.runtime.wire import WireError
 from moc.runtime.zygote import die_with_parent
 from moc.store.errors import CheckpointError, DamagedRegionError

@@ -11,7 +11,7 @@ from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
-from moc.runtime.replicas import Wanted
+from moc.runtime.pull import Wanted
 from moc.runtime.wire import PeerGoneError
 from moc.store.errors import CheckpointError
 

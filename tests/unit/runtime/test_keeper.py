@@ -15,7 +15,7 @@ from moc.runtime import environment, job_token
 from moc.runtime.connections import connect
 from moc.runtime.keeper_client import KeeperClient
 from moc.runtime.message import Message
-from moc.runtime.replicas import CHUNK, Wanted
+from moc.runtime.pull import CHUNK, Wanted
 from moc.runtime.wire import WireError
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime.message import Message
+from moc.runtime.wire import PeerGoneError
 from moc.store import manifest as manifests
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError
@@ -27,6 +28,9 @@ from moc.store.store import Store, directory_of
 
 CHUNK = 4 << 20
 """Bytes that are asked for at once."""
+
+SILENCE_S = 30.0
+"""After which a node that does not answer counts as gone."""
 
 _NODE = re.compile(r"[0-9A-Za-z]+")
 _FILE = re.compile(r"rank_\d{5,}\.safetensors|" + re.escape(manifests.NAME))
@@ -183,7 +187,10 @@ class _Remote:
         await self._connection.send(Message({"kind": "read", "start": start, "bytes": nbytes, **where}))
 
     async def _answer(self) -> Message:
-        answer = await self._connection.recv()
+        try:
+            answer = await asyncio.wait_for(self._connection.recv(), SILENCE_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise PeerGoneError(f"node {self.wanted.held_by} has not answered for {SILENCE_S:g} s") from None
         if answer.kind == "data":
             return answer
         about = f"the snapshot of iteration {self.wanted.iteration} of node {self.wanted.of}"
