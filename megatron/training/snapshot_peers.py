@@ -163,6 +163,7 @@ class Peers:
             for restore in restores:
                 if problem := problems[restore.of]:
                     spoilt.add(restore)
+                    self._drop_if_damaged(restore)
                     log.message(f"WARNING: the copy of node {restore.of}'s snapshot cannot be used: {problem}")
                 else:
                     log.events.write("restore", **restore._asdict())
@@ -264,6 +265,16 @@ class Peers:
             self._memory.remove(restore.iteration)
             return str(error)
         return None
+
+    def _drop_if_damaged(self, restore: Restore) -> None:
+        """On the node that keeps a copy of which another one did not like something: it is made anew."""
+        if not self._leads or restore.held_by != self._node:
+            return
+        copies = self._copies()[restore.of]
+        try:
+            _verify(copies, restore.iteration)
+        except (CheckpointError, MissingRegionError):
+            copies.remove(restore.iteration)
 
     def _copies(self) -> dict[str, Store]:
         root = self._memory.place.root
