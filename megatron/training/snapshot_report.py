@@ -16,7 +16,7 @@ class SnapshotReport:
 
     Args:
         log: where to report.
-        tier: where snapshots are safe, ``disk`` or ``memory``.
+        tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
     """
 
     def __init__(self, log: Log, tier: str):
@@ -67,6 +67,16 @@ class SnapshotReport:
             copy_s=tally["snapshot_copy_s"] / workers,
             hash_s=tally["snapshot_seal_s"] / workers,
         )
+
+    def replicated(self, iteration: int, amount: int, seconds: float) -> None:
+        """All copies of one are where they are to be.
+
+        Args:
+            iteration: of it.
+            amount: bytes that went from node to node, over all nodes.
+            seconds: that a node's copying took, on average.
+        """
+        self._log.events.write("replicate", iteration=iteration, bytes=amount, replicate_s=seconds)
 
     def end(self, tokens: TokenBook | None) -> None:
         """The run ends.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
+from megatron.training.snapshot_peers import join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
@@ -29,6 +31,7 @@ from megatron.training.survivors import publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.sources import MEMORY, STORAGE
+from moc.runtime import environment
 from moc.sharding import scheme_named
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
@@ -84,15 +87,18 @@ def begin(
         return checkpoints.load() or Position(), NoSnapshots()
     tiers = _tiers(config, world)
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
+    peers = join_peers(config, tiers, log, again=mine is not None)
     state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
     stage = _stage(state)
     if tiers.memory is not None:
-        agreed(lambda: _check_nodes(stage, policy, tiers), "cannot keep snapshots in memory")
+        agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
     publisher = Publisher(world, policy, tiers, _layout(config, world), log)
     tokens = None if policy.exact else TokenBook(config, world, chunks, policy.operators)
 
     left = survivors(mine, state, world)
     publish_what_is_whole(left, tiers, publisher, world)
+    if peers is not None:
+        peers.restore(log)
     loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
     loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
     if mine is not None and not loaded:
@@ -101,6 +107,8 @@ def begin(
     if tokens is not None and not loaded:
         tokens.starts_at(start.position.iteration)
 
+    if peers is not None:
+        peers.goes_on_from(start.in_memory, log)
     agreed(lambda: _tidy(tiers, world, start), "cannot tidy up old snapshots")
     saved = Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
     policy.sized(lambda operators: max(gather(saved.busiest(operators))))
@@ -111,6 +119,7 @@ def begin(
         saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
         publisher=publisher,
         tiers=tiers,
+        peers=peers,
         describe=_describer(config, world, optimizer, scheduler, policy, tokens),
         blocking=config.snapshot.ckpt_blocking,
         start=start,
@@ -154,12 +163,14 @@ def _tiers(config: Config, world: World) -> Tiers:
     nodes = _nodes(snapshot.node_of_rank, world)
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
     memory = None
-    if snapshot.ckpt_tier == "memory":
-        emulated = nodes[world.rank] if snapshot.node_of_rank else None
+    if snapshot.ckpt_tier != "disk":
+        several = len(set(nodes)) > 1 and environment.NODE in os.environ  # perhaps on one machine
+        emulated = nodes[world.rank] if snapshot.node_of_rank or several else None
         memory = Store(memory_place(snapshot.ckpt_memory_dir, directory, emulated), slack=True)
     return Tiers(
         storage=Store(place_of(directory)),
         memory=memory,
+        nodes=tuple(nodes),
         leads_node=world.rank == node[0],
         node=node,
         persist_interval=1 if snapshot.chooses_experts and memory is not None else snapshot.persist_interval,
@@ -168,9 +179,9 @@ def _tiers(config: Config, world: World) -> Tiers:
 
 
 def _nodes(told: str | None, world: World) -> list[str]:
-    """By rank the node on which it is: what is told, or the name of its host."""
+    """By rank the node on which it is: what is told, the number that the launcher gives it, or the name of its host."""
     if told is None:
-        return gather(socket.gethostname())
+        return gather(os.environ.get(environment.NODE) or socket.gethostname())
     nodes = told.split(",")
     if len(nodes) != world.size:
         raise ConfigError(
@@ -244,13 +255,13 @@ def _stage(state: TrainingState) -> Stage:
     return Stage({rank: unpack(text) for rank, text in gather((dist.get_rank(), pack(told)), group)})
 
 
-def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers) -> None:
+def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
     """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory."""
     here = set(tiers.node)
     for item in stage.items(policy.everything(0).operators):
         if here & set(item.holders) and not here.issuperset(item.holders):
             raise CheckpointError(
-                f"--ckpt-tier memory cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
+                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
                 "with --use-distributed-optimizer, keep tensor parallelism inside of a node, or take --ckpt-tier disk"
             )
 

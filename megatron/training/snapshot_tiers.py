@@ -18,6 +18,7 @@ class Tiers:
     Attributes:
         storage: the checkpoints in ``--ckpt-dir``.
         memory: those in this node's memory, or None with ``--ckpt-tier disk``.
+        nodes: by rank, the name of the node on which it is.
         leads_node: this worker publishes in this node's memory.
         node: the workers of this node.
         persist_interval: with a memory tier, iterations between snapshots that go to storage too.
@@ -26,6 +27,7 @@ class Tiers:
 
     storage: Store
     memory: Store | None
+    nodes: tuple[str, ...]
     leads_node: bool
     node: tuple[int, ...]
     persist_interval: int | None

@@ -1,8 +1,8 @@
 """Snapshots beside training: what each worker has done of them travels with the vote of every iteration.
 
     take            copies begin right after the update, into a buffer that holds no snapshot which is still needed
-    vote            tells how far all have come: copied by all, and it is safe in memory; written by all, and it is
-                    published in storage
+    vote            tells how far all have come: copied by all, and it is published in memory, and safe there or, with
+                    peers, when their copies are there too; written by all, and it is published in storage
     before apply    the copies must be done, since the update changes what they read; training waits for them if
                     they are not, and the wait is counted
 
@@ -16,13 +16,14 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron.training.agreement import agreed, first_of_any
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
+from megatron.training.snapshot_peers import Copied, Peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
@@ -36,6 +37,8 @@ from moc.store.errors import CheckpointError
 
 BUFFERS = 3
 """One that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
+
+_LISTEN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,14 @@ class _Taken:
         storage: what of it goes to storage; None if nothing does.
         state: what is not a tensor.
         snapshot: this worker's part.
+        copied: done when this node has the copies of other nodes' parts that it keeps; without peers None.
     """
 
     plan: SnapshotPlan
     storage: SnapshotPlan | None
     state: dict
     snapshot: Snapshot
+    copied: Future[Copied] | None = None
 
 
 class Snapshots(Rider):
@@ -123,6 +128,7 @@ class Snapshots(Rider):
         saver: copies and writes this worker's part.
         publisher: makes them count.
         tiers: where to.
+        peers: what copies snapshots to other nodes, if anything does.
         describe: what is not a tensor, for a position.
         blocking: wait until a snapshot is safe.
         start: what the run goes on from.
@@ -138,6 +144,7 @@ class Snapshots(Rider):
         saver: Saver,
         publisher: Publisher,
         tiers: Tiers,
+        peers: Peers | None,
         describe: Callable[[Position], dict],
         blocking: bool,
         start: Start,
@@ -146,9 +153,10 @@ class Snapshots(Rider):
     ):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
         self._publisher, self._describe, self._blocking = publisher, describe, blocking
-        self._tokens, self._report = tokens, report
+        self._peers, self._tokens, self._report = peers, tokens, report
         self._rotation = self._empty_rotation(start.in_memory)
         self._copying: deque[_Taken] = deque()
+        self._replicating: deque[_Taken] = deque()
         self._writing: deque[_Taken] = deque()
         self._failure: str | None = None
         self._newest, self._newest_is_complete = start.newest, True
@@ -208,7 +216,7 @@ class Snapshots(Rider):
                 self._start(plan, self._for_storage(plan), position)
                 if self._blocking:
                     self.finish()
-        self._was_busy = bool(self._copying or self._writing)
+        self._was_busy = self._under_way
         self._iteration_s = step_s + time.perf_counter() - begun
 
     def ballot(self) -> dict[str, float]:
@@ -217,6 +225,7 @@ class Snapshots(Rider):
         copied = copying is not None and copying.snapshot.sealed.done()
         written = writing is not None and writing.snapshot.persisted.done()
         stall_s, self._stall_s = self._stall_s, 0.0
+        replicating, replicated = self._replicated()
         return (self._tokens.ballot() if self._tokens is not None else {}) | {
             "snapshot_failed": float(self._find_failure() is not None),
             "snapshot_copied": float(copied),
@@ -226,6 +235,9 @@ class Snapshots(Rider):
             "snapshot_seal_s": copying.snapshot.seal_s if copied else 0.0,
             "snapshot_written_bytes": float(writing.snapshot.persisted_bytes if written else 0),
             "snapshot_write_s": writing.snapshot.persist_s if written else 0.0,
+            "snapshot_replicated": float(replicating),
+            "snapshot_replicated_bytes": float(replicated.bytes),
+            "snapshot_replicate_s": replicated.seconds,
             "snapshot_stall_s": stall_s,
             "snapshot_iteration_s": self._iteration_s,
             "snapshot_compute_s": self._compute_s,
@@ -255,7 +267,7 @@ class Snapshots(Rider):
 
     def finish(self) -> None:
         """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
-        while self._copying or self._writing:
+        while self._under_way:
             self._wait_and_vote()
         self._publisher.wait()
         self._wait_and_vote()
@@ -276,6 +288,8 @@ class Snapshots(Rider):
         elif self._in_memory is None and self._newest != self._stored:  # nothing was done since it was recovered
             copy_to_storage(self._newest, self._tiers, self._policy)
             self._stored = self._newest
+        if self._peers is not None:
+            self._peers.rest()
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()
         self._report.end(self._tokens)
@@ -293,10 +307,23 @@ class Snapshots(Rider):
 
     def close(self) -> None:
         """Gives up what is not published yet, as if this worker had been killed; asks nothing of the others."""
+        if self._peers is not None:
+            self._peers.close()
         self._saver.close()
         self._publisher.close()
         if self._tokens is not None:
             self._tokens.close()
+
+    @property
+    def _under_way(self) -> bool:
+        return bool(self._copying or self._replicating or self._writing)
+
+    def _replicated(self) -> tuple[bool, Copied]:
+        """Whether this node has its copies of the oldest snapshot that waits for them, and what they took."""
+        head = _head(self._replicating)
+        if head is None or not head.copied.done():
+            return False, Copied()
+        return True, Copied() if head.copied.exception() else head.copied.result()
 
     @contextlib.contextmanager
     def _stalling(self):
@@ -342,7 +369,8 @@ class Snapshots(Rider):
 
     def _empty_rotation(self, recovered: int | None) -> Rotation:
         in_memory = self._tiers.memory is not None
-        return Rotation.of(BUFFERS if in_memory else BUFFERS - 1, keep=in_memory, recovered=recovered)
+        count = BUFFERS - (not in_memory) + (self._peers is not None)  # one more from which peers copy
+        return Rotation.of(count, keep=in_memory, recovered=recovered)
 
     def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
         """What of a snapshot that begins now is to go to storage."""
@@ -387,8 +415,11 @@ class Snapshots(Rider):
     def _wait_and_vote(self) -> None:
         heads = [_head(self._copying), _head(self._writing)]
         wait([taken.snapshot.sealed for taken in heads if taken])
-        if heads[0] is None and heads[1] is not None:
-            wait([heads[1].snapshot.persisted])
+        if heads[0] is None:
+            # of a node that is lost meanwhile, a worker hears in the vote alone
+            wait([taken.copied for taken in list(self._replicating)[:1]], timeout=_LISTEN_S)
+            if heads[1] is not None and not self._replicating:
+                wait([heads[1].snapshot.persisted])
         self._hear(sum_over_workers(self.ballot(), self._world))
 
     def _hear(self, tally: dict[str, float]) -> None:
@@ -401,6 +432,8 @@ class Snapshots(Rider):
         self._give_up_older()
         if self._all_have_copied(tally):
             self._all_copied(self._copying.popleft(), tally)
+        if tally["snapshot_replicated"] == self._world.size:
+            self._all_replicated(self._replicating.popleft(), tally)
         if tally["snapshot_written"] == self._world.size:
             self._all_written(self._writing.popleft(), tally)
 
@@ -408,28 +441,42 @@ class Snapshots(Rider):
         return tally["snapshot_copied"] == self._world.size
 
     def _all_copied(self, taken: _Taken, tally: dict[str, float]) -> None:
-        iteration, memory = taken.plan.iteration, self._tiers.memory
+        iteration = taken.plan.iteration
         self._heard = dataclasses.replace(
             self._heard, copied=self._transfer(tally, "snapshot_bytes", "snapshot_copy_s")
         )
-        self._rotation = self._rotation.complete(iteration)
         self._report.snapshot(iteration, tally, self._world.size)
-        if self._tokens is not None:
-            self._tokens.snapshotted(iteration)
-        if memory is None:
-            return
-        if self._tiers.leads_node:
+        if self._tiers.memory is not None and self._tiers.leads_node:
             # at once: no worker may write over the snapshot before this one until the next vote
             with self._remembering_failure():
                 self._publisher.in_memory(taken.plan, taken.state)
-            self._replaces = True
-        self._in_memory = taken
+        if self._peers is None:
+            self._is_safe(taken)
+        else:
+            self._replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
+
+    def _all_replicated(self, taken: _Taken, tally: dict[str, float]) -> None:
+        nodes = len(set(self._tiers.nodes))
+        amount, seconds = int(tally["snapshot_replicated_bytes"]), tally["snapshot_replicate_s"] / nodes
+        self._report.replicated(taken.plan.iteration, amount, seconds)
+        self._is_safe(taken)
+
+    def _is_safe(self, taken: _Taken) -> None:
+        """All workers have it where it outlives what may be lost: older ones are not needed any more."""
+        self._rotation = self._rotation.complete(taken.plan.iteration)
+        if self._tokens is not None:
+            self._tokens.snapshotted(taken.plan.iteration)
+        if self._tiers.memory is not None:
+            self._replaces = self._tiers.leads_node
+            self._in_memory = taken
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""
         if self._replaces:
             with self._remembering_failure():
                 self._tiers.memory.retain(newest=1, upto=self._in_memory.plan.iteration)
+                if self._peers is not None:
+                    self._peers.give_up_older(self._in_memory.plan.iteration)
             self._replaces = False
 
     def _is_due_in_storage(self, iteration: int) -> bool:
@@ -464,6 +511,7 @@ class Snapshots(Rider):
     def _find_failure(self) -> str | None:
         futures = [taken.snapshot.sealed for taken in self._copying]
         futures += [taken.snapshot.persisted for taken in self._writing]
+        futures += [taken.copied for taken in self._replicating]
         errors = (str(future.exception()) for future in futures if future.done() and future.exception())
         self._failure = self._failure or self._publisher.failure() or next(errors, None)
         return self._failure

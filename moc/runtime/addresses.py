@@ -57,6 +57,20 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
     return sock
 
 
+def interface_towards(address: str) -> str:
+    """The address of this machine from which another one, or this one, is reached; nothing is sent.
+
+    Raises:
+        ValueError: it is not an address.
+        OSError: the host is not known, or there is no way to it.
+    """
+    family, where = candidates(address)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        host = probe.getsockname()[0]
+    return f"[{host}]" if family == socket.AF_INET6 else host
+
+
 def text_of(family: int, where: tuple | str) -> str:
     """An address as people write it."""
     if family == socket.AF_UNIX:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime import environment
+from moc.runtime.keeper import keep
 from moc.runtime.membership import SAVED
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError, WireError
@@ -86,6 +87,7 @@ class Agent:
         self._asked: int | None = None  # by a signal, to stop
         self._controller: wire.AsyncConnection | None = None
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._keeper = f"unix:{node.directory}/keeper"
 
     async def run(self) -> int:
         """Until the job is over; its exit code.
@@ -96,7 +98,9 @@ class Agent:
         address = f"unix:{self._node.directory}/agent"
         async with await wire.serve(address, self._node.token, self._serve_worker):
             self._zygote = await self._start_zygote()
-            tasks = [asyncio.create_task(job) for job in (self._hear_zygote(), self._hear_controller(), self._watch())]
+            keeping = keep(self._node.controller, self._keeper)
+            jobs = self._hear_zygote(), self._hear_controller(), self._watch(), keeping
+            tasks = [asyncio.create_task(job) for job in jobs]
             try:
                 await asyncio.wait([self._ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
@@ -208,6 +212,8 @@ class Agent:
             environment.WORKER: worker.name,
             environment.GENERATION: order["generation"],
             environment.TOGETHER: int(worker.together),
+            environment.NODE: self._node.number,
+            environment.KEEPER: self._keeper,
         }
         output = None
         if self._node.logs is not None:

@@ -14,3 +14,6 @@ TOGETHER = "MOC_TOGETHER"
 
 NODE = "MOC_NODE"
 """Number of the node; several may be on one machine."""
+
+KEEPER = "MOC_KEEPER"
+"""Address of the process that keeps copies of other nodes' snapshots on this node, for its workers."""

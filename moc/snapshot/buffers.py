@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from moc.store.errors import CheckpointError
+from moc.store.slots import reserve
 
 
 class Buffer:
@@ -59,15 +60,14 @@ class Buffer:
 
 
 def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
-    if path is None:
+    if path is not None:
+        descriptor = reserve(path, nbytes)
+    else:
         if nbytes > psutil.virtual_memory().available:  # nothing else bounds it but the kernel's killing
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         descriptor = os.memfd_create("snapshot")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+    try:
         return mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError:
         if path is not None:

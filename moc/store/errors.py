@@ -3,3 +3,11 @@
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or does not fit; the message names what, and the remedy."""
+
+
+class MissingRegionError(RuntimeError):
+    """Files do not hold all of a tensor that is asked for; the message names it."""
+
+
+class DamagedRegionError(MissingRegionError):
+    """Files hold it, but its bytes are not those that were written; the message names file and tensor."""

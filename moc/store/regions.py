@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy
 import torch
-import xxhash
 
 from moc.state.region import Region
 from moc.store.blobs import Blob, LocalBlob
+from moc.store.digest import digest_of
+from moc.store.errors import DamagedRegionError, MissingRegionError
 
 _INDEX = "regions"
 _PAGE = 4096  # the data begin at a multiple, so that they can be mapped and written by pages
@@ -32,14 +33,6 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class MissingRegionError(RuntimeError):
-    """Files do not hold all of a tensor that is asked for; the message names it."""
-
-
-class DamagedRegionError(MissingRegionError):
-    """Files hold it, but its bytes are not those that were written; the message names file and tensor."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +142,6 @@ def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> None:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor on the host, without a copy if it is contiguous."""
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def digest_of(data) -> str:
-    """xxh3-128 of a buffer, in hex."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from moc.store import manifest as manifests
 from moc.store.blobs import Blob
-from moc.store.errors import CheckpointError
+from moc.store.digest import digest_of
+from moc.store.errors import CheckpointError, DamagedRegionError
 from moc.store.manifest import FileEntry, Manifest, Part
 from moc.store.places import Place
-from moc.store.regions import DamagedRegionError, digest_of
 
 _DIRECTORY = re.compile(r"^iter_(\d{7,})$")
 _CHUNK = 16 << 20  # bytes written at once

@@ -34,14 +34,15 @@ class Snapshot(Group):
     )
     ckpt_tier: str = flag(
         "disk",
-        "Where a snapshot is safe: in --ckpt-dir, or in the memory of its node, from where a job that is started again "
-        "on the same machines goes on in seconds.",
-        choices=("disk", "memory"),
+        "Where a snapshot is safe: in --ckpt-dir; in the memory of its node, from where a job that is started again "
+        "on the same machines goes on in seconds; or also in that of other nodes, its peers, so that nodes may be lost "
+        "(Gemini).",
+        choices=("disk", "memory", "peers"),
     )
     ckpt_dir: str | None = flag(
         None, "Directory or URL (s3://...) of the snapshots; by default SAVE/snapshots.", metavar="DIR"
     )
-    ckpt_memory_dir: str = flag("/dev/shm", "Memory file system for --ckpt-tier memory.", metavar="DIR")
+    ckpt_memory_dir: str = flag("/dev/shm", "Memory file system for --ckpt-tier memory and peers.", metavar="DIR")
     ckpt_blocking: bool = flag(False, "Let training wait until a snapshot is safe, in place of taking it beside it.")
     ckpt_keep: int = flag(2, "Complete snapshots to keep in --ckpt-dir.", at_least=1)
     ckpt_sharding: str = flag(
@@ -62,9 +63,18 @@ class Snapshot(Group):
     )
     persist_interval: int | None = flag(
         None,
-        "With --ckpt-tier memory: iterations between snapshots that are also written to --ckpt-dir; without it, only "
-        "the last one of a run is.",
+        "With --ckpt-tier memory or peers: iterations between snapshots that are also written to --ckpt-dir; without "
+        "it, only the last one of a run is.",
         at_least=1,
+    )
+    replicas: int | None = flag(
+        None,
+        "With --ckpt-tier peers: other nodes that keep copies of each node's snapshots; by default 2, or as many as "
+        "there are.",
+        at_least=1,
+    )
+    replication_rate: float | None = flag(
+        None, "With --ckpt-tier peers: GB/s at which a node copies snapshots of others, at most.", above=0.0
     )
 
     mtbf_hours: float = flag(
@@ -148,10 +158,16 @@ class Snapshot(Group):
             "--mtbf-hours needs --pec-k auto, which reckons with it: add it.",
         )
         refuse(
-            self.node_of_rank and self.ckpt_tier != "memory",
-            "--node-of-rank needs --ckpt-tier memory, since only memory belongs to a node: add it.",
+            self.node_of_rank and self.ckpt_tier == "disk",
+            "--node-of-rank needs --ckpt-tier memory or peers, since only memory belongs to a node: add one.",
         )
         refuse(
-            self.persist_interval and self.ckpt_tier != "memory",
-            "--persist-interval needs --ckpt-tier memory, since every other snapshot is in --ckpt-dir anyway: drop it.",
+            self.persist_interval and self.ckpt_tier == "disk",
+            "--persist-interval needs --ckpt-tier memory or peers, since every other snapshot is in --ckpt-dir anyway: "
+            "drop it.",
         )
+        for name in ("replicas", "replication_rate"):
+            refuse(
+                getattr(self, name) is not None and self.ckpt_tier != "peers",
+                f"--{name.replace('_', '-')} needs --ckpt-tier peers, since no other copies to other nodes: add it.",
+            )

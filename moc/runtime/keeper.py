@@ -1,0 +1,198 @@
+"""The process that keeps copies of other nodes' snapshots in this node's memory, and gives its own to other nodes.
+
+There is one on each node, started by its agent, which takes no part in training and costs its workers' interpreters
+nothing.  It has two doors:
+
+* a Unix socket, for workers of this node: an *offer* of a directory in memory, which ends what was under way for that
+  node, and orders to *pull* a snapshot into it;
+* a port, for the keepers of other nodes: reads of files of snapshots in what has been offered, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from moc.runtime import async_connections as wire
+from moc.runtime.addresses import interface_towards
+from moc.runtime.job_token import token_from_environment
+from moc.runtime.message import Message
+from moc.runtime.pull import CHUNK, AbsentError, Wanted, file_in, part_of, pull
+from moc.runtime.wire import WireError
+from moc.runtime.zygote import die_with_parent
+from moc.store.errors import CheckpointError, DamagedRegionError
+
+_AGAIN_S = 0.02
+_TELL_S = 5.0
+
+_log = logging.getLogger("moc")
+
+
+class Keeper:
+    """Answers reads, and follows orders, each node's one after the other.
+
+    Args:
+        token: the job's secret.
+        address: where reads are answered, for whoever offers.
+    """
+
+    def __init__(self, token: bytes, address: str = ""):
+        self._token, self.address = token, address
+        self._roots: dict[str, Path] = {}
+        self._leaders: dict[str, wire.AsyncConnection] = {}
+        self._orders: dict[str, set[asyncio.Task]] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    async def serve_reads(self, connection: wire.AsyncConnection) -> None:
+        """Answers another keeper."""
+        while True:
+            await connection.send(self._read((await connection.recv()).header))
+
+    async def serve_orders(self, connection: wire.AsyncConnection) -> None:
+        """Follows the orders of the worker that leads a node; when it leaves, nothing stays under way."""
+        node = None
+        try:
+            while True:
+                order = (await connection.recv()).header
+                if order["kind"] == "offer":
+                    node = order["node"]
+                    await self._rest(node)
+                    self._roots[node], self._leaders[node] = Path(order["root"]), connection
+                    connection.post(Message({"kind": "offered", "address": self.address}))
+                elif node is None:
+                    raise WireError("the worker gives an order before it has offered anything")
+                elif order["kind"] == "pull":
+                    task = asyncio.create_task(self._follow(node, Wanted(**order["wanted"]), connection))
+                    self._orders[node].add(task)
+                    task.add_done_callback(self._orders[node].discard)
+        finally:
+            if node is not None and self._leaders.get(node) is connection:
+                await self._rest(node)
+
+    async def _rest(self, node: str) -> None:
+        """Returns when nothing is under way for a node."""
+        orders = list(self._orders.setdefault(node, set()))
+        for order in orders:
+            order.cancel()
+        await asyncio.gather(*orders, return_exceptions=True)
+        self._turns[node] = asyncio.Lock()
+
+    async def _follow(self, node: str, wanted: Wanted, connection: wire.AsyncConnection) -> None:
+        async with self._turns[node]:
+            begun = time.perf_counter()
+            try:
+                amount = await self._pull(node, wanted)
+                answer = {"kind": "pulled", "bytes": amount, "seconds": time.perf_counter() - begun}
+            except (AbsentError, CheckpointError, DamagedRegionError, WireError, ValueError, OSError) as error:
+                answer = {"kind": "failed", "why": str(error)}
+        with contextlib.suppress(WireError):
+            connection.post(Message(answer))
+
+    async def _pull(self, node: str, wanted: Wanted) -> int:
+        tell_at = time.monotonic() + _TELL_S
+        while True:
+            try:
+                return await pull(wanted, self._token, part_of(self._roots[node], node, wanted.of))
+            except (AbsentError, WireError) as error:  # it is about to publish, or to be started again
+                if not wanted.patient:
+                    raise
+                if time.monotonic() > tell_at:
+                    _log.warning("node %s waits for the snapshot of node %s: %s", node, wanted.of, error)
+                    tell_at = float("inf")
+                await asyncio.sleep(_AGAIN_S)
+
+    def _read(self, asked: dict) -> Message:
+        try:
+            root = self._roots[asked["node"]]
+        except (KeyError, TypeError):
+            return Message({"kind": "absent"})
+        try:
+            where = (asked[name] for name in ("node", "of", "iteration", "file"))
+            return _piece(file_in(root, *where), asked["start"], min(asked["bytes"], CHUNK))
+        except FileNotFoundError:
+            return Message({"kind": "absent"})
+        except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
+            _log.warning("the keeper of copies has refused to read: %s", error)
+            return Message({"kind": "refused", "why": str(error)})
+
+
+def _piece(path: Path, start: int, nbytes: int) -> Message:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        return Message({"kind": "data", "size": os.fstat(descriptor).st_size}, os.pread(descriptor, nbytes, start))
+    finally:
+        os.close(descriptor)
+
+
+async def keep(controller: str, orders: str) -> None:
+    """Has a keeper as a process of its own, which dies with this one, and starts it again where it was when it dies.
+
+    Args:
+        controller: its address; reads are answered on the interface from which it is reached.
+        orders: ``unix:/path`` for the workers of this node.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    listen = f"{await _interface_towards(controller)}:0"
+    while True:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "moc.runtime.keeper", "--listen", listen, "--orders", orders),
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # what a terminal sends is for the launcher
+        )
+        try:
+            address = (await process.stdout.readline()).decode().strip()
+            if not address:
+                raise OSError(f"what keeps copies of snapshots does not start at {listen}: see what it wrote above")
+            listen = address
+            await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        _log.warning("what keeps copies of snapshots has died: started again")
+
+
+async def _interface_towards(controller: str) -> str:
+    while True:
+        try:
+            return await asyncio.to_thread(interface_towards, controller)
+        except OSError:  # its name may not be known yet; the agent says so if it never is
+            await asyncio.sleep(0.5)
+
+
+async def _serve(listen: str, orders: str, token: bytes) -> None:
+    keeper = Keeper(token)
+    # beyond loopback if, and only if, the interface that the job was given is
+    async with (
+        await wire.serve(listen, token, keeper.serve_reads, beyond_loopback=True) as reads,
+        await wire.serve(orders, token, keeper.serve_orders),
+    ):
+        keeper.address = reads.address
+        print(reads.address, flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Runs a keeper as a process of its own."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they may go to all processes; the agents act
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--orders", required=True)
+    own = parser.parse_args()
+    logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr)
+    asyncio.run(_serve(own.listen, own.orders, token_from_environment()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Workers that each lead a node, and keep copies for one another; no model is trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.agreement import gather
+from megatron.training.snapshot_peers import Peers
+from megatron.training.snapshot_tiers import Tiers
+from moc.recovery.placement import place
+from moc.runtime import environment, job_token
+from moc.state.region import Region
+from moc.store.digest import digest_of
+from moc.store.manifest import FileEntry, Manifest
+from moc.store.places import LocalPlace
+from moc.store.regions import FileLayout, RegionTensor, write_regions
+from moc.store.store import Store, directory_of, file_of
+from tests.worlds import REPOSITORY
+
+
+class Node:
+    """One worker, its node's memory and its keeper."""
+
+    def __init__(self, memory: Path, directory: Path):
+        dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        os.environ[job_token.VARIABLE] = "ab" * 32
+        os.environ[environment.KEEPER] = f"unix:{directory}/{self.rank}"
+        command = "-m", "moc.runtime.keeper", "--listen", "127.0.0.1:0", "--orders", os.environ[environment.KEEPER]
+        self.keeper = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+        self.store = Store(LocalPlace(memory / str(self.rank), in_memory=True), slack=True)
+        self.messages: list[str] = []
+        self.events, self.written = self, []
+        self.peers: Peers | None = None
+
+    def message(self, text: str) -> None:
+        """As a log."""
+        self.messages.append(text)
+
+    def write(self, event: str, **fields) -> None:
+        """As a log's events."""
+        self.written.append([event, fields])
+
+    def join(self) -> None:
+        """As a worker does when it begins, the first time or again."""
+        if self.peers is not None:
+            self.peers.close()
+        names = tuple(map(str, range(self.size)))
+        tiers = Tiers(self.store, self.store, names, True, (self.rank,), None, 2)
+        self.peers = Peers(tiers, list(names), place(self.size, self.size - 1), rate=None)
+        self.peers.join()
+
+    def publish(self, iteration: int) -> None:
+        """This node's part of a snapshot."""
+        values = torch.full((100,), float(10 * iteration + self.rank))
+        tensor = RegionTensor("w", "master", (300,), Region((100 * self.rank,), (100,)), values)
+        path = Path(self.store.place.root) / directory_of(iteration) / file_of(self.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_regions(path, [tensor])
+        header_bytes = FileLayout([tensor.entry]).header_bytes
+        header = digest_of(path.read_bytes()[:header_bytes])
+        file = FileEntry(path.stat().st_size, header_bytes, header)
+        self.store.publish(Manifest(iteration, "full", self.size, {path.name: file}, {}))
+
+    def lose_memory(self) -> None:
+        """All of it."""
+        shutil.rmtree(self.store.place.root)
+        self.store.place.root.mkdir()
+
+    def damage_copy(self, of: int, iteration: int) -> None:
+        """Changes the last byte of a copy."""
+        path = self.store.place.root / f"of_{of}" / directory_of(iteration) / file_of(of)
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    def has(self) -> dict[str, list[int]]:
+        """By directory, the iterations that are published there."""
+        root = self.store.place.root
+        found = {path.name: Store(LocalPlace(path)).iterations() for path in root.glob("of_*")}
+        return dict(sorted({"own": self.store.iterations(), **found}.items()))
+
+    def value(self, iteration: int) -> float:
+        """The last value of its own part."""
+        path = self.store.place.root / directory_of(iteration) / file_of(self.rank)
+        size = self.store.manifest(iteration).files[path.name].bytes
+        return torch.frombuffer(bytearray(path.read_bytes()[size - 4 : size]), dtype=torch.float32).item()
+
+
+def lose_and_restore(memory: str, directory: str) -> dict:
+    """Three nodes keep copies for each other; the first loses its memory, and some copies are damaged.
+
+    Returns:
+        What this node had at each stage, and what was said.
+    """
+    node, told = Node(Path(memory), Path(directory)), {}
+    node.join()
+    for iteration in (1, 2):
+        node.publish(iteration)
+        node.peers.replicate(iteration).result(60)
+    told["copied"] = node.has()
+    _all_are_here()
+
+    _lose_first(node, damaged={1: 2})
+    told["another copy"] = node.has() | {"value": node.value(2)}
+    node.peers.goes_on_from(2, node)
+    told["gone on"] = node.has()
+
+    node.publish(3)
+    node.peers.replicate(3).result(60)
+    _all_are_here()
+    _lose_first(node, damaged={1: 3, 2: 3})
+    told["an older one"] = node.has() | {"value": node.value(2)}
+
+    node.keeper.kill()
+    node.keeper.wait()
+    told["messages"], told["events"] = node.messages, node.written
+    return told
+
+
+def _lose_first(node: Node, damaged: dict[int, int]) -> None:
+    if node.rank == 0:
+        node.lose_memory()
+    if node.rank in damaged:
+        node.damage_copy(of=0, iteration=damaged[node.rank])
+    _all_are_here()
+    node.join()
+    node.peers.restore(node)
+
+
+def _all_are_here() -> None:
+    gather(None)  # a barrier

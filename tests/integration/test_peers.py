@@ -1,0 +1,84 @@
+"""``--ckpt-tier peers``: a node is lost with its memory, and its state comes back from the memory of another."""
+
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+from moc.store.tiers import memory_place
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import contents, node_memory, start, train
+from tests.worlds import run_world
+
+pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
+ITERATIONS = 9
+
+
+@pytest.fixture
+def flags(data, tmp_path):
+    """Of a run with a snapshot in each iteration, with copies on other nodes."""
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory)
+        yield data | places | dict(ckpt_policy="full", ckpt_tier="peers", snapshot_interval=1, train_iters=ITERATIONS)
+
+
+def memory_of(flags: dict, node: str) -> Path:
+    return memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"], node).root
+
+
+def lose(job: Launched, node: int, memory: Path) -> None:
+    """A node ends with all its processes and its memory."""
+    launcher = psutil.Process(job.launchers[node].pid)
+    processes = [launcher, *launcher.children(recursive=True)]
+    launcher.kill()
+    job.launchers[node].wait()
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    shutil.rmtree(memory)
+
+
+def test_a_node_is_lost_with_its_memory(flags, data, tmp_path):
+    plain = data | dict(
+        ckpt_policy="full", snapshot_interval=ITERATIONS, ckpt_dir=str(tmp_path / "plain"), train_iters=ITERATIONS
+    )
+    expected = [(r["iteration"], r["loss"], r["grad_norm"]) for r in train("PP2xEP2", plain).records]
+    with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2) as job:
+        while not job.events("replicate"):
+            job.reach(job.iteration + 1)
+        safe = job.events("replicate")[-1]["iteration"]
+        lose(job, 1, memory_of(flags, "1"))
+        job.start(1)
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.records() == expected
+    (back,), resumed = job.events("restore"), job.events("resume")[-1]
+    assert (back["of"], back["held_by"], back["iteration"]) == ("1", "0", resumed["iteration"])
+    assert resumed["tier"] == "memory" and resumed["iteration"] >= safe > 0
+    assert job.events("placement")[0]["survival"] == {"1": 1.0, "2": 0.0}
+    stored = [contents(Store(LocalPlace(f["ckpt_dir"])), ITERATIONS) for f in (flags, plain)]
+    assert stored[0] == stored[1]
+    assert not [path for path in Path(flags["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+def test_copies_come_back_and_damaged_ones_do_not(tmp_path):
+    with node_memory() as memory:
+        first, second, third = run_world(
+            3, "tests.integration.peer_bodies:lose_and_restore", memory=memory, directory=str(tmp_path)
+        )
+    assert first["copied"] == {"of_1": [1, 2], "of_2": [1, 2], "own": [1, 2]}
+    assert first["another copy"] == {"own": [2], "value": 20.0}
+    assert second["another copy"]["own"] == [1, 2]
+    assert first["gone on"] == {"of_1": [2], "of_2": [2], "own": [2]}
+    assert (second["gone on"]["of_0"], third["gone on"]["of_0"]) == ([2], [2])
+    assert first["an older one"] == {"own": [2], "value": 20.0}
+    damaged = [text for text in first["messages"] if "damaged: master of w" in text]
+    assert len(damaged) == 3 and first["messages"] == second["messages"]
+    assert [fields for _, fields in first["events"]] == [
+        {"of": "0", "held_by": held_by, "iteration": 2} for held_by in ("2", "1")
+    ]
+
+
+def test_who_could_not_keep_copies_says_so(flags):
+    (result, _) = start("EP2", flags).wait()
+    assert result.exit != 0 and "python -m moc.launch" in result.output

@@ -1,0 +1,104 @@
+"""Copies on other nodes: every node keeps as much, and as many losses at once as possible are survived."""
+
+from itertools import combinations, permutations, product
+from math import comb, isclose
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.recovery.placement import describe, place, survival
+
+sizes = st.integers(1, 40).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(0, nodes - 1)))
+
+
+def survived(holders, lost):
+    """Of all ways to lose nodes, the share that leaves a holder of everything: by trying all of them."""
+    sets = [{node, *others} for node, others in holders.items()]
+    ways = list(combinations(holders, lost))
+    return sum(not any(one <= set(way) for one in sets) for way in ways) / len(ways)
+
+
+@settings(deadline=None)
+@given(sizes)
+def test_each_node_has_its_copies_elsewhere_and_keeps_as_many(size):
+    nodes, replicas = size
+    placement = place(nodes, replicas)
+    assert sorted(placement.holders) == list(range(nodes))
+    for node, holders in placement.holders.items():
+        assert len({node, *holders}) == replicas + 1
+        assert len(placement.kept_by(node)) == replicas
+        assert all(node in placement.kept_by(holder) for holder in holders)
+
+
+@settings(deadline=None)
+@given(sizes)
+def test_groups_are_as_small_as_they_can_be(size):
+    nodes, replicas = size
+    *groups, last = place(nodes, replicas).groups
+    assert all(len(group) == replicas + 1 for group in groups)
+    assert replicas + 1 <= len(last) < 2 * (replicas + 1)
+
+
+@pytest.mark.parametrize("nodes", range(1, 10))
+def test_survival_is_what_trying_all_losses_gives(nodes):
+    for replicas in range(nodes):
+        placement = place(nodes, replicas)
+        for lost in range(nodes + 1):
+            assert isclose(survival(placement, lost), survived(placement.holders, lost)), (replicas, lost)
+
+
+@settings(deadline=None)
+@given(sizes)
+def test_as_many_nodes_as_there_are_copies_elsewhere_can_always_be_lost(size):
+    nodes, replicas = size
+    placement = place(nodes, replicas)
+    assert all(survival(placement, lost) == 1 for lost in range(replicas + 1))
+    assert all(survival(placement, lost) < 1 for lost in range(replicas + 1, nodes + 1))
+
+
+def placements(nodes, replicas):
+    """All that there are."""
+    choices = [
+        list(combinations([other for other in range(nodes) if other != node], replicas)) for node in range(nodes)
+    ]
+    return (dict(enumerate(holders)) for holders in product(*choices))
+
+
+def is_balanced(holders, replicas):
+    """Whether every node keeps as much as every other."""
+    return all(sum(node in others for others in holders.values()) == replicas for node in holders)
+
+
+def deadly(holders):
+    """How many ways to lose as many nodes as there are copies take all copies of something."""
+    return len({frozenset({node, *others}) for node, others in holders.items()})
+
+
+@pytest.mark.parametrize("nodes, replicas", [(2, 1), (4, 1), (6, 1), (3, 2)])
+def test_nothing_does_better_than_groups(nodes, replicas):
+    fewest = min(map(deadly, placements(nodes, replicas)))
+    assert isclose(survival(place(nodes, replicas), replicas + 1), 1 - fewest / comb(nodes, replicas + 1))
+
+
+@pytest.mark.parametrize("nodes, replicas", [(3, 1), (5, 1), (4, 2), (5, 3)])
+def test_nothing_in_which_all_keep_as_much_does_better_than_with_a_ring(nodes, replicas):
+    fewest = min(deadly(holders) for holders in placements(nodes, replicas) if is_balanced(holders, replicas))
+    assert isclose(survival(place(nodes, replicas), replicas + 1), 1 - fewest / comb(nodes, replicas + 1))
+
+
+def test_names_of_nodes_do_not_matter():
+    ours = place(6, 2).holders
+    for order in list(permutations(range(6)))[::97]:
+        renamed = {order[n]: tuple(order[h] for h in holders) for n, holders in ours.items()}
+        assert survived(renamed, 3) == survived(ours, 3)
+
+
+def test_too_many_copies_are_refused():
+    with pytest.raises(ValueError, match="at most 1 others"):
+        place(2, 2)
+
+
+def test_what_is_said_of_it():
+    said = describe(place(5, 1), list("abcde"))
+    assert "(a, b; c, d, e)" in said and "any 1 of 5" in said and "of 2 with probability 0.6" in said

@@ -1,0 +1,294 @@
+"""What keeps copies of other nodes' snapshots: whole or not there, and nothing else of a node can be read."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moc.runtime import environment, job_token
+from moc.runtime.connections import connect
+from moc.runtime.keeper_client import KeeperClient
+from moc.runtime.message import Message
+from moc.runtime.pull import CHUNK, Wanted
+from moc.runtime.wire import WireError
+from moc.store.digest import digest_of
+from moc.store.errors import CheckpointError
+from moc.store.manifest import FileEntry, Manifest
+from moc.store.places import LocalPlace
+from moc.store.store import Store, directory_of, file_of
+from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN
+
+ROOT = Path(__file__).parents[3]
+HEADER = 64
+SIZES = 3000, 100, HEADER
+LARGE = 2 * CHUNK + 5, CHUNK, 100
+
+
+class Keeping:
+    """A keeper in a process of its own."""
+
+    def __init__(self, directory: Path, listen: str = "127.0.0.1:0"):
+        self.orders = f"unix:{directory}/orders"
+        command = [sys.executable, "-m", "moc.runtime.keeper", "--listen", listen, "--orders", self.orders]
+        self.process = subprocess.Popen(command, cwd=ROOT, env=with_token(), stdout=subprocess.PIPE, text=True)
+        self.address = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+def with_token():
+    return os.environ | {job_token.VARIABLE: TOKEN.hex()}
+
+
+@pytest.fixture(scope="module")
+def keepers(tmp_path_factory):
+    """Of two nodes."""
+    both = [Keeping(tmp_path_factory.mktemp("keeper")) for _ in range(2)]
+    yield both
+    for keeper in both:
+        keeper.end()
+
+
+@pytest.fixture
+def lead(monkeypatch, tmp_path):
+    """Offers the memory of a node as its leading worker does, in a directory of its name."""
+    monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
+    clients = []
+
+    def offer(keeper: Keeping, node: str) -> KeeperClient:
+        monkeypatch.setenv(environment.KEEPER, keeper.orders)
+        clients.append(KeeperClient.connect(node, tmp_path / node))
+        assert clients[-1].address == keeper.address
+        return clients[-1]
+
+    yield offer
+    for client in clients:
+        client.close()
+
+
+def snapshots(root: Path) -> Store:
+    return Store(LocalPlace(root, in_memory=True), slack=True)
+
+
+def publish(root: Path, iteration: int, sizes: tuple[int, ...] = SIZES, state: dict | None = None) -> Manifest:
+    """A node's part of a snapshot, with other bytes in each iteration."""
+    files = {}
+    for rank, size in enumerate(sizes):
+        data = random.Random(iteration * 10 + rank).randbytes(size)
+        path = root / directory_of(iteration) / file_of(rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data + b"slack")
+        files[file_of(rank)] = FileEntry(size, HEADER, digest_of(data[:HEADER]))
+    manifest = Manifest(iteration, "full", len(sizes), files, {}, state=state or {})
+    snapshots(root).publish(manifest)
+    return manifest
+
+
+def content(root: Path, manifest: Manifest) -> dict[str, bytes]:
+    """What is published of a snapshot."""
+    assert snapshots(root).manifest(manifest.iteration) == manifest
+    directory = root / directory_of(manifest.iteration)
+    return {name: (directory / name).read_bytes()[: entry.bytes] for name, entry in manifest.files.items()}
+
+
+def of_a(keepers, iteration, **how) -> Wanted:
+    return Wanted(iteration, "a", "a", keepers[0].address, **how)
+
+
+def test_a_copy_is_what_was_published(keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    b = lead(keepers[1], "b")
+    manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (CHUNK + 7)})
+    assert b.pull(of_a(keepers, 3))[0] == manifest.bytes == sum(LARGE)
+    assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
+    assert b.pull(of_a(keepers, 3))[0] == 0  # it is here
+    assert not snapshots(tmp_path / "b").iterations()
+
+
+def test_a_copy_of_a_lost_node_becomes_its_own_again(keepers, lead, tmp_path):
+    manifest = publish(tmp_path / "a", 3)
+    lead(keepers[0], "a")
+    lead(keepers[1], "b").pull(of_a(keepers, 3))
+    before = content(tmp_path / "a", manifest)
+    snapshots(tmp_path / "a").clear()
+    lead(keepers[0], "a").pull(Wanted(3, "a", "b", keepers[1].address))
+    assert content(tmp_path / "a", manifest) == before
+
+
+def test_copies_take_no_more_memory_than_what_is_kept(keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    b, copies = lead(keepers[1], "b"), tmp_path / "b" / "of_a"
+    for iteration in range(1, 7):
+        publish(tmp_path / "a", iteration)
+        b.pull(of_a(keepers, iteration))
+        snapshots(copies).retain(newest=2, upto=iteration)
+    slots = {path.stat().st_ino for path in (copies / "slots").iterdir()}
+    named = {path.stat().st_ino for path in copies.glob("iter_*/rank_*")}
+    assert len(slots) == 3 * len(SIZES) and named < slots and len(named) == 2 * len(SIZES)
+
+
+def test_who_is_patient_gets_what_is_published_later(keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    b = lead(keepers[1], "b")
+    with pytest.raises(CheckpointError, match="node a does not have the snapshot of iteration 3"):
+        b.pull(of_a(keepers, 3))
+    (tmp_path / "a").mkdir(exist_ok=True)
+    orders = b._connection
+    orders.send(Message({"kind": "pull", "wanted": vars(of_a(keepers, 3, patient=True))}))
+    with pytest.raises(TimeoutError):
+        orders.recv(timeout=0.1)
+    manifest = publish(tmp_path / "a", 3)
+    assert orders.recv().header["bytes"] == manifest.bytes
+
+
+def assert_nothing_is_published(copies: Path) -> None:
+    assert not snapshots(copies).iterations()
+
+
+@pytest.mark.parametrize("truncated", [True, False], ids=["truncated", "damaged"])
+def test_a_file_that_is_not_as_it_was_written_is_named(truncated, keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    publish(tmp_path / "a", 3)
+    path = tmp_path / "a" / directory_of(3) / file_of(1)
+    path.write_bytes(path.read_bytes()[:99] if truncated else b"?" + path.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*(truncated|does not match)"):
+        lead(keepers[1], "b").pull(of_a(keepers, 3, patient=True))
+    assert_nothing_is_published(tmp_path / "b" / "of_a")
+
+
+def test_no_room_is_an_error_with_the_remedy(keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    manifest = publish(tmp_path / "a", 3)
+    files = {file_of(0): FileEntry(1 << 62, HEADER, "")}
+    snapshots(tmp_path / "a").publish(Manifest(3, "full", 1, files, {}, state=manifest.state))
+    with pytest.raises(CheckpointError, match="no room.*--replicas"):
+        lead(keepers[1], "b").pull(of_a(keepers, 3, patient=True))
+    assert_nothing_is_published(tmp_path / "b" / "of_a")
+
+
+def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_asked_again(keepers, lead, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    keeper = Keeping(tmp_path / "x")
+    lead(keeper, "a")
+    manifest = publish(tmp_path / "a", 3, LARGE)
+    b, copies = lead(keepers[1], "b"), tmp_path / "b" / "of_a"
+    for patient in (False, True):
+        wanted = Wanted(3, "a", "a", keeper.address, rate=20e6, patient=patient)
+        b._connection.send(Message({"kind": "pull", "wanted": vars(wanted)}))
+        while not list(copies.glob("slots/*")):
+            time.sleep(0.01)
+        keeper.end()
+        assert_nothing_is_published(copies)
+        if not patient:
+            assert b._connection.recv().kind == "failed"
+            assert_nothing_is_published(copies)
+        keeper = Keeping(tmp_path / "y", keeper.address)
+        lead(keeper, "a")
+    assert b._connection.recv().header["bytes"] == manifest.bytes
+    assert content(copies, manifest) == content(tmp_path / "a", manifest)
+    keeper.end()
+
+
+def test_nothing_is_under_way_for_one_who_offers_again(keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    publish(tmp_path / "a", 3, LARGE)
+    b, copies = lead(keepers[1], "b"), tmp_path / "b" / "of_a"
+    b._connection.send(Message({"kind": "pull", "wanted": vars(of_a(keepers, 3, rate=1e6))}))
+    while not list(copies.glob("slots/*")):
+        time.sleep(0.01)
+    b = lead(keepers[1], "b")  # the one before may have been killed, and its end not been noticed
+    publish(tmp_path / "a", 4)
+    b.pull(of_a(keepers, 4))
+    assert snapshots(copies).iterations() == [4]
+
+
+def test_a_rate_is_kept(keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    publish(tmp_path / "a", 3, LARGE)
+    amount, seconds = lead(keepers[1], "b").pull(of_a(keepers, 3, rate=50e6))
+    assert seconds >= 0.95 * amount / 50e6
+
+
+def ask(keeper, **what):
+    with connect(keeper.address, TOKEN) as connection:
+        connection.send(Message({"kind": "read", "start": 0, "bytes": 100} | what))
+        return connection.recv(timeout=60)
+
+
+ASKED = {"node": "a", "of": "a", "iteration": 3, "file": "rank_00000.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"file": "../secret"},
+        {"file": "rank_00000.safetensors/../../secret"},
+        {"file": "/etc/hostname"},
+        {"file": ".lock"},
+        {"file": "rank_00007.safetensors"},  # a link to a secret
+        {"file": None},
+        {"of": "../a"},
+        {"of": ""},
+        {"iteration": "../../a"},
+        {"iteration": -1},
+        {"iteration": True},
+        {"start": -1},
+        {"bytes": -5},
+        {"bytes": "all"},
+    ],
+    ids=str,
+)
+def test_nothing_but_snapshots_is_read(what, keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    publish(tmp_path / "a", 3)
+    for path in (tmp_path / "secret", tmp_path / "a" / "secret"):
+        path.write_text("secret")
+    (tmp_path / "a" / directory_of(3) / file_of(7)).symlink_to(tmp_path / "secret")
+    assert ask(keepers[0], **ASKED).kind == "data"
+    answer = ask(keepers[0], **ASKED | what)
+    assert answer.kind == "refused" and not answer.body
+
+
+def test_what_nobody_has_offered_is_absent(keepers, lead, tmp_path):
+    lead(keepers[0], "a")
+    publish(tmp_path / "a", 3)
+    for what in ({"node": "c"}, {"node": ["a"]}, {"of": "b"}, {"iteration": 4}, {"file": "rank_00009.safetensors"}):
+        assert ask(keepers[0], **ASKED | what).kind == "absent"
+
+
+def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(keepers):
+    for address in (keepers[0].address, keepers[0].orders):
+        with pytest.raises(WireError, match="token"):
+            connect(address, OTHER_TOKEN)
+
+
+def test_it_is_started_again_where_it_was_and_dies_with_its_agent(tmp_path):
+    code = f"import asyncio; from moc.runtime.keeper import keep; asyncio.run(keep('127.0.0.1:1', 'unix:{tmp_path}/o'))"
+    agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_token())
+    killed, addresses = [], []
+    for _ in range(2):
+        while not (there := [p for p in psutil.Process(agent.pid).children() if listens(p) and p not in killed]):
+            time.sleep(0.01)
+        killed += there
+        addresses.append(listens(there[0]))
+        there[0].send_signal(signal.SIGKILL) if len(killed) == 1 else agent.kill()
+    assert addresses[0] == addresses[1]
+    psutil.wait_procs(killed)
+    agent.wait()
+
+
+def listens(process: psutil.Process) -> list:
+    try:
+        return [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []

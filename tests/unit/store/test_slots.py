@@ -1,0 +1,30 @@
+"""Slots: what has no other name is written again."""
+
+import os
+
+import pytest
+
+from moc.store.slots import free_slot, reserve
+
+
+def test_a_slot_is_free_until_it_is_named_and_again_when_the_name_is_gone(tmp_path):
+    first = free_slot(tmp_path / "slots", "rank_00000", 100)
+    assert first.stat().st_size == 100 and free_slot(tmp_path / "slots", "rank_00000", 80) == first
+    os.link(first, tmp_path / "named")
+    second = free_slot(tmp_path / "slots", "rank_00000", 100)
+    assert second != first and free_slot(tmp_path / "slots", "rank_00001", 100) not in (first, second)
+    (tmp_path / "named").unlink()
+    inode = first.stat().st_ino
+    assert free_slot(tmp_path / "slots", "rank_00000", 100) == first and first.stat().st_ino == inode
+
+
+def test_one_that_is_too_small_makes_room(tmp_path):
+    small = free_slot(tmp_path, "rank_00000", 10)
+    assert free_slot(tmp_path, "rank_00000", 11) == small and small.stat().st_size == 11
+    assert list(tmp_path.iterdir()) == [small]
+
+
+def test_nothing_is_left_where_there_is_no_room(tmp_path):
+    with pytest.raises(OSError):
+        reserve(tmp_path / "slots" / "rank_00000.0", 1 << 62)
+    assert not list((tmp_path / "slots").iterdir())
