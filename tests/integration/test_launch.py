@@ -12,7 +12,7 @@ from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
 
-pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.recovery
 ITERATIONS = 16
 
 

@@ -126,7 +126,7 @@ def test_a_damaged_snapshot_is_passed_over(kind, data, flags):
 
 @pytest.mark.recovery
 def test_damaged_memory_is_passed_over_for_storage(data, flags):
-    flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=12)
+    flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=1000)
     world = start("EP2", flags)
     wait_for(lambda: world.ended() or (stores(flags)["storage"].iterations() and iteration_in_memory(flags) > 2))
     world.kill()
@@ -135,7 +135,8 @@ def test_damaged_memory_is_passed_over_for_storage(data, flags):
     for iteration in memory.iterations():
         spoil = Path(memory.place.path(directory_of(iteration)), file_of(0))
         middle(spoil)
-    rest, straight = train("EP2", flags), train("EP2", data | dict(train_iters=12))
+    stop = dict(train_iters=1000, exit_interval=stored + 5)
+    rest, straight = train("EP2", flags | stop), train("EP2", data | stop)
     assert rest.start == stored and events(flags, "resume")[-1]["tier"] == "storage"
     assert rest.records == straight.records[stored:]
     assert rest.weights == straight.weights

@@ -41,7 +41,6 @@ def assert_goes_on(layout: str, flags: dict, iterations: int, undisturbed) -> No
 
 
 @pytest.mark.recovery
-@pytest.mark.timeout(600)
 def test_a_job_that_is_killed_at_random_moments(flags, data):
     chance, reached = random.Random(flags["ckpt_tier"]), [0]
     for kills in range(KILLS):
