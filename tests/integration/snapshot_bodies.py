@@ -27,7 +27,7 @@ def train_slowly(flags: dict, write_s: float) -> dict:
 
 
 def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
-    """As ``bodies.train``; copies begin only when training waits for them, or after a hundred seconds, and take so long."""
+    """As ``bodies.train``; copies begin only when training waits for them, or after 100 seconds, and take so long."""
     copy, begin, waited = capture._copy, capture.ThreadCapturer.start, threading.Event()
 
     def waiting(method: Callable) -> Callable:

@@ -67,7 +67,7 @@ def test_workers_are_killed(flags, undisturbed, tmp_path):
 
 
 def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
-    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "3") as job:
+    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "6") as job:
         job.reach(3)
         os.kill(job.children("moc.runtime.controller")[0], signal.SIGKILL)
         job.reach(5)

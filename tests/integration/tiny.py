@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -115,3 +116,14 @@ def train(layout: str, flags: dict) -> Trained:
     size, parallel = LAYOUTS[layout]
     told = run_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags)
     return Trained(told)
+
+
+_known: dict[str, Trained] = {}
+
+
+def known(layout: str, flags: dict) -> Trained:
+    """As :func:`train`, for runs to compare with, which leave nothing behind: each is computed once."""
+    key = json.dumps([layout, flags], sort_keys=True)
+    if key not in _known:
+        _known[key] = train(layout, flags)
+    return _known[key]
