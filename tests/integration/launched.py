@@ -1,4 +1,7 @@
-"""Jobs under our own launcher, as a user starts them, and what happens to them."""
+"""Jobs under our own launcher, as a user starts them, and what happens to them.
+
+They run ``held_pretrain_gpt_moe.py``: the program, which does not end before :meth:`Launched.wait` is called.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ import yaml
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
+PROGRAM = str(REPOSITORY / "tests/integration/held_pretrain_gpt_moe.py")
+
 
 class Launched:
     """A job that was started with ``python -m moc.launch``; to be used as a context, so that nothing of it is left.
@@ -37,7 +42,7 @@ class Launched:
     ):
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
-        self.log, self._directory = directory / "log", directory
+        self.log, self._directory, self._may_end = directory / "log", directory, directory / "may end"
         self._flags = FLAGS | parallel | flags | dict(log_dir=str(self.log))
         per_node = str(size // nodes)
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
@@ -50,9 +55,9 @@ class Launched:
 
     def start(self, node: int) -> None:
         """Starts the launcher of a node, the first time or again."""
-        command = [*self._command, "--node-rank", str(node), str(REPOSITORY / "pretrain_gpt_moe.py")]
+        command = [*self._command, "--node-rank", str(node), PROGRAM]
         ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-        environment = os.environ | ours | {"MOC_TOKEN": self._token}
+        environment = os.environ | ours | {"MOC_TOKEN": self._token, "TEST_MAY_END": str(self._may_end)}
         with open(self._directory / "console", "a") as console:
             process = subprocess.Popen(
                 [*command, "--config", str(self._directory / "flags.yaml")],
@@ -110,7 +115,7 @@ class Launched:
         """The newest that is complete."""
         return max((event["iteration"] for event in self.events("iteration")), default=0)
 
-    def reach(self, iteration: int, seconds: float = 120) -> None:
+    def reach(self, iteration: int, seconds: float = 240) -> None:
         """Waits until an iteration is complete."""
         deadline = time.monotonic() + seconds
         while self.iteration < iteration:
@@ -123,8 +128,9 @@ class Launched:
         for pid in [self.pids[rank] for rank in ranks]:
             os.kill(pid, number)
 
-    def wait(self, seconds: float = 120) -> int:
-        """The exit code, when it has ended."""
+    def wait(self, seconds: float = 240) -> int:
+        """The exit code, when it has ended; from now on it may."""
+        self._may_end.touch()
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:

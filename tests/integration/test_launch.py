@@ -12,7 +12,7 @@ from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
 
-pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.recovery
 ITERATIONS = 16
 
 
@@ -70,7 +70,7 @@ def test_workers_are_killed(flags, undisturbed, tmp_path):
 
 
 def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
-    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "3") as job:
+    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "6") as job:
         job.reach(3)
         os.kill(job.children("moc.runtime.controller")[0], signal.SIGKILL)
         job.reach(5)
