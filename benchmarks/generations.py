@@ -66,7 +66,8 @@ def measure(kills: int) -> dict:
         with Job([*launcher(WORKERS), PROGRAM, *MODEL, *LAYOUT, *saving, *places], directory, memory) as job:
             samples = follow(job, kills)
             code = job.stop()
-            left = {"in its memory": [str(path.relative_to(memory)) for path in memory.rglob("*") if path.is_file()]}
+            files = [path for path in memory.rglob("*") if path.is_file()]
+            left = {"in its memory": [str(path.relative_to(memory)) for path in files if path.stat().st_size > 0]}
     left["elsewhere in shared memory"] = sorted(set(os.listdir(SHARED)) - before)
     return {"samples": samples, "exit_code": code, "left": left}
 
