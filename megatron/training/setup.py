@@ -162,6 +162,8 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         NothingToGoOnFrom: this worker has trained already, and there is no snapshot to bring it back to.
     """
     config, world, log = parts.config, parts.world, parts.log
+    stop.check_set_up(world)  # the first collective of a generation
+    phases.done("meet")
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log.message)
     left = parts.left if parts.changed else None
