@@ -26,6 +26,7 @@ from megatron.training.snapshots import NoSnapshots, Snapshots
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from moc.faults import reach
 from moc.runtime.job import Loss
 
 
@@ -139,6 +140,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     schedule = Schedule(providers.forward_step, chunks, micro_batches, *sizes)
     stop.check_set_up(world)
     phases.done("model")
+    reach("rebuilding")
 
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     streams = _streams(config, world, datasets, micro_batches)
@@ -160,6 +162,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     checkpoints = Checkpoints(config, world, *state, log.message)
     position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, again=parts.changed)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
+    reach("loaded")
     stop.check_set_up(world)
     phases.done("load")
 

@@ -28,6 +28,7 @@ from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, sum_over_workers
 from megatron.training.tokens import TokenBook
+from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
@@ -391,6 +392,7 @@ class Snapshots(Rider):
                 self._publisher.in_memory(taken.plan, taken.state)
             self._replaces = True
         self._in_memory = taken
+        reach("snapshot_published")
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""
