@@ -18,7 +18,7 @@ STEP = {
 SNAPSHOT = {
     "snapshot_copying": "a snapshot is being copied, in a thread beside training",
     "snapshot_sealed": "this worker's part of a snapshot is hashed, and the others do not know it yet",
-    "snapshot_published": "a vote has told that all have sealed a snapshot; if this worker publishes in memory, it has done so",
+    "snapshot_published": "all know that a snapshot is sealed, and one worker of each node publishes it in memory",
     "replicating": "a snapshot is being copied to other nodes",
     "persisting": "this worker's part of a snapshot is in storage, and not reported yet",
     "published": "a snapshot is published in storage, and older ones are still there; by the first worker alone",
