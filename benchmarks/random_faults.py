@@ -214,8 +214,9 @@ def _differences(ended: End, expected: End) -> list[str]:
         differ = sorted(i for i, values in expected.losses.items() if ended.losses.get(i) != values)
         wrong.append(f"losses differ in iterations {differ[:5]}")
     if ended.hashes != expected.hashes:
-        differ = sum(ended.hashes.get(box) != digest for box, digest in expected.hashes.items())
-        wrong.append(f"{differ} of {len(expected.hashes)} tensors differ")
+        boxes = ended.hashes.keys() | expected.hashes.keys()
+        differ = sum(ended.hashes.get(box) != expected.hashes.get(box) for box in boxes)
+        wrong.append(f"{differ} of {len(boxes)} tensors differ")
     return wrong
 
 

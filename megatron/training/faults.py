@@ -23,7 +23,7 @@ def inject_faults(config: Config, job: Job) -> None:
     faults = config.faults.planned(job.size, train_iterations(config, job.size))
     for fault in faults:
         if max(fault.ranks, default=0) >= job.size:
-            raise ConfigError(f"--inject {fault}: there are {job.size} workers, counted from 0: name one of them.")
+            raise ConfigError(f"--inject {fault}: workers are counted from 0 to {job.size - 1}: name one of them.")
     directory, node = Path(config.logging.log_dir), int(os.environ.get("GROUP_RANK", "0"))
 
     def tell(what: dict) -> None:
