@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
+from megatron.training.faults import inject_faults
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.phases import Phases
 from megatron.training.setup import Providers, Run, build, start
@@ -31,6 +32,7 @@ def pretrain(config: Config, providers: Providers) -> int:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
     """
     stop, phases, job, parts = StopRequests(config), Phases(), join_job(), None
+    inject_faults(config, job)
     phases.done("import")
     while True:
         try:

@@ -26,6 +26,7 @@ from megatron.training.snapshots import Left, NoSnapshots, Snapshots
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from moc.faults import reach
 from moc.runtime.job import Loss
 
 
@@ -145,6 +146,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     schedule = Schedule(providers.forward_step, chunks, micro_batches, *sizes)
     stop.check_set_up(world)
     phases.done("model")
+    reach("rebuilding")
 
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     streams = _streams(config, world, datasets, micro_batches)
@@ -169,6 +171,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     left = parts.left if parts.changed else None
     position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, left)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
+    reach("loaded")
     stop.check_set_up(world)
     phases.done("load")
 

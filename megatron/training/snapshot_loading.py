@@ -21,6 +21,7 @@ from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import Left
 from megatron.training.survivors import Survivors
 from megatron.training.tokens import TokenBook
+from moc.faults import reach
 from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import Inventory, Plan, plans, reason
@@ -226,6 +227,7 @@ class SnapshotLoader:
         self, way: Recovery, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
     ) -> tuple[Key, str] | None:
         """Fills this worker's state; what is wrong with a checkpoint, if anything is."""
+        reach("loading")
         for one in way.used():
             if one.key in manifests:
                 manifest = manifests[one.key]

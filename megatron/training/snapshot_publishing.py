@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.snapshot_tiers import Tiers
+from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.retention import retain
 from moc.store.errors import CheckpointError
@@ -79,6 +80,7 @@ class Publisher:
     def _publish_in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
         begun, storage = time.perf_counter(), self._tiers.storage
         self._publish(storage, plan, state, range(self._world.size))
+        reach("published")
         retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=plan.iteration)
         publish_s = time.perf_counter() - begun
         self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)

@@ -29,6 +29,7 @@ from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, sum_over_workers
 from megatron.training.tokens import TokenBook
+from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
@@ -450,10 +451,12 @@ class Snapshots(Rider):
             # at once: no worker may write over the snapshot before this one until the next vote
             with self._remembering_failure():
                 self._publisher.in_memory(taken.plan, taken.state)
+        reach("snapshot_published")
         if self._peers is None:
             self._is_safe(taken)
         else:
             self._replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
+            reach("replicating")
 
     def _all_replicated(self, taken: _Taken, tally: dict[str, float]) -> None:
         nodes = len(set(self._tiers.nodes))

@@ -24,6 +24,7 @@ from megatron.training.data import Batch
 from megatron.training.initialize import World, seed_streams
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.schedule import Schedule
+from moc.faults import reach
 
 
 class NonFiniteError(RuntimeError):
@@ -103,19 +104,23 @@ class Stepper:
             NonFiniteError: on all workers, if the loss or a gradient is not finite and that is not fp16's
                 ordinary overflow; no parameter has moved.
         """
+        reach("start", iteration + 1)
         seed_streams(self.seed, iteration, self.world)
         self.optimizer.zero_grad()
 
         reports, token_count = self.schedule.forward_backward(batches)
         self.optimizer.hold_router_biases(lambda: finalize_model_grads(self.chunks, token_count))
+        reach("after_reduce")
 
         vote = self._vote(reports, stop)
+        reach("after_vote")
         record = self._decide(iteration, vote)
 
         self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
         self.optimizer.apply(vote["square_norm"])
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)
+        reach("after_apply")
         return record
 
     def _vote(self, reports: list[dict], stop: bool) -> dict[str, float]:
@@ -130,6 +135,7 @@ class Stepper:
             ballot["zeros"] = self.optimizer.count_zeros()
         if self.params_norm:
             ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
+        reach("before_vote")
         return sum_over_workers(ballot, self.world)
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:

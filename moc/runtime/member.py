@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from moc.faults import reach
 from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
 from moc.runtime.groups import Groups, Suspicion
@@ -123,6 +124,7 @@ class Member(Job):
     def _meets_in(self, generation: int) -> bool:
         """Whether all have met in a generation; not so if somebody was lost meanwhile."""
         self._say("here", generation=generation)
+        reach("meeting")
         with self._news:
             self._news.wait_for(lambda: self._store[0] >= generation or self._wanted > generation)
             if self._wanted > generation:

@@ -788,3 +788,23 @@ def test_kernels_that_need_cuda(monkeypatch):
             check_backend(config, "gloo")
     with pytest.raises(ConfigError, match="choose --transformer-impl local"):
         check_backend(parse(), "gloo")
+
+
+# --- injected faults
+
+
+def test_faults_are_read_from_words_semicolons_and_files():
+    one, other = "kill rank=1 iteration=2", "stop rank=0 iteration=3 point=loading"
+    log = "--log-dir log"
+    expected = ("kill ranks=1 iteration=2 point=start", "stop ranks=0 iteration=3 point=loading")
+    assert parse(f'{log} --inject "{one}" "{other}"').faults.inject == expected
+    config = parse(f'{log} --inject "{one}; {other}"')
+    assert config.faults.inject == expected
+    assert compose(config.given | {"inject": list(expected)}).faults == config.faults
+    assert [str(fault) for fault in config.faults.planned(2, 10)] == list(expected)
+
+
+def test_faults_that_cannot_be_are_refused(capsys):
+    assert "does not say when" in refusal(capsys, '--log-dir log --inject "kill rank=1"')
+    assert "--log-dir" in refusal(capsys, '--inject "kill rank=1 iteration=2"')
+    assert "--inject-mtbf-iterations" in refusal(capsys, "--inject-seed 3")
