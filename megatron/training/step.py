@@ -24,6 +24,7 @@ from megatron.training.data import Batch
 from megatron.training.initialize import World, seed_streams
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.schedule import Schedule
+from moc.runtime.progress import progress
 
 
 class NonFiniteError(RuntimeError):
@@ -112,7 +113,9 @@ class Stepper:
         vote = self._vote(reports, stop)
         record = self._decide(iteration, vote)
 
+        progress("save")
         self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
+        progress("step")
         self.optimizer.apply(vote["square_norm"])
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)
