@@ -116,12 +116,11 @@ class Controller:
             _log.warning("node %d has said nothing for %g s", node, self._silence_s)
         except WireError:
             pass  # it is gone; what that means follows from what the job is doing
-        finally:
-            if self._agents.get(node) is connection:
-                del self._agents[node]
-                if not knows_end:
-                    self._gone[node] = time.monotonic()
-                self._obey(self._membership.left(node))
+        if self._agents.get(node) is connection:
+            del self._agents[node]
+            if not knows_end:
+                self._gone[node] = time.monotonic()
+            self._obey(self._membership.left(node))
 
     def _hear(self, message: Message) -> None:
         said, membership = message.header, self._membership
