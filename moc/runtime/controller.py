@@ -58,8 +58,10 @@ class Controller:
         self._gone: dict[int, float] = {}  # nodes that may come back, and since when they are gone
         self._waiting: Waiting | None = None
         self._store, self._store_address = None, ""
+        self._over = False  # and the console says why
         if state.exists():
             membership.load_state_dict(json.loads(state.read_text()))
+            self._over = membership.end is not None
             self._gone = dict.fromkeys(membership.places.filled_by.values(), time.monotonic())
 
     async def run(self, address: str, token: bytes, beyond_loopback: bool) -> None:
@@ -104,7 +106,7 @@ class Controller:
         self._gone.pop(node, None)
         workers = [Worker(**worker) for worker in hello["workers"]]
         self._obey(self._membership.joined(node, workers, hello["generation"]))
-        if self._membership.places.of(node) is None:
+        if self._membership.places.of(node) is None and not self._over:
             _log.warning("node %d is there, and waits as a spare", node)
         knows_end = False
         try:
@@ -154,8 +156,9 @@ class Controller:
             elif isinstance(order, Go):
                 self._tell_all("go", generation=order.generation, store=self._store_address)
             elif isinstance(order, End):
-                if order.reason:
+                if order.reason and not self._over:
                     _log.error("%s", order.reason)
+                self._over = True
                 self._tell_all("end", code=order.code, leaving=order.leaving)
 
     def _remember(self) -> None:

@@ -153,7 +153,7 @@ def test_a_node_that_does_not_come_to_a_controller_that_was_started_again_is_los
 
 @pytest.mark.parametrize("started, code", [(True, SAVED), (False, LOST)])
 def test_who_is_missing_is_not_waited_for_without_end(started, code, tmp_path, monkeypatch):
-    monkeypatch.setattr("moc.runtime.controller.BEGIN_S", 0.0)
+    monkeypatch.setattr("moc.runtime.controller.BEGIN_S", 600.0 if started else 0.0)
 
     async def main():
         job = Job(tmp_path, max_wait_s=0.0 if started else 0.5)
