@@ -17,6 +17,7 @@ from megatron.training.snapshot_setup import NothingToGoOnFrom
 from megatron.training.step import NonFiniteError, StepRecord
 from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from moc.runtime.job import join_job
+from moc.runtime.progress import progress
 
 
 def pretrain(config: Config, providers: Providers) -> int:
@@ -38,6 +39,7 @@ def pretrain(config: Config, providers: Providers) -> int:
         try:
             parts = parts or build(config, initialize(config, job), providers, stop, phases)
             job.built()
+            progress("setup")
             code = train(start(parts, stop, phases), stop)
             parts.log.close()
             shut_down(job)
@@ -79,10 +81,12 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
 
 def iterate(run: Run, stop: StopRequests) -> StepRecord:
     """Computes, commits, protects and reports one iteration."""
+    progress("step")
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
     run.position = advance(run.position, record)
+    progress("save")
     run.snapshots.take(run.position, step_s=time.perf_counter() - begun)
     run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
     run.checkpoints.poll()
@@ -149,6 +153,7 @@ def save(run: Run) -> None:
     """Saves, unless there is no ``--save`` or this iteration is saved already."""
     if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
         return
+    progress("save")
     with run.log.event("save", iteration=run.position.iteration):
         run.checkpoints.save(run.position)
     run.log.skip_time()
@@ -156,6 +161,7 @@ def save(run: Run) -> None:
 
 def secure(run: Run) -> None:
     """The run ends here: all of its state goes to storage."""
+    progress("save")
     run.snapshots.secure(run.position)
     run.checkpoints.finish()
 

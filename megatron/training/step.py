@@ -25,6 +25,7 @@ from megatron.training.initialize import World, seed_streams
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.schedule import Schedule
 from moc.faults import reach
+from moc.runtime.progress import progress
 
 
 class NonFiniteError(RuntimeError):
@@ -116,7 +117,9 @@ class Stepper:
         reach("after_vote")
         record = self._decide(iteration, vote)
 
+        progress("save")
         self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
+        progress("step")
         self.optimizer.apply(vote["square_norm"])
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)

@@ -5,6 +5,7 @@ They run ``held_pretrain_gpt_moe.py``: the program, which does not end before :m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import yaml
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
-PROGRAM = str(REPOSITORY / "tests/integration/held_pretrain_gpt_moe.py")
+PROGRAM = "tests/integration/held_pretrain_gpt_moe.py"
 
 
 class Launched:
@@ -34,11 +35,21 @@ class Launched:
         directory: for all that it writes.
         own: flags of the launcher.
         nodes: launchers to start, one for each node.
+        spares: launchers beyond these.
         launcher: module of the launcher.
+        program: of the workers, in the repository.
     """
 
     def __init__(
-        self, layout: str, flags: dict, directory: Path, *own: str, nodes: int = 1, launcher: str = "moc.launch"
+        self,
+        layout: str,
+        flags: dict,
+        directory: Path,
+        *own: str,
+        nodes: int = 1,
+        spares: int = 0,
+        launcher: str = "moc.launch",
+        program: str = PROGRAM,
     ):
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
@@ -47,15 +58,17 @@ class Launched:
         per_node = str(size // nodes)
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
         if nodes > 1:
-            self._command += ["--nnodes", str(nodes), "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+            numbers = ["--nnodes", str(nodes), "--spares", str(spares)] if spares else ["--nnodes", str(nodes)]
+            self._command += [*numbers, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+        self._program = str(REPOSITORY / program)
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
         self._token, self.launchers = secrets.token_hex(32), []
-        for node in range(nodes):
+        for node in range(nodes + spares):
             self.start(node)
 
     def start(self, node: int) -> None:
         """Starts the launcher of a node, the first time or again."""
-        command = [*self._command, "--node-rank", str(node), PROGRAM]
+        command = [*self._command, "--node-rank", str(node), self._program]
         ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
         environment = os.environ | ours | {"MOC_TOKEN": self._token, "TEST_MAY_END": str(self._may_end)}
         with open(self._directory / "console", "a") as console:
@@ -123,10 +136,25 @@ class Launched:
             assert time.monotonic() < deadline, f"at iteration {self.iteration}:\n{self.console[-4000:]}"
             time.sleep(0.01)
 
+    def tells(self, sentence: str, seconds: float = 120) -> None:
+        """Waits until the console says something."""
+        deadline = time.monotonic() + seconds
+        while sentence not in self.console:
+            assert time.monotonic() < deadline, f"{sentence!r} is not in:\n{self.console[-4000:]}"
+            time.sleep(0.05)
+
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
         """Sends workers a signal, all at once."""
         for pid in [self.pids[rank] for rank in ranks]:
             os.kill(pid, number)
+
+    def lose(self, node: int) -> None:
+        """Kills all processes of a node, as when its machine is lost."""
+        launcher = psutil.Process(self.launchers[node].pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.launchers[node].wait()
 
     def wait(self, seconds: float = 240) -> int:
         """The exit code, when it has ended; from now on it may."""
