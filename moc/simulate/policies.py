@@ -158,24 +158,37 @@ def sparse(setup: Setup, options: Options) -> Strategy:
     window = options.window or find_window_size(sizes, timing.forward_backward_s, bandwidth)[0]
     largest_s = first_bytes(sizes, window) / cluster.host_bandwidth
     stall_s = window * max(0.0, largest_s - timing.forward_backward_s)
-    replay_s = timing.iteration_s * timing.without_bubbles
-    frozen = (window - 1) / (2 * window)  # of the operators, in the mean over a conversion
     held = window_bytes(sizes, window) * window * setup.layout.world
     logs = _log_bytes(setup)
     saving = Saving(
         name="sparse",
-        interval=window,
         stall_s=stall_s,
-        lag=window,
         restart_s=cluster.detect_s + window_bytes(sizes, window) * window / setup.network_rate,
+        traffic=Traffic(host=held + logs * window, network=options.replicas * held),
+        host_bytes=_VERSIONS * (held * (1 + options.replicas) + logs * window),
+    )
+    saving = sparse_replay(saving, window, timing.iteration_s * timing.without_bubbles)
+    return Strategy(_with_storage(setup, options, saving))
+
+
+def sparse_replay(saving: Saving, window: int, replay_s: float) -> Saving:
+    """With a window of checkpoints, and the W iterations and those since that a lost stage replays (MoEvement, 3.6).
+
+    Args:
+        saving: what does not follow from these.
+        window: W.
+        replay_s: of one iteration of a stage alone, nothing frozen.
+    """
+    frozen = (window - 1) / (2 * window)  # of the operators, in the mean over a conversion
+    return dataclasses.replace(
+        saving,
+        interval=window,
+        lag=window,
         replay_s=replay_s,
         conversion_s=replay_s * (1 - frozen * _B_WEIGHT),
         conversion=window,
         local=True,
-        traffic=Traffic(host=held + logs * window, network=options.replicas * held),
-        host_bytes=_VERSIONS * (held * (1 + options.replicas) + logs * window),
     )
-    return Strategy(_with_storage(setup, options, saving))
 
 
 def elastic(setup: Setup, options: Options) -> Strategy:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 
 from moc.simulate.saving import Traffic
 
@@ -70,3 +72,28 @@ class Result:
         """Plain values, for JSON."""
         more = {"ettr": self.ettr, "overhead": self.overhead, "recovery_each_s": self.recovery_each_s}
         return asdict(self) | more
+
+
+def mean_of(results: Sequence[Result]) -> Result:
+    """The mean run of several of the same length; whole numbers are rounded, the course of time is the mean too.
+
+    Args:
+        results: at least one.
+    """
+    means = {}
+    for name in (field.name for field in fields(Result)):
+        values = [getattr(result, name) for result in results]
+        means[name] = values[0] if name == "name" else _mean(values)
+    return Result(**means)
+
+
+def _mean(values: list):
+    first = values[0]
+    if first is None:
+        return None
+    if isinstance(first, tuple):
+        return tuple(_mean(list(column)) for column in zip(*values, strict=True))
+    if isinstance(first, Traffic):
+        return Traffic(*(fmean(getattr(value, field.name) for value in values) for field in fields(Traffic)))
+    mean = fmean(values)
+    return round(mean) if isinstance(first, int) else mean
