@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 import _papers as papers
+from _reproduce_sizes import figure_9, figure_10, figure_15
+from _reproduction import Reproduction, Row
 
 from moc.simulate.closed_form import at_interval, best_interval
 from moc.simulate.cluster import CLUSTERS, Cluster
@@ -20,79 +21,6 @@ from moc.simulate.window import find_window_size
 
 RUNS = 100
 _SYSTEMS = {"checkfreq": "CheckFreq", "full": "Gemini", "sparse": "MoEvement"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A figure.
-
-    Attributes:
-        label: what it is of.
-        paper: as printed.
-        ours: computed.
-        kind: ``ettr`` and ``percent`` differ by points, ``least`` only where ours is below; of others, a ``factor`` says
-            how far they are apart.
-        counted: it is in the mean; otherwise what is printed is damaged.
-    """
-
-    label: str
-    paper: float
-    ours: float
-    kind: str = "ettr"
-    counted: bool = True
-
-    @property
-    def error(self) -> float:
-        """In points, or as a factor from 1 on."""
-        if self.kind == "ettr":
-            return 100 * (self.ours - self.paper)
-        if self.kind == "least":
-            return min(0.0, 100 * (self.ours - self.paper))
-        if self.kind == "percent":
-            return self.ours - self.paper
-        return max(self.ours / self.paper, self.paper / self.ours)
-
-    def shown(self, value: float) -> str:
-        """A figure, as the table has it."""
-        return f"{value:.3f}" if self.kind in ("ettr", "least") else f"{value:.4g}"
-
-    def error_shown(self) -> str:
-        """The error, as the table has it."""
-        text = f"x {self.error:.2f}" if self.kind == "factor" else f"{self.error:+.1f}"
-        return text if self.counted else f"({text})"
-
-
-@dataclass(frozen=True)
-class Reproduction:
-    """A table or figure.
-
-    Attributes:
-        title: whose.
-        rows: figure by figure.
-        notes: inputs, what was calibrated, and what of the printed figures is not used.
-        order_right: cells in which the systems come in the paper's order, and how many cells there are.
-    """
-
-    title: str
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    order_right: tuple[int, int] | None = None
-
-    def errors(self, *kinds: str) -> list[float]:
-        """Absolute errors of the rows that count."""
-        return [abs(row.error) for row in self.rows if row.counted and row.kind in kinds]
-
-    def summary(self) -> str:
-        """The errors in one sentence."""
-        points, factors = self.errors("ettr", "percent", "least"), self.errors("factor")
-        parts = []
-        if points:
-            parts.append(f"mean absolute error {fmean(points):.1f} points, worst {max(points):.1f}, of {len(points)}")
-        if factors:
-            parts.append(f"factors up to {max(factors):.2f}, of {len(factors)}")
-        if self.order_right:
-            parts.append("order of the systems right in {} of {} cells".format(*self.order_right))
-        return "; ".join(parts) + "."
 
 
 def table_3() -> Reproduction:
@@ -194,7 +122,7 @@ def _window(model: papers.Trained, cluster: Cluster) -> int:
     count = 1000
     each = 1e9 * model.parameters / cluster.gpus / count
     sizes = [OperatorSize(str(i), each * model.full_bytes, each * model.compute_bytes) for i in range(count)]
-    return find_window_size(sizes, model.iteration_s, cluster.host_bandwidth)[0]
+    return find_window_size(sizes, model.iteration_s, cluster.host_bandwidth).length
 
 
 def _ettr(model: papers.Trained, saving: Saving, faults: Faults, runs: int = RUNS) -> float:
@@ -217,7 +145,7 @@ def figure_11() -> Reproduction:
                 rows.append(Row(f"{scaled.name}, 10 min, {_SYSTEMS[name]}", paper, ours))
         sparse = _systems(model, cluster, papers.HOUR, window)["sparse"]
         least = _ettr(model, sparse, _while_training(papers.HOUR))
-        rows.append(Row(f"{scaled.name}, 60 min, MoEvement, at least", 0.91, least, "least"))
+        rows.append(Row(f"{scaled.name}, 60 min, MoEvement", 0.91, least, bound="least"))
     notes = (
         "Inputs: GPUs, stages and pipelines (section 5.4); a pipeline has the same 16 micro batches as DeepSeek-MoE in",
         "Table 3, and its slowest stage takes as long for each active parameter.  A pipeline's ranks save its state:",
@@ -265,5 +193,8 @@ REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
     "moevement-table7": table_7,
     "moevement-fig11": figure_11,
     "moevement-fig1": figure_1,
+    "moc-fig10": figure_10,
+    "moc-fig15": figure_15,
+    "moetion-fig9": figure_9,
 }
 """By the name that --reproduce takes."""

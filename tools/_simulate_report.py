@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from _reproduce import Reproduction
+from _reproduction import Reproduction
 
 from moc.simulate.engine import Job
 from moc.simulate.failures import Faults
@@ -188,6 +188,6 @@ def print_reproduction(found: Reproduction, as_json: bool) -> int:
         print(json.dumps(dataclasses.asdict(found) | {"summary": found.summary()}, indent=2))
         return 0
     header = ["", "paper", "ours", "error"]
-    rows = [[row.label, row.shown(row.paper), row.shown(row.ours), row.error_shown()] for row in found.rows]
+    rows = [row.cells() for row in found.rows]
     print(found.title, "", aligned([header, *rows]), "", found.summary(), "", *found.notes, sep="\n")
     return 0

@@ -215,7 +215,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     work = Work(
         global_batch=args.global_batch,
         micro_batch=args.micro_batch,
-        seq_length=config.network.seq_length,
+        seq_length=config.data.seq_length,
         hidden_size=config.network.hidden_size,
         topk=config.moe.moe_router_topk if config.moe.num_experts else 1,
         pipelines=max(1, cluster.gpus // (args.tp * args.pp * args.ep)),

@@ -155,7 +155,7 @@ def sparse(setup: Setup, options: Options) -> Strategy:
     bandwidth = cluster.host_bandwidth
     if options.replicas:
         bandwidth = min(bandwidth, setup.network_rate / options.replicas)
-    window = options.window or find_window_size(sizes, timing.forward_backward_s, bandwidth)[0]
+    window = options.window or find_window_size(sizes, timing.forward_backward_s, bandwidth).length
     largest_s = first_bytes(sizes, window) / cluster.host_bandwidth
     stall_s = window * max(0.0, largest_s - timing.forward_backward_s)
     held = window_bytes(sizes, window) * window * setup.layout.world

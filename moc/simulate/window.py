@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from moc.simulate.sizes import OperatorSize
 
 
-def find_window_size(sizes: Sequence[OperatorSize], iteration_s: float, bandwidth: float) -> tuple[int, int]:
-    """W_sparse, and how many operators are saved in full in each iteration of it.
+class Window(NamedTuple):
+    """What :func:`find_window_size` finds.
+
+    Attributes:
+        length: W_sparse, iterations.
+        active: operators that each of them saves in full.
+    """
+
+    length: int
+    active: int
+
+
+def find_window_size(sizes: Sequence[OperatorSize], iteration_s: float, bandwidth: float) -> Window:
+    """The shortest window whose snapshots hide behind an iteration.
 
     Algorithm 1 counts operators; here they keep their order and their sizes, and the first snapshot of a window, which
     holds the compute weights of all that follow, is the one that must fit.
@@ -17,9 +30,12 @@ def find_window_size(sizes: Sequence[OperatorSize], iteration_s: float, bandwidt
         sizes: of the operators on one rank.
         iteration_s: seconds that a snapshot may take.
         bandwidth: bytes per second from the device to host memory.
+
+    Raises:
+        ValueError: there is no operator.
     """
     if not sizes:
-        return 1, 0
+        raise ValueError("a window needs operators: there are none")
     full, compute = sum(size.full for size in sizes), sum(size.compute for size in sizes)
     count = len(sizes)
     active = count
@@ -29,7 +45,7 @@ def find_window_size(sizes: Sequence[OperatorSize], iteration_s: float, bandwidt
         if snapshot <= bandwidth * iteration_s:
             break
         active -= 1
-    return -(-count // active), active
+    return Window(-(-count // active), active)
 
 
 def window_bytes(sizes: Sequence[OperatorSize], window: int) -> float:
