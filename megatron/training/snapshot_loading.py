@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -15,11 +16,12 @@ from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
+from megatron.training.replay import Repeat, convert, is_repeated, record_of
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
-from moc.recovery.sources import MEMORY, Held, Recovery, part_of_slot, recoveries
+from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot, recoveries
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
@@ -46,6 +48,7 @@ class SnapshotLoader:
         policy: which goes on from what it was told.
         tokens: the token ledger, where snapshots are partial.
         log: where to report.
+        repeat: computes an iteration again.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class SnapshotLoader:
         policy: Policy,
         tokens: TokenBook | None,
         log: Log,
+        repeat: Repeat,
     ):
         self._config, self._world, self._state, self._log = config, world, state, log
+        self._repeat = repeat
         self._optimizer, self._scheduler, self._policy, self._tokens = optimizer, scheduler, policy, tokens
         self._storage, self._memory, self._leads_node = tiers.storage, tiers.memory, tiers.leads_node
         self._damage: str | None = None
@@ -96,12 +101,12 @@ class SnapshotLoader:
                 break
             begun = time.perf_counter()
             fragments = self._fragments(way)
-            manifests, bad = self._manifests(way, {way.base.key, *fragments})
+            manifests, bad = self._manifests(way, fragments)
             if not bad:
                 where = self._where(way.base)
                 self._check(manifests[way.base.key], where)
                 self._log.message(f"loading snapshot {where}")
-                bad = self._agree(self._fill(way, manifests, fragments))
+                bad = self._fill(way, manifests, fragments)
             if not bad:
                 position = self._restore(way, manifests)
                 self._report(way, manifests, time.perf_counter() - begun)
@@ -135,17 +140,23 @@ class SnapshotLoader:
     def _fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
         """By checkpoint, what this worker takes from it."""
         fragments: dict[Key, list[Fragment]] = defaultdict(list)
-        for fragment in self._state.fragments(self._state.operators(), Detail.FULL):
-            fragments[way.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
+        for moment in way.moments:
+            for fragment in self._state.fragments(moment.full, Detail.FULL):
+                fragments[moment.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
+            for fragment in self._state.fragments(moment.frozen, Detail.COMPUTE):
+                fragments[moment.sources[fragment.operator, COMPUTE].key].append(fragment)
         return fragments
 
-    def _manifests(self, way: Recovery, needed: set[Key]) -> tuple[dict[Key, Manifest], dict[Key, str]]:
+    def _manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], dict[Key, str]]:
         """Of what this worker reads; and by checkpoint what is wrong with it, as all workers know."""
         manifests, problem = {}, None
+        needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
         for one in way.used():
             try:
                 if one.key in needed:  # the memory of another node cannot be read here, and need not
                     manifests[one.key] = self._store(one).manifest(one.iteration)
+                    if one.iteration > way.moments[0].iteration:
+                        record_of(manifests[one.key].state, self._where(one))
             except CheckpointError as error:
                 problem = problem or (one.key, str(error))
         return manifests, self._agree(problem)
@@ -170,15 +181,47 @@ class SnapshotLoader:
 
     def _fill(
         self, way: Recovery, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
+    ) -> dict[Key, str]:
+        """Fills this worker's state; by checkpoint what is wrong with it, as all workers know."""
+        bad: dict[Key, str] = {}
+
+        def load(moment: Moment) -> bool:
+            bad.update(self._agree(self._fill_at(moment, manifests, fragments)))
+            return not bad
+
+        convert(way.moments, load, self._state, lambda moment: self._compute_again(moment, way, manifests))
+        return bad
+
+    def _fill_at(
+        self, moment: Moment, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
     ) -> tuple[Key, str] | None:
-        """Fills this worker's state; what is wrong with a checkpoint, if anything is."""
-        for one in way.used():
+        """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
+        for one in moment.used():
             if one.key in manifests:
                 manifest = manifests[one.key]
                 problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
                 if problem is not None:
                     return one.key, problem
         return None
+
+    def _compute_again(self, moment: Moment, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+        """The iteration after a moment of a window, once the state is that of the moment."""
+        begun = time.perf_counter()
+        here, after = (manifests[way.at(moment.iteration + i).key] for i in (0, 1))
+        self._restore_moment(here, moment.full, self._where(way.at(moment.iteration)))
+        record = record_of(after.state, self._where(way.at(moment.iteration + 1)))
+        rate = self._optimizer.learning_rate
+        loss = self._repeat(_position(here), record)
+        seconds, same = time.perf_counter() - begun, is_repeated(loss, rate, record)
+        self._log.events.write(
+            "replay", iteration=record.iteration, seconds=seconds, frozen=len(moment.frozen), exact=same
+        )
+        if not same:
+            self._log.message(
+                f"WARNING: iteration {record.iteration}, computed again, has loss {loss} and learning rate {rate}; it "
+                f"had {record.loss} and {record.learning_rate}. Layout, data or flags are others than it was saved "
+                "with: the run that goes on is not bit-identical to the one that was"
+            )
 
     def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
         try:
@@ -200,26 +243,29 @@ class SnapshotLoader:
 
     def _restore(self, way: Recovery, manifests: dict[Key, Manifest]) -> Position:
         base = manifests[way.base.key]
-        saved, where = base.state, self._where(way.base)
-        self._state.gather_weights()
-        # stale experts count the run's updates, not their own, as the published systems have it
-        steps = {name: entry.step for name, entry in base.operators.items() if entry.step is not None}
-        latest = max(steps.values(), default=None)
-        if latest is not None:
-            steps = {operator.name: steps.get(operator.name, latest) for operator in self._policy.operators}
-        self._state.set_steps(steps)
-        contents.restore_grad_scaler(self._optimizer, saved["grad_scaler"])
-        contents.restore_scheduler(self._scheduler, saved["scheduler"], where)
+        saved = base.state
+        self._restore_moment(base, [operator.name for operator in self._policy.operators], self._where(way.base))
         contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
         if saved.get("interval"):
             self._policy.interval.load_state_dict(saved["interval"])
-        if saved.get("policy_state"):
+        if saved.get("policy_state") and base.policy == self._policy.name:
             self._policy.load_state_dict(saved["policy_state"])
         if self._memory is not None and way.base.tier != MEMORY:
             self._policy.memory_lost()
         if self._tokens is not None:
             self._count_lost_tokens(way, manifests)
-        return Position(**{name: saved[name] for name in asdict(Position())})
+        return _position(base)
+
+    def _restore_moment(self, manifest: Manifest, operators: Iterable[str], where: str) -> None:
+        """What is not a tensor, after operators were loaded."""
+        self._state.gather_weights()
+        # stale experts count the run's updates, not their own, as the published systems have it
+        steps = {name: entry.step for name, entry in manifest.operators.items() if entry.step is not None}
+        latest = max(steps.values(), default=None)
+        if latest is not None:
+            self._state.set_steps({name: steps.get(name, latest) for name in operators})
+        contents.restore_grad_scaler(self._optimizer, manifest.state["grad_scaler"])
+        contents.restore_scheduler(self._scheduler, manifest.state["scheduler"], where)
 
     def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
         mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
@@ -248,3 +294,7 @@ class SnapshotLoader:
             sources=[list(one.key) for one in way.used()],
         )
         self._log.message(f"loaded {amount / 1e9:.3g} GB from {way.base.tier} in {seconds:.2f} s")
+
+
+def _position(manifest: Manifest) -> Position:
+    return Position(**{name: manifest.state[name] for name in asdict(Position())})

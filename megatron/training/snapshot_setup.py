@@ -19,6 +19,7 @@ from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
+from megatron.training.replay import Repeat, check_freezing
 from megatron.training.snapshot_loading import SnapshotLoader
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
@@ -28,6 +29,7 @@ from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.sources import MEMORY
 from moc.sharding import scheme_named
+from moc.sharding.layout import Layout
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
@@ -53,6 +55,7 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
+    repeat: Repeat,
     again: bool = False,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
     """Loads the newest state that there is; a collective call.
@@ -66,6 +69,7 @@ def begin(
         vocab_size: rows of the embedding.
         checkpoints: the dense ones.
         log: where to report.
+        repeat: computes an iteration again.
         again: the model has been trained since it was built.
 
     Returns:
@@ -86,9 +90,13 @@ def begin(
     stage = _stage(state)
     if tiers.memory is not None:
         agreed(lambda: _check_nodes(stage, policy, tiers), "cannot keep snapshots in memory")
-    tokens = None if policy.exact else TokenBook(config, world, chunks, policy.operators)
+    if policy.replays:
+        check_freezing(state)
+    tokens = None
+    if policy.counts_tokens:
+        tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
 
-    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
+    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log, repeat)
     loaded = loader.load(loader.find(), oldest=checkpoints.newest())
     if again and not loaded:
         raise NothingToGoOnFrom
@@ -107,15 +115,16 @@ def begin(
         saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
         publisher=Publisher(world, policy, tiers, _layout(config, world), log),
         tiers=tiers,
-        describe=lambda at: {
+        describe=lambda at, record: {
             **contents.training_state(config, world, at, optimizer, scheduler),
+            "record": None if record is None else dataclasses.asdict(record),
             "optimizer": config.regularization.optimizer,
             "interval": policy.interval.state_dict(),
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
         },
         blocking=config.snapshot.ckpt_blocking,
-        start=Start(position.iteration if loaded else None, recovered, position.skipped_iterations),
+        start=Start(position.iteration if loaded else None, recovered),
         tokens=tokens,
         report=SnapshotReport(log, config.snapshot.ckpt_tier),
     )
@@ -188,8 +197,18 @@ def _settings(config: Config) -> dict[str, object]:
         "target": snapshot.pec_target,
         "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,
         "ep": config.parallel.expert_model_parallel_size,
+        "window": 0 if snapshot.sparse_window == "auto" else int(snapshot.sparse_window),
+        "order": snapshot.sparse_order,
+        "stages": _stages(config),
         "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
     }
+
+
+def _stages(config: Config) -> tuple[int, ...]:
+    """By layer, the pipeline stage that computes it."""
+    parallel, layers = config.parallel, config.network.num_layers
+    pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
 
 
 def _tidy(tiers: Tiers, world: World, iteration: int, recovered: int | None) -> None:

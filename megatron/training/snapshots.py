@@ -26,7 +26,7 @@ from megatron.training.initialize import World
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
-from megatron.training.step import Rider, sum_over_workers
+from megatron.training.step import Rider, StepRecord, sum_over_workers
 from megatron.training.tokens import TokenBook
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
 from moc.snapshot.contents import Contents
@@ -43,7 +43,7 @@ class NoSnapshots(Rider):
 
     gauges: Mapping[str, float] = MappingProxyType({})
 
-    def take(self, position: Position, step_s: float) -> None:
+    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Takes none."""
 
     def finish(self) -> None:
@@ -63,12 +63,10 @@ class Start:
     Attributes:
         newest: iteration of the snapshot, in memory or in storage; None if it was none.
         in_memory: the same, if it is in memory.
-        skipped_iterations: as in :class:`Position`.
     """
 
     newest: int | None
     in_memory: int | None
-    skipped_iterations: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Snapshots(Rider):
         saver: copies and writes this worker's part.
         publisher: makes them count.
         tiers: where to.
-        describe: what is not a tensor, for a position.
+        describe: what is not a tensor, for a position and the record of the iteration that led to it.
         blocking: wait until a snapshot is safe.
         start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
@@ -113,7 +111,7 @@ class Snapshots(Rider):
         saver: Saver,
         publisher: Publisher,
         tiers: Tiers,
-        describe: Callable[[Position], dict],
+        describe: Callable[[Position, StepRecord | None], dict],
         blocking: bool,
         start: Start,
         tokens: TokenBook | None,
@@ -136,7 +134,7 @@ class Snapshots(Rider):
         self._voted_at = time.perf_counter()
         self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
         self._seen: Observed | None = None  # the same, when an iteration has been
-        self._skipped = start.skipped_iterations
+        self._record: StepRecord | None = None  # of the iteration that was completed last
 
     def reserve(self) -> None:
         """Makes the buffers that are free now, before training needs them.
@@ -155,25 +153,27 @@ class Snapshots(Rider):
         if failure := first_of_any(failure):
             raise CheckpointError(failure)
 
-    def take(self, position: Position, step_s: float) -> None:
+    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Begins a snapshot where the policy wants one; the state must be that after an update.
 
         Args:
             position: how far the run has come.
+            record: of the iteration that is complete.
             step_s: seconds that the iteration took.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
-        begun = time.perf_counter()
+        begun, self._record = time.perf_counter(), record
         self._compute_s = max(0.0, step_s - (begun - self._voted_at))
         if self._seen is not None:
             self._policy.interval.observe(self._seen)
             self._report.chosen(position.iteration, self._policy)
             self._seen = None
         if self._tokens is not None:
-            self._tokens.completed(skipped=position.skipped_iterations > self._skipped)
-            self._skipped = position.skipped_iterations
+            self._tokens.completed(skipped=record.skipped)
+            if self._policy.counts_probabilities and not record.skipped:
+                self._policy.routed(self._tokens.probabilities)
         plan = self._policy.plan(position.iteration, self._load)
         self._started = plan is not None
         if plan is not None:
@@ -289,7 +289,7 @@ class Snapshots(Rider):
             self._failure = str(error)  # the next vote tells the others
             return
         publishes = self._world.rank == 0 or self._tiers.leads_node
-        taken = _Taken(plan, storage, self._describe(position) if publishes else {}, snapshot)
+        taken = _Taken(plan, storage, self._describe(position, self._record) if publishes else {}, snapshot)
         self._copying.append(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)

@@ -73,12 +73,14 @@ class Policy(ABC):
         name: of the policy; set by :func:`moc.policy.registry.policy`.
         exact: a run that goes on from its snapshots is the one that was never killed; if not, experts may come back in
             an older state than the rest.
+        replays: to go on, iterations may have to be computed again while some operators are frozen.
     """
 
     operators: Sequence[Operator]
     interval: Interval
     name: ClassVar[str]
     exact: ClassVar[bool] = True
+    replays: ClassVar[bool] = False
 
     @property
     def counts_tokens(self) -> bool:

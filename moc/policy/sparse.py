@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from moc.policy import popularity
 from moc.policy.interval import Every
@@ -100,6 +100,8 @@ class Sparse(Policy):
     Raises:
         ValueError: a setting is not possible.
     """
+
+    replays: ClassVar[bool] = True
 
     window: int = 0
     order: str = "popularity"

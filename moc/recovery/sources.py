@@ -78,6 +78,11 @@ class Moment:
         """Those that can compute here, and do not learn yet."""
         return tuple(name for name, part in self.sources if part == COMPUTE)
 
+    def used(self) -> list[Held]:
+        """The checkpoints that something comes from, the newest first."""
+        distinct = {held.key: held for held in self.sources.values()}
+        return [distinct[key] for key in sorted(distinct, key=lambda key: (-key[0], key[1]))]
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -115,8 +120,7 @@ class Recovery:
 
     def used(self) -> list[Held]:
         """All checkpoints that something comes from, the newest first."""
-        distinct = {held.key: held for moment in self.moments for held in moment.sources.values()}
-        return [distinct[key] for key in sorted(distinct, key=lambda key: (-key[0], key[1]))]
+        return [held for moment in reversed(self.moments) for held in moment.used()]
 
     def learned_until(self, operator: str) -> int:
         """The last iteration whose update is in the state that an operator goes on with."""

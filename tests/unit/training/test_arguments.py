@@ -408,7 +408,7 @@ REFUSED = [
     ("--ckpt-policy full --save x --pec-k 2", "--pec-k needs --ckpt-policy pec, not full"),
     ("--ckpt-policy pec --save x --pec-k 2 --pec-k-persist 3", "--pec-k-persist 3 is more than the 2 experts"),
     ("--ckpt-policy pec --save x --pec-plt-limit 0.1", "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto"),
-    ("--ckpt-policy pec --save x --pec-k 0", "a number of experts is auto or at least 1, not 0"),
+    ("--ckpt-policy pec --save x --pec-k 0", "take auto or a number of at least 1, not 0"),
     ("--ckpt-policy pec --save x --pec-k auto --pec-k-persist 1", "--pec-k auto chooses how many experts go where"),
     ("--ckpt-policy full --save x --mtbf-hours 2", "--mtbf-hours needs --pec-k auto"),
     ("--ckpt-policy full --save x --node-of-rank 0,1", "--node-of-rank needs --ckpt-tier memory"),
