@@ -7,10 +7,17 @@ import pytest
 from tests.integration.snapshot_files import events, start, train
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
+from tests.integration.tiny import EXPERT_BIAS
 
-HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, global_batch_size=8, train_iters=12, weight_decay=0.1)
+HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=9)
 SPARSE = dict(ckpt_policy="sparse", sparse_window="3", ckpt_blocking=True)
-RUNS = {"EP2": ("EP2", {}), "PP2xEP2, bf16": ("PP2xEP2", BF16), "DP2 replicated": ("DP2", dict(use_distributed_optimizer=False))}
+REPLICATED, TIED = dict(use_distributed_optimizer=False), dict(untie_embeddings_and_output_weights=False)
+SCALING = dict(fp16=True, initial_loss_scale=2.0**18, hysteresis=1, loss_scale_window=2)  # rises, and overflows
+RUNS = {
+    "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft")),
+    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed")),
+    "fp32, recomputed": ("EP2", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+}
 
 
 @pytest.fixture
