@@ -10,13 +10,18 @@ from tests.integration.test_precision import BF16
 from tests.integration.tiny import EXPERT_BIAS
 
 HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=9)
-SPARSE = dict(ckpt_policy="sparse", sparse_window="3", ckpt_blocking=True)
+SPARSE = dict(ckpt_policy="sparse", ckpt_blocking=True)
 REPLICATED, TIED = dict(use_distributed_optimizer=False), dict(untie_embeddings_and_output_weights=False)
 SCALING = dict(fp16=True, initial_loss_scale=2.0**18, hysteresis=1, loss_scale_window=2)  # rises, and overflows
-RUNS = {
-    "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft")),
-    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed")),
-    "fp32, recomputed": ("EP2", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+RUNS = {  # layout, flags, window, killed after
+    "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
+    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 6),
+    "fp32, recomputed": (
+        "EP2",
+        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        3,
+        8,
+    ),
 }
 
 
@@ -29,13 +34,19 @@ def flags(data, tmp_path):
 @pytest.mark.recovery
 @pytest.mark.parametrize("run", RUNS)
 def test_recovery_is_bit_identical(run, data, flags):
-    layout, changes = RUNS[run]
-    straight = train(layout, data | HARD | changes, "sparse_bodies:train")
+    layout, changes, window, killed_after = RUNS[run]
+    plain = {name: value for name, value in changes.items() if not name.startswith("sparse_")}
+    straight = train(layout, data | HARD | plain, "sparse_bodies:train")
     assert min(straight.norms) > HARD["clip_grad"]
-    killed = start(layout, flags | HARD | changes, "sparse_bodies:die_after", iteration=8).wait()
+    if "fp16" in changes:
+        assert any(record["skipped"] for record in straight.records[1:window])
+    flags = flags | HARD | changes | dict(sparse_window=window)
+    killed = start(layout, flags, "sparse_bodies:die_after", iteration=killed_after).wait()
     assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-2000:]
-    resumed = train(layout, flags | HARD | changes, "sparse_bodies:train")
-    assert resumed.start == 6
-    assert [(e["iteration"], e["exact"]) for e in events(flags, "replay")] == [(5, True), (6, True)]
-    assert resumed.records == straight.records[6:]
-    assert [w["state"] for w in resumed.workers] == [w["state"] for w in straight.workers]
+    resumed = train(layout, flags, "sparse_bodies:train")
+    end = killed_after // window * window
+    assert resumed.start == end
+    repeated = range(end - window + 2, end + 1)
+    assert [(event["iteration"], event["exact"]) for event in events(flags, "replay")] == [(i, True) for i in repeated]
+    assert resumed.records == straight.records[end:]
+    assert [worker["state"] for worker in resumed.workers] == [worker["state"] for worker in straight.workers]
