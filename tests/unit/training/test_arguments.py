@@ -410,6 +410,13 @@ REFUSED = [
     ("--ckpt-policy pec --save x --pec-plt-limit 0.1", "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto"),
     ("--ckpt-policy pec --save x --pec-k 0", "take auto or a number of at least 1, not 0"),
     ("--ckpt-policy pec --save x --pec-k auto --pec-k-persist 1", "--pec-k auto chooses how many experts go where"),
+    ("--ckpt-policy full --save x --sparse-window 2", "--sparse-window needs --ckpt-policy sparse, not full"),
+    ("--ckpt-policy sparse --save x --sparse-window 0", "take auto or a number of at least 1, not 0"),
+    ("--ckpt-policy sparse --save x --snapshot-interval 5", "takes a snapshot in every iteration, not in every 5th"),
+    (
+        "--ckpt-policy sparse --save x --ckpt-tier memory",
+        "its windows in --ckpt-dir, not with --ckpt-tier memory",
+    ),
     ("--ckpt-policy full --save x --mtbf-hours 2", "--mtbf-hours needs --pec-k auto"),
     ("--ckpt-policy full --save x --node-of-rank 0,1", "--node-of-rank needs --ckpt-tier memory"),
     ("--ckpt-policy full --save x --ckpt-tier memory --node-of-rank 0,../1", "called by letters and digits"),
