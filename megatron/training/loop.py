@@ -87,7 +87,7 @@ def iterate(run: Run, stop: StopRequests) -> StepRecord:
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
     run.position = advance(run.position, record)
     progress("save")
-    run.snapshots.take(run.position, step_s=time.perf_counter() - begun)
+    run.snapshots.take(run.position, record, step_s=time.perf_counter() - begun)
     run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
     run.checkpoints.poll()
     if due(run.config.training.manual_gc_interval, run):

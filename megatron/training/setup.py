@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,6 +20,7 @@ from megatron.training.logging import Log
 from megatron.training.model import ModelProvider, build_model
 from megatron.training.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.training.phases import Phases
+from megatron.training.replay import Repetition
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
 from megatron.training.snapshots import Left, NoSnapshots, Snapshots
@@ -168,17 +169,6 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     phases.done("meet")
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log.message)
-    left = parts.left if parts.changed else None
-    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, left)
-    parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
-    reach("loaded")
-    stop.check_set_up(world)
-    phases.done("load")
-
-    readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
-    splits = {split for split, count in readers.items() if count}
-    if "train" not in splits:
-        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
     stepper = Stepper(
         world=world,
         chunks=parts.chunks,
@@ -191,8 +181,20 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
-        rider=snapshots,
     )
+    repeat = Repetition(stepper, parts.streams["train"])
+    left = parts.left if parts.changed else None
+    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, repeat, left)
+    stepper = replace(stepper, rider=snapshots)
+    parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
+    reach("loaded")
+    stop.check_set_up(world)
+    phases.done("load")
+
+    readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
+    splits = {split for split, count in readers.items() if count}
+    if "train" not in splits:
+        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
     log.events.write(
         "start",
         iteration=position.iteration,

@@ -21,18 +21,21 @@ from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
+from megatron.training.replay import Repeat, check_freezing
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import Left, NoSnapshots, Snapshots, Start
+from megatron.training.step import StepRecord
 from megatron.training.survivors import publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
 from moc.sharding import scheme_named
+from moc.sharding.layout import Layout
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
@@ -58,6 +61,7 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
+    repeat: Repeat,
     mine: Left | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
     """Brings all workers to the newest state that there is; a collective call.
@@ -71,6 +75,7 @@ def begin(
         vocab_size: rows of the embedding.
         checkpoints: the dense ones.
         log: where to report.
+        repeat: computes an iteration again.
         mine: what this worker has left of the state; None if it has not trained yet.
 
     Returns:
@@ -92,18 +97,22 @@ def begin(
     stage = _stage(state)
     if tiers.memory is not None:
         agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
+    if policy.replays:
+        check_freezing(state)
     publisher = Publisher(world, policy, tiers, _layout(config, world), log)
-    tokens = None if policy.exact else TokenBook(config, world, chunks, policy.operators)
+    tokens = None
+    if policy.counts_tokens:
+        tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
 
     left = survivors(mine, state, world)
     publish_what_is_whole(left, tiers, publisher, world)
     if peers is not None:
         peers.restore(log)
-    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
+    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log, repeat)
     loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
     if mine is not None and not loaded:
         raise NothingToGoOnFrom
-    start = _from(loaded, policy) if loaded else Start(checkpoints.load() or Position(), None, None)
+    start = _from(loaded, policy) if loaded else Start(checkpoints.load() or Position(), None, None, None)
     if tokens is not None and not loaded:
         tokens.starts_at(start.position.iteration)
 
@@ -132,12 +141,12 @@ def begin(
 
 def _from(loaded: Loaded, policy: Policy) -> Start:
     """What there is when a run goes on: the checkpoint that it comes from, and where it comes from none, the newest."""
-    at, way = loaded.position, loaded.plan.way
+    at, way = (loaded.position, loaded.record), loaded.plan.way
     if way is not None:
-        return Start(at, way.iteration, way.iteration if way.base.tier == MEMORY else None)
+        return Start(*at, way.iteration, way.iteration if way.base.tier == MEMORY else None)
     newest = loaded.newest(policy.operators, MEMORY, STORAGE)
     in_memory = loaded.newest(policy.operators, MEMORY)
-    return Start(at, newest, in_memory if in_memory == newest else None)
+    return Start(*at, newest, in_memory if in_memory == newest else None)
 
 
 def _describer(
@@ -147,10 +156,11 @@ def _describer(
     scheduler: OptimizerParamScheduler,
     policy: Policy,
     tokens: TokenBook | None,
-) -> Callable[[Position], dict]:
+) -> Callable[[Position, StepRecord | None], dict]:
     """What of the state is not a tensor, at a position."""
-    return lambda at: {
+    return lambda at, record: {
         **contents.training_state(config, world, at, optimizer, scheduler),
+        "record": None if record is None else dataclasses.asdict(record),
         "optimizer": config.regularization.optimizer,
         "interval": policy.interval.state_dict(),
         "policy_state": policy.state_dict(),
@@ -225,8 +235,18 @@ def _settings(config: Config) -> dict[str, object]:
         "target": snapshot.pec_target,
         "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,
         "ep": config.parallel.expert_model_parallel_size,
+        "window": 0 if snapshot.sparse_window == "auto" else int(snapshot.sparse_window),
+        "order": snapshot.sparse_order,
+        "stages": _stages(config),
         "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
     }
+
+
+def _stages(config: Config) -> tuple[int, ...]:
+    """By layer, the pipeline stage that computes it."""
+    parallel, layers = config.parallel, config.network.num_layers
+    pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
 
 
 def _tidy(tiers: Tiers, world: World, start: Start) -> None:

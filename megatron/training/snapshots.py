@@ -27,7 +27,7 @@ from megatron.training.snapshot_peers import Copied, Peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
-from megatron.training.step import Rider, sum_over_workers
+from megatron.training.step import Rider, StepRecord, sum_over_workers
 from megatron.training.tokens import TokenBook
 from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
@@ -72,7 +72,7 @@ class NoSnapshots(Rider):
     gauges: Mapping[str, float] = MappingProxyType({})
     live: Live | None = None
 
-    def take(self, position: Position, step_s: float) -> None:
+    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Takes none."""
 
     def finish(self) -> None:
@@ -91,11 +91,13 @@ class Start:
 
     Attributes:
         position: from here.
+        record: of the iteration that led to it, if it is known.
         newest: iteration of the newest snapshot, in memory or in storage; None if there is none.
         in_memory: the same, if it is in memory.
     """
 
     position: Position
+    record: StepRecord | None
     newest: int | None
     in_memory: int | None
 
@@ -130,7 +132,7 @@ class Snapshots(Rider):
         publisher: makes them count.
         tiers: where to.
         peers: what copies snapshots to other nodes, if anything does.
-        describe: what is not a tensor, for a position.
+        describe: what is not a tensor, for a position and the record of the iteration that led to it.
         blocking: wait until a snapshot is safe.
         start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
@@ -146,7 +148,7 @@ class Snapshots(Rider):
         publisher: Publisher,
         tiers: Tiers,
         peers: Peers | None,
-        describe: Callable[[Position], dict],
+        describe: Callable[[Position, StepRecord | None], dict],
         blocking: bool,
         start: Start,
         tokens: TokenBook | None,
@@ -170,7 +172,7 @@ class Snapshots(Rider):
         self._voted_at = time.perf_counter()
         self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
         self._seen: Observed | None = None  # the same, when an iteration has been
-        self._skipped = start.position.skipped_iterations
+        self._record = start.record
         self._position: Position | None = start.position  # None while the update changes the state
 
     def reserve(self) -> None:
@@ -190,26 +192,28 @@ class Snapshots(Rider):
         if failure := first_of_any(failure):
             raise CheckpointError(failure)
 
-    def take(self, position: Position, step_s: float) -> None:
+    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Begins a snapshot where the policy wants one; the state must be that after an update.
 
         Args:
             position: how far the run has come.
+            record: of the iteration that is complete.
             step_s: seconds that the iteration took.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
         begun = time.perf_counter()
-        self._position = position
+        self._position, self._record = position, record
         self._compute_s = max(0.0, step_s - (begun - self._voted_at))
         if self._seen is not None:
             self._policy.interval.observe(self._seen)
             self._report.chosen(position.iteration, self._policy)
             self._seen = None
         if self._tokens is not None:
-            self._tokens.completed(skipped=position.skipped_iterations > self._skipped)
-            self._skipped = position.skipped_iterations
+            self._tokens.completed(skipped=record.skipped)
+            if self._policy.counts_probabilities and not record.skipped:
+                self._policy.routed(self._tokens.probabilities)
         plan = self._policy.plan(position.iteration, self._load)
         self._started = plan is not None
         if plan is not None:
@@ -298,7 +302,7 @@ class Snapshots(Rider):
     @property
     def live(self) -> Live | None:
         """The state that this worker has now; None if it is being changed."""
-        return self._position and Live(self._position, self._describe(self._position))
+        return self._position and Live(self._position, self._describe(self._position, self._record))
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -350,7 +354,7 @@ class Snapshots(Rider):
             self._failure = str(error)  # the next vote tells the others
             return
         publishes = self._world.rank == 0 or self._tiers.leads_node
-        taken = _Taken(plan, storage, self._describe(position) if publishes else {}, snapshot)
+        taken = _Taken(plan, storage, self._describe(position, self._record) if publishes else {}, snapshot)
         self._copying.append(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)

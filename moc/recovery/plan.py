@@ -85,7 +85,8 @@ def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only
         if copies is not None and (way is None or way.base.tier != MEMORY):
             yield Plan(iteration, keep, copies)
         elif way is not None:
-            yield Plan(iteration, keep, (), way)
+            alone = len(way.moments) == 1  # else iterations are computed again, by all ranks together
+            yield Plan(iteration, keep if alone else frozenset(), (), way)
 
 
 def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[Copy, ...] | None:
