@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
 import time
 from pathlib import Path
+
+_TAIL = 1 << 20  # bytes
 
 
 class EventLog:
@@ -18,8 +21,10 @@ class EventLog:
 
     def __init__(self, directory: str | Path | None):
         self._file, self._lock = None, threading.Lock()  # savers report from threads of their own
+        self._path: Path | None = None
         if directory is not None:
             path = Path(directory)
+            self._path = path / "events.jsonl"
             path.mkdir(parents=True, exist_ok=True)
             self._file = open(path / "events.jsonl", "a", encoding="utf-8")
             self._end_torn_line(path / "events.jsonl")
@@ -32,6 +37,18 @@ class EventLog:
             with self._lock:
                 self._file.write(line)
                 self._file.flush()
+
+    def newest(self, event: str) -> dict:
+        """The newest event of a kind among the last thousands, also of earlier processes; empty if there is none."""
+        if self._path is None:
+            return {}
+        with open(self._path, "rb") as lines:
+            lines.seek(max(0, self._path.stat().st_size - _TAIL))
+            told = [line for line in lines.read().splitlines() if line.startswith(b'{"type": "%s"' % event.encode())]
+        for line in reversed(told):
+            with contextlib.suppress(ValueError):  # torn
+                return json.loads(line)
+        return {}
 
     def close(self) -> None:
         """Closes the file; later events are dropped."""

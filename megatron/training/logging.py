@@ -66,6 +66,7 @@ class Log:
         self._window = _Window()
         self._last = time.perf_counter()
         self._skipped_in_run = 0
+        self._reported: int | None = self.events.newest("iteration").get("iteration")
 
     def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
         """Reports one completed iteration, and prints every ``--log-interval``-th.
@@ -77,6 +78,7 @@ class Log:
         """
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
+        self._reported = record.iteration
         self._window.add(record, elapsed)
         self._skipped_in_run += record.skipped
         self.events.write(
@@ -99,6 +101,12 @@ class Log:
             print_rank_0(self._world, self._line(record, consumed_samples))
             self._log_timers(record.iteration)
             self._window = _Window()
+
+    def catch_up(self, record: StepRecord | None, consumed_samples: int, gauges: Mapping[str, float]) -> None:
+        """Reports the iteration that a run goes on from, if who was to report it was lost before that."""
+        if record is not None and self._reported == record.iteration - 1:
+            self.skip_time()
+            self.iteration(record, consumed_samples, gauges)
 
     @contextlib.contextmanager
     def event(self, name: str, **fields):

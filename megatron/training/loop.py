@@ -38,7 +38,7 @@ def pretrain(config: Config, providers: Providers) -> int:
     while True:
         try:
             parts = parts or build(config, initialize(config, job), providers, stop, phases)
-            job.built()
+            parts.met(job.built())
             progress("setup")
             code = train(start(parts, stop, phases), stop)
             parts.log.close()

@@ -76,10 +76,15 @@ class Parts:
     changed: bool = False
     left: Left = field(default_factory=Left)
 
+    def met(self, loss: Loss | None) -> None:
+        """All workers are there again, if one was lost."""
+        if loss is not None:
+            self.log.events.write("generation", **asdict(loss))
+            self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
+
     def go_on_after(self, loss: Loss) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
-        self.log.events.write("generation", **asdict(loss))
-        self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
+        self.met(loss)
         if self.saving is not None:
             checkpoints, snapshots = self.saving
             self.left.live = snapshots.live
@@ -186,6 +191,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     left = parts.left if parts.changed else None
     position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, repeat, left)
     stepper = replace(stepper, rider=snapshots)
+    log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
     reach("loaded")
     stop.check_set_up(world)

@@ -71,6 +71,7 @@ class NoSnapshots(Rider):
 
     gauges: Mapping[str, float] = MappingProxyType({})
     live: Live | None = None
+    record: StepRecord | None = None
 
     def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Takes none."""
@@ -172,7 +173,7 @@ class Snapshots(Rider):
         self._voted_at = time.perf_counter()
         self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
         self._seen: Observed | None = None  # the same, when an iteration has been
-        self._record = start.record
+        self.record = start.record  # of the iteration that was completed last
         self._position: Position | None = start.position  # None while the update changes the state
 
     def reserve(self) -> None:
@@ -204,7 +205,7 @@ class Snapshots(Rider):
             CheckpointError: on all workers; something could not be saved.
         """
         begun = time.perf_counter()
-        self._position, self._record = position, record
+        self._position, self.record = position, record
         self._compute_s = max(0.0, step_s - (begun - self._voted_at))
         if self._seen is not None:
             self._policy.interval.observe(self._seen)
@@ -302,7 +303,7 @@ class Snapshots(Rider):
     @property
     def live(self) -> Live | None:
         """The state that this worker has now; None if it is being changed."""
-        return self._position and Live(self._position, self._describe(self._position, self._record))
+        return self._position and Live(self._position, self._describe(self._position, self.record))
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -354,7 +355,7 @@ class Snapshots(Rider):
             self._failure = str(error)  # the next vote tells the others
             return
         publishes = self._world.rank == 0 or self._tiers.leads_node
-        taken = _Taken(plan, storage, self._describe(position, self._record) if publishes else {}, snapshot)
+        taken = _Taken(plan, storage, self._describe(position, self.record) if publishes else {}, snapshot)
         self._copying.append(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)

@@ -60,8 +60,13 @@ class Job:
         options = dict(rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id)
         dist.init_process_group(backend, store=store, **options)
 
-    def built(self) -> None:
-        """This worker has what it needs to train, and waits until all have; returns at once when they have."""
+    def built(self) -> Loss | None:
+        """This worker has what it needs to train, and waits until all have; returns at once when they have.
+
+        Returns:
+            What was lost, if this worker has taken its place just now.
+        """
+        return None
 
     def go_on_after(self, error: Exception) -> Loss:
         """Returns when the job is whole again, if the error comes of a lost worker.

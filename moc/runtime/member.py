@@ -80,15 +80,18 @@ class Member(Job):
             self._real = {name: getattr(dist, name) for name in _ALONE}
             vars(dist).update(_ALONE)
 
-    def built(self) -> None:
+    def built(self) -> Loss | None:
         """As :meth:`Job.built`."""
         if not self._built:
             self._built = True
             PROGRESS.forget()
             self._say("built")
-        if self._generation < 0:  # it has built alone
-            vars(dist).update(self._real)
-            self._meet()
+        if self._generation >= 0:
+            return None
+        vars(dist).update(self._real)  # it has built alone
+        begun = time.monotonic()
+        self._meet()
+        return Loss(self._generation, self._reason, 0.0, time.monotonic() - begun)
 
     def go_on_after(self, error: Exception) -> Loss:
         """As :meth:`Job.go_on_after`."""
@@ -164,7 +167,7 @@ class Member(Job):
             with self._news:
                 if said["kind"] == "go":
                     self._store = said["generation"], said["store"]
-                elif said["generation"] > self._wanted:
+                elif said["generation"] >= self._wanted:  # one that has begun already tells a new worker why
                     self._wanted, self._reason = said["generation"], said["reason"]
                     self._heard_at = time.monotonic()
                 self._news.notify_all()

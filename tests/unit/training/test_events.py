@@ -34,6 +34,19 @@ def test_a_torn_line_stays_alone(tmp_path):
     assert json.loads(lines(tmp_path)[-1])["type"] == "start"
 
 
+def test_the_newest_of_a_kind_whoever_wrote_it(tmp_path):
+    log = EventLog(tmp_path)
+    assert log.newest("iteration") == {}
+    for iteration in (1, 2):
+        log.write("iteration", iteration=iteration)
+    log.write("save", iteration=7)
+    log.close()
+    with open(tmp_path / "events.jsonl", "a") as torn:
+        torn.write('{"type": "iteration", "iter')
+    assert EventLog(tmp_path).newest("iteration")["iteration"] == 2
+    assert EventLog(None).newest("iteration") == {}
+
+
 def test_without_a_directory_nothing_happens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = EventLog(None)
