@@ -2,11 +2,11 @@
 
     python benchmarks/wire_fuzz.py --seconds 600 --output docs/results/wire_fuzz_cpu.json
 
-A job of two workers runs under our launcher.  Its controller (TCP), its agent (Unix socket) and its keeper, where it has
-one, are attacked in turns: by strangers without the token, by peers that have it and break the rules of the wire, and
-by loiterers, who connect and say nothing; channels alone are attacked beside that, by somebody in between.  Meanwhile a
-worker is killed now and again, so that everything the servers are there for has to work: the agent must speak to the
-controller, a new worker to the agent, and both to the others.
+A job of two workers runs under our launcher.  Its controller (TCP), its agent (Unix socket) and its keeper, where it
+has one, are attacked in turns: by strangers without the token, by peers that have it and break the rules of the wire,
+and by loiterers, who connect and say nothing; channels alone are attacked beside that, by somebody in between.
+Meanwhile a worker is killed now and again, so that everything the servers are there for has to work: the agent must
+speak to the controller, a new worker to the agent, and both to the others.
 
 It holds if the job goes on by itself after each kill, no other generation begins, no stranger is told more than the
 handshake, everybody who attacks is refused in a line, and no server grows or is left with descriptors.
