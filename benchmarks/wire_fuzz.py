@@ -2,15 +2,14 @@
 
     python benchmarks/wire_fuzz.py --seconds 600 --output docs/results/wire_fuzz_cpu.json
 
-A job of two workers runs under our launcher.  Its controller (TCP) and its agent (Unix socket) are attacked in turns,
-by strangers without the token, by peers that have it and break the rules of the wire, and by loiterers, who connect and
-say nothing; channels alone are attacked beside that, by somebody in between.  Meanwhile a worker is killed now and
-again, so that everything the servers are there for has to work: the agent must speak to the controller, a new worker to
-the agent, and both to the others.
+A job of two workers runs under our launcher.  Its controller (TCP), its agent (Unix socket) and its keeper, where it
+has one, are attacked in turns: by strangers without the token, by peers that have it and break the rules of the wire,
+and by loiterers, who connect and say nothing; channels alone are attacked beside that, by somebody in between.
+Meanwhile a worker is killed now and again, so that everything the servers are there for has to work: the agent must
+speak to the controller, a new worker to the agent, and both to the others.
 
 It holds if the job goes on by itself after each kill, no other generation begins, no stranger is told more than the
-handshake, everybody who attacks is refused in a line, and neither controller nor agent grows or is left with
-descriptors.
+handshake, everybody who attacks is refused in a line, and no server grows or is left with descriptors.
 """
 
 from __future__ import annotations
@@ -73,17 +72,20 @@ class Target:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Where it listens."""
-        (agent,) = (self._directory / "tmp").glob("mocrun-*/agent")
-        return {"controller": f"127.0.0.1:{self._port}", "agent": f"unix:{agent}"}
+        """Where it listens for processes of its own: the controller, and whatever a node has (agent, keeper)."""
+        found = {"controller": f"127.0.0.1:{self._port}"}
+        sockets = filter(Path.is_socket, (self._directory / "tmp").glob("mocrun-*/*"))
+        found |= {path.name: f"unix:{path}" for path in sorted(sockets)}
+        for process in self._running("moc.runtime.keeper"):
+            listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            found |= {f"keeper, port {i}": f"{ip}:{port}" for i, (ip, port) in enumerate(listening)}
+        return found
 
     @property
     def processes(self) -> dict[str, psutil.Process]:
         """Who listens there."""
-        return {
-            "controller": self.job.module("moc.runtime.controller"),
-            "agent": psutil.Process(self.job.process.pid),
-        }
+        others = {name: self._running(f"moc.runtime.{name}") for name in ("controller", "keeper")}
+        return {"agent": psutil.Process(self.job.process.pid)} | {name: of[0] for name, of in others.items() if of}
 
     @property
     def generations(self) -> list[tuple[int, str]]:
@@ -91,17 +93,21 @@ class Target:
         found = (_GENERATION.search(line) for _, line in self.job.said)
         return [(int(match[1]), match[2]) for match in found if match]
 
-    def attacked(self, rng: random.Random, where: str) -> str:
+    def attacked(self, rng: random.Random, where: str, address: str) -> str:
         """Attacks a server once; by whom."""
         if rng.random() < 0.02:
-            self._loiter(self.addresses[where])
+            self._loiter(address)
             return f"{where}, loiterer"
-        return f"{where}, {attack(rng, self.addresses[where], self._token)}"
+        return f"{where}, {attack(rng, address, self._token)}"
 
     def leave(self) -> None:
         """No loiterer is left."""
         while self._loitering:
             self._loitering.popleft().close()
+
+    def _running(self, module: str) -> list[psutil.Process]:
+        children = psutil.Process(self.job.process.pid).children()
+        return [child for child in children if module in child.cmdline()]
 
     def _loiter(self, address: str) -> None:
         family, where = candidates(address)[0]
@@ -124,12 +130,13 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) 
     Returns:
         ``attacks`` by kind, ``kills``, and ``samples`` of what the servers have, by server.
     """
-    job, counts, kills = target.job, Counter(), 0
-    watched, samples = target.processes, {who: [] for who in target.processes}
+    job, counts, kills, doors, watched = target.job, Counter(), 0, target.addresses, target.processes
+    samples = {who: [] for who in watched}
     begun, next_sample, next_kill = time.monotonic(), 0.0, kill_every
     while (now := time.monotonic() - begun) < seconds:
-        chosen = rng.choice(["controller", "agent", between, stranger])
-        counts[target.attacked(rng, chosen) if isinstance(chosen, str) else f"channel, {chosen(rng)}"] += 1
+        chosen = rng.choice([*doors, between, stranger])
+        at_door = isinstance(chosen, str)
+        counts[target.attacked(rng, chosen, doors[chosen]) if at_door else f"channel, {chosen(rng)}"] += 1
         if now >= next_sample:
             next_sample = now + SAMPLE_S
             for who, process in watched.items():
@@ -137,7 +144,7 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) 
         if now >= next_kill:
             os.kill(job.workers()[VICTIM], signal.SIGKILL)
             kills, next_kill = kills + 1, now + kill_every
-            _live_through(job, kills, target, rng, counts)
+            _live_through(target, kills, doors, rng, counts)
     target.leave()
     job.reach(job.iteration + 2)
     time.sleep(2 * SAMPLE_S)  # more than a peer has for its handshake
@@ -146,13 +153,14 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) 
     return {"attacks": dict(sorted(counts.items())), "kills": kills, "samples": samples}
 
 
-def _live_through(job: Job, kills: int, target: Target, rng: random.Random, counts: Counter) -> None:
+def _live_through(target: Target, kills: int, doors: dict[str, str], rng: random.Random, counts: Counter) -> None:
     """Goes on with the attacks until the job has done something new."""
+    job = target.job
     reached = job.iteration
 
     def goes_on() -> bool:
-        where = rng.choice(["controller", "agent"])
-        counts[target.attacked(rng, where)] += 1
+        where, address = rng.choice(list(doors.items()))
+        counts[target.attacked(rng, where, address)] += 1
         return len(target.generations) >= kills and job.iteration >= reached + 2
 
     job.wait_for(goes_on, f"an iteration after kill {kills}")
@@ -199,7 +207,7 @@ def main() -> int:
             job.reach(2)
             told = fuzz(target, own.seconds, own.kill_every, random.Random(own.seed))
             held = verdict(told, target.generations)
-            others = [line for _, line in job.said if "rror" in line]
+            others = [line for _, line in job.said if "Error" in line]
     told |= {"refusals": dict(target.refusals.most_common()), "errors": others, "held": held}
     for kind, count in [*told["attacks"].items(), *told["refusals"].items()]:
         print(f"{count:9} {kind}")

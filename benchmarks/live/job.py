@@ -108,6 +108,7 @@ class Job:
         self._listener.start()
 
     def __enter__(self) -> Job:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that __exit__ comes to pass
         return self
 
     def __exit__(self, *_) -> None:
