@@ -1,11 +1,19 @@
-"""How long a job stands still when a worker is killed: under our launcher, and when torchrun starts all of them again.
+"""How long a job stands still when a worker is killed: ours, torchrun with our checkpoints, and torchrun without us.
 
     python benchmarks/recovery_time.py --output docs/results/recovery_time_cpu.json
 
-Each way runs ``pretrain_gpt_moe.py`` with 4 workers (PP2 x EP2), takes a snapshot in every iteration, and gets one of
-its workers killed by SIGKILL now and again while it trains.  Counted is the time from the kill until the iteration is
-complete that was being computed, less the time of an iteration (median of those before the kill): seconds outside
-useful work, iterations that are computed again included.
+Each way trains the same model with 4 workers (PP2 x EP2), saves after every iteration, and gets one of its workers
+killed by SIGKILL now and again, at any moment of an iteration:
+
+* ``ours``: ``python -m moc.launch``, snapshots in memory or on disk;
+* ``torchrun``: the same program, which torchrun starts again;
+* ``torchrun, DCP``: a job that saves with ``torch.distributed.checkpoint`` (``benchmarks/live/dcp_job.py``).
+
+Seconds after the kill: *detected*, the launcher says so; *survivors unblocked*, who waited in a collective has left it;
+*first collective* of the new generation is done; *planned*, it is known what is loaded from where; *loaded*;
+*first iteration*.  *Outside useful work* is the time from the last new iteration before the kill to the next new one,
+less the time of an iteration (median of those before the kill): iterations that are computed again count, and so does
+the part of one that was lost.
 """
 
 from __future__ import annotations
@@ -15,153 +23,104 @@ import json
 import os
 import platform
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.live.job import MODEL, PROGRAM, ROOT, Job, launcher, torchrun
+from benchmarks.live.recoveries import CHAIN, NOTICED, OUTSIDE, claims, medians, recovery
+
 WORKERS = 4
-MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
-    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
-    --seq-length 64 --max-position-embeddings 64
-    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --use-distributed-optimizer
-    --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100000 --eval-iters 0 --num-workers 0
-    --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --ckpt-policy full --snapshot-interval 1""".split()
-OURS = ["-m", "moc.launch", "--nproc-per-node", str(WORKERS)]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS), "--max-restarts", "10000"]
-CASES = {  # name: (launcher, tier)
-    "ours, memory": (OURS, "memory"),
-    "ours, disk": (OURS, "disk"),
-    "torchrun, memory": (TORCHRUN, "memory"),
-    "torchrun, disk": (TORCHRUN, "disk"),
-}
+LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
 SETTLE = 5  # iterations before the next kill
-PATIENCE_S = 120.0
 
 
-class Job:
-    """A job that is being trained, as a context manager.
+@dataclass(frozen=True)
+class Case:
+    """One way.
 
-    Args:
-        name: of the case.
-        directory: for its files.
+    Attributes:
+        launcher: ``ours`` or ``torchrun``.
+        tier: of our snapshots; None for the job that has none.
     """
 
-    def __init__(self, name: str, directory: Path):
-        launcher, tier = CASES[name]
-        self._events, memory = directory / "log" / "events.jsonl", Path("/dev/shm") / directory.name
-        self._memory, self._is_ours = memory, launcher is OURS
-        memory.mkdir()
-        places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", memory, "--log-dir", directory / "log"]
-        command = [sys.executable, "-W", "ignore", *launcher, ROOT / "pretrain_gpt_moe.py", *MODEL, "--ckpt-tier", tier]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with open(directory / "console", "w") as console:
-            self._process = subprocess.Popen(
-                [str(word) for word in [*command, *places]],
-                env=environment,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-            )
+    launcher: str
+    tier: str | None
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_) -> None:
-        mine = [self._process.pid, *(child.pid for child in psutil.Process(self._process.pid).children(recursive=True))]
-        for pid in mine:
-            os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        shutil.rmtree(self._memory)
-
-    def events(self, kind: str) -> list[dict]:
-        """The events of a kind so far."""
-        lines = self._events.read_text().splitlines() if self._events.exists() else []
-        return [event for event in map(_loads, lines) if event.get("type") == kind]
-
-    def wait_for(self, ready, what: str):
-        """What ``ready`` returns, as soon as that is something."""
-        deadline = time.time() + PATIENCE_S
-        while not (answer := ready()):
-            if time.time() > deadline or self._process.poll() is not None:
-                raise RuntimeError(f"{what} did not come; see the job's console")
-            time.sleep(0.002)
-        return answer
-
-    def workers(self) -> list[int]:
-        """Processes of the workers."""
-        children = psutil.Process(self._process.pid).children()
-        if self._is_ours:
-            zygote = next(child for child in children if "moc.runtime.zygote" in child.cmdline())
-            children = zygote.children()
-        return [child.pid for child in children]
-
-    def recover(self, chance: random.Random) -> dict[str, float]:
-        """Kills a worker somewhere in an iteration; seconds of what follows."""
-        done = self.events("iteration")[-1]["iteration"]
-        self.wait_for(lambda: self.events("iteration")[-1]["iteration"] >= done + SETTLE, "an iteration")
-        usual = median(event["elapsed_s"] for event in self.events("iteration")[-SETTLE:])
-        time.sleep(chance.uniform(0, usual))
-        reached, killed = self.events("iteration")[-1]["iteration"], time.time()
-        os.kill(chance.choice(self.workers()), signal.SIGKILL)
-        first = self.wait_for(lambda: [e for e in self._since(killed, "iteration")], "the first iteration")[0]
-        again = self.wait_for(
-            lambda: [e for e in self._since(killed, "iteration") if e["iteration"] > reached], "a new iteration"
-        )[0]
-        if first["iteration"] == reached + 1 and not self._since(killed, "resume"):  # it was complete already
-            return self.recover(chance)
-        loaded = self._since(killed, "resume")[0]
-        return {
-            "loaded": loaded["time"] - killed,
-            "first iteration": first["time"] - killed,
-            "outside useful work": again["time"] - killed - usual,
-            "iterations again": reached - loaded["iteration"],
-        }
-
-    def _since(self, moment: float, kind: str) -> list[dict]:
-        return [event for event in self.events(kind) if event["time"] >= moment]
+    def job(self, directory: Path) -> Job:
+        """Starts it."""
+        start = launcher(WORKERS) if self.launcher == "ours" else torchrun(WORKERS)
+        if self.tier is None:
+            program = [ROOT / "benchmarks/live/dcp_job.py", "--checkpoints", directory / "checkpoints", "--every", 1]
+            return Job([*start, *program, *MODEL, *LAYOUT], directory)
+        saving = ["--ckpt-policy", "full", "--ckpt-tier", self.tier, "--snapshot-interval", 1]
+        command = [*start, PROGRAM, *MODEL, *LAYOUT, *saving, "--ckpt-dir", directory / "snapshots"]
+        return Job(command, directory, Path("/dev/shm") / directory.name)
 
 
-def measure(name: str, kills: int, seed: int) -> list[dict[str, float]]:
-    """Kills workers of a job, one after the other."""
+CASES = {
+    "ours, memory": Case("ours", "memory"),
+    "ours, disk": Case("ours", "disk"),
+    "torchrun, memory": Case("torchrun", "memory"),
+    "torchrun, disk": Case("torchrun", "disk"),
+    "torchrun, DCP": Case("torchrun", None),
+}
+
+
+def measure(case: Case, kills: int, seed: int) -> list[dict[str, float]]:
+    """Kills workers of a job, one after the other; what followed each."""
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="recovery-") as directory, Job(name, Path(directory)) as job:
-        job.wait_for(lambda: job.events("iteration"), "the first iteration")
-        return [job.recover(chance) for _ in range(kills)]
+    with tempfile.TemporaryDirectory(prefix="recovery-") as directory, case.job(Path(directory)) as job:
+        return [kill_one(job, case, chance) for _ in range(kills)]
 
 
-def _loads(line: str) -> dict:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:  # the line that a killed worker was writing
-        return {}
+def kill_one(job: Job, case: Case, chance: random.Random) -> dict[str, float]:
+    """Kills a worker somewhere in an iteration, and waits until the job has done something new."""
+    job.reach(job.iteration + SETTLE)
+    usual = median(event["elapsed_s"] for event in job.events.of("iteration")[-SETTLE + 1 :])
+    time.sleep(chance.uniform(0, usual))
+    pid, killed = chance.choice(sorted(job.workers().values())), time.time()
+    os.kill(pid, signal.SIGKILL)
+    so_far: Callable = lambda: recovery(job.events.all(), job.said, NOTICED[case.launcher], killed, usual)  # noqa: E731
+    return job.wait_for(so_far, "a new iteration")
+
+
+def show(name: str, of: dict[str, float]) -> None:
+    """Prints the medians of a case."""
+    figures = [f"{what} {of[what]:.3f}" for what in (*CHAIN, OUTSIDE, "iterations again") if what in of]
+    print(f"{name:18}", "  ".join(figures), flush=True)
 
 
 def main() -> None:
     """Runs all cases, and writes what they took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="of each case")
+    parser.add_argument("--kills", type=int, default=20, help="of each case (default: 20)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args()
-    results = {}
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    machine["load_before"], samples = os.getloadavg()[0], {}
     for name in own.cases:
-        results[name] = measure(name, own.kills, own.seed)
-        medians = {what: median(sample[what] for sample in results[name]) for what in results[name][0]}
-        print(f"{name:18}", "  ".join(f"{what} {value:.2f}" for what, value in medians.items()), flush=True)
+        samples[name] = measure(CASES[name], own.kills, own.seed)
+        show(name, medians(samples[name]))
+    summary = {name: medians(told) for name, told in samples.items()}
+    held = claims(summary)
+    for claim, holds in held.items():
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
     if own.output is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        own.output.write_text(json.dumps({"machine": machine, "flags": MODEL, "samples": results}, indent=1) + "\n")
+        flags = [*MODEL, *LAYOUT]
+        told = {"machine": machine, "flags": flags, "medians": summary, "claims": held, "samples": samples}
+        own.output.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

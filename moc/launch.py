@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.runtime import job_token
+from moc.runtime import hangs, job_token
 from moc.runtime.agent import Agent, LostError, Node
+from moc.runtime.membership import LOST
 from moc.runtime.wire import WireError
+from moc.runtime.zygote import die_with_parent
 
-EXIT_LOST = 70  # sysexits' EX_SOFTWARE: the launcher's own processes failed
+_log = logging.getLogger("moc")
 
 
 @dataclass(frozen=True)
@@ -33,23 +37,33 @@ class Flags:
     Attributes:
         nnodes: nodes of the job.
         nproc_per_node: workers of each.
-        node_rank: number of this node.
+        spares: nodes beyond these, which wait until one is lost.
+        node_rank: number of this node; spares come last.
         endpoint: ``host:port`` of the controller, on the first node; port 0 for any.
+        alone: there is only this machine, and spares are processes of this launcher.
         max_restarts: lost workers that are replaced.
         log_dir: directory for the output of workers; None to let them write to this process's.
         silence_s: a worker or a node that has said nothing for so long is lost.
+        hang_caps: seconds that a worker may be in a section, by section.
+        max_wait_s: how long nodes that are missing are waited for.
         patience_s: how long to wait for a controller that is gone, and for workers to leave.
+        own: the flags themselves.
         command: script and arguments.
     """
 
     nnodes: int
     nproc_per_node: int
+    spares: int
     node_rank: int
     endpoint: str
+    alone: bool
     max_restarts: int
     log_dir: Path | None
     silence_s: float
+    hang_caps: dict[str, float]
+    max_wait_s: float
     patience_s: float
+    own: list[str]
     command: list[str]
 
 
@@ -63,7 +77,8 @@ def parse(arguments: list[str]) -> Flags:
 
     add("nnodes", 1, "nodes of the job", type=int)
     add("nproc-per-node", 1, "workers on each node", type=int)
-    add("node-rank", 0, "number of this node", type=int)
+    add("spares", 0, "nodes beyond --nnodes, which wait until one is lost and then take its place", type=int)
+    add("node-rank", 0, "number of this node; those of spares begin at --nnodes", type=int)
     add("rdzv-endpoint", None, "HOST[:PORT] of the first node, the same on all nodes", metavar="HOST[:PORT]")
     add("master-addr", None, "the same, in two flags")
     add("master-port", 29400, "its port", type=int)
@@ -71,21 +86,44 @@ def parse(arguments: list[str]) -> Flags:
     add("max-restarts", 1000, "workers lost by a signal that are replaced before the job gives up", type=int)
     add("log-dir", None, "directory for the output of each worker", type=Path)
     add("silence-timeout", 30.0, "seconds after which a worker or a node that says nothing is lost", type=float)
+    caps = ",".join(f"{section}={seconds:g}" for section, seconds in hangs.CAPS.items())
+    add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
+    add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     parser.add_argument("script", help="program of the workers")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     own = parser.parse_args(arguments)
-    if own.nnodes < 1 or own.nproc_per_node < 1 or not 0 <= own.node_rank < own.nnodes:
-        parser.error("--nnodes and --nproc-per-node must be at least 1, and --node-rank below --nnodes")
+    if own.nnodes < 1 or own.nproc_per_node < 1 or own.spares < 0:
+        parser.error("--nnodes and --nproc-per-node must be at least 1, and --spares at least 0")
+    if not 0 <= own.node_rank < own.nnodes + own.spares:
+        parser.error(f"--node-rank must be from 0 to {own.nnodes + own.spares - 1}: --nnodes {own.nnodes}, then spares")
     if not Path(own.script).is_file():
         parser.error(f"{own.script} is not there: name the workers' program")
     address = own.rdzv_endpoint or own.master_addr
-    if own.nnodes > 1 and (own.standalone or address is None):
+    if (own.nnodes > 1 or own.node_rank > 0) and (own.standalone or address is None):
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of the first one, the same everywhere")
+    try:
+        hang_caps = hangs.parse_caps(own.hang_timeout)
+    except ValueError as error:
+        parser.error(f"--hang-timeout: {error}")
     host, _, port = (address or "127.0.0.1:0").partition(":")
-    endpoint = f"{host}:{port or own.master_port}"
-    limits = own.max_restarts, own.log_dir, own.silence_timeout, own.patience
-    return Flags(own.nnodes, own.nproc_per_node, own.node_rank, endpoint, *limits, [own.script, *own.arguments])
+    command = [own.script, *own.arguments]
+    return Flags(
+        nnodes=own.nnodes,
+        nproc_per_node=own.nproc_per_node,
+        spares=own.spares,
+        node_rank=own.node_rank,
+        endpoint=f"{host}:{port or own.master_port}",
+        alone=address is None,
+        max_restarts=own.max_restarts,
+        log_dir=own.log_dir,
+        silence_s=own.silence_timeout,
+        hang_caps=hang_caps,
+        max_wait_s=own.max_wait,
+        patience_s=own.patience,
+        own=[flag for flag in arguments[: len(arguments) - len(command)] if flag not in ("--", "--standalone")],
+        command=command,
+    )
 
 
 def launch(flags: Flags) -> int:
@@ -97,12 +135,12 @@ def launch(flags: Flags) -> int:
             return asyncio.run(_run(flags, token, Path(directory)))
         except (LostError, WireError, job_token.TokenError, OSError) as error:
             print(f"mocrun: error: {error}", file=sys.stderr)
-            return EXIT_LOST
+            return LOST
 
 
 def _token(flags: Flags, directory: Path) -> bytes:
     given = job_token.FILE_VARIABLE in os.environ or job_token.VARIABLE in os.environ
-    if flags.nnodes == 1 and not given:
+    if (flags.alone or flags.nnodes + flags.spares == 1) and not given:
         os.environ[job_token.FILE_VARIABLE] = str(directory / "token")
         return job_token.make_token_file(directory / "token")
     return job_token.token_from_environment()
@@ -111,30 +149,83 @@ def _token(flags: Flags, directory: Path) -> bytes:
 async def _run(flags: Flags, token: bytes, directory: Path) -> int:
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)
-    controller, endpoint = None, flags.endpoint
-    if flags.node_rank == 0:
-        controller, endpoint = await _start_controller(flags, endpoint)
-    sizes = flags.node_rank, flags.nproc_per_node, flags.nnodes * flags.nproc_per_node
-    node = Node(*sizes, endpoint, token, directory, flags.log_dir, flags.silence_s, flags.patience_s)
-    agent = Agent(node, flags.command)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        asyncio.get_running_loop().add_signal_handler(number, agent.signal, number)
-    if controller is None:
-        return await agent.run()
-    keeping = asyncio.create_task(_keep_controller(flags, controller, endpoint))
+    if flags.node_rank > 0:
+        return await _agent(flags, flags.endpoint, token, directory, []).run()
+    state = directory / "controller.json"
+    controller, endpoint = await _start_controller(flags, flags.endpoint, state)
+    keeping = asyncio.create_task(_keep_controller(flags, controller, endpoint, state))
+    spares = [await _start_spare(flags, endpoint, node) for node in _spares_here(flags)]
     try:
-        return await agent.run()
+        code = await _run_first(flags, lambda: _agent(flags, endpoint, token, directory, spares))
+        await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have heard
+        return code
     finally:
         keeping.cancel()
+        for spare in spares:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(spare.wait(), flags.patience_s if keeping.done() else 0.0)
 
 
-async def _start_controller(flags: Flags, endpoint: str) -> tuple[asyncio.subprocess.Process, str]:
+async def _run_first(flags: Flags, begin: Callable[[], Agent]) -> int:
+    """The first node's part; where there are spares, the node may be lost and come back, while the controller lives."""
+    for _ in range(flags.spares):
+        try:
+            return await begin().run()
+        except LostError as error:
+            _log.error("node 0 is lost, and comes back: %s", error)
+    return await begin().run()
+
+
+def _agent(flags: Flags, endpoint: str, token: bytes, directory: Path, spares: list) -> Agent:
+    """The agent of this node, which gets the signals that this process gets; so do spares that are its children."""
+    node = Node(
+        number=flags.node_rank,
+        per_node=flags.nproc_per_node,
+        size=flags.nnodes * flags.nproc_per_node,
+        controller=endpoint,
+        token=token,
+        directory=directory,
+        logs=flags.log_dir,
+        silence_s=flags.silence_s,
+        hang_caps=flags.hang_caps,
+        patience_s=flags.patience_s,
+    )
+    agent = Agent(node, flags.command)
+
+    def pass_on(number: int) -> None:
+        agent.signal(number)
+        for spare in spares:
+            with contextlib.suppress(ProcessLookupError):
+                spare.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        asyncio.get_running_loop().add_signal_handler(number, pass_on, number)
+    return agent
+
+
+def _spares_here(flags: Flags) -> range:
+    """Numbers of the spares that this launcher starts itself: all of them, where there is only this machine."""
+    return range(1, flags.spares + 1) if flags.alone else range(0)
+
+
+async def _start_spare(flags: Flags, endpoint: str, node: int) -> asyncio.subprocess.Process:
+    """Another launcher on this machine, which dies with this one."""
+    place = ["--node-rank", str(node), "--rdzv-endpoint", endpoint]
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "moc.launch", *flags.own, *place, *flags.command),
+        start_new_session=True,  # what a terminal sends is for this launcher, which passes it on
+        preexec_fn=die_with_parent,
+    )
+
+
+async def _start_controller(flags: Flags, endpoint: str, state: Path) -> tuple[asyncio.subprocess.Process, str]:
     """The controller as a process of its own, which dies with this one, and where it listens."""
     host = endpoint.rpartition(":")[0]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "moc.runtime.controller", "--listen", endpoint),
+        *(sys.executable, "-m", "moc.runtime.controller", "--listen", endpoint, "--state", str(state)),
         *("--size", str(flags.nnodes * flags.nproc_per_node), "--per-node", str(flags.nproc_per_node)),
         *("--max-restarts", str(flags.max_restarts), "--silence", str(flags.silence_s)),
+        *("--max-wait", str(flags.max_wait_s)),
         *(["--beyond-loopback"] if host not in ("127.0.0.1", "localhost", "::1") else []),
         stdout=subprocess.PIPE,
         start_new_session=True,  # what a terminal sends is for the launcher
@@ -145,13 +236,11 @@ async def _start_controller(flags: Flags, endpoint: str) -> tuple[asyncio.subpro
     return process, address
 
 
-async def _keep_controller(flags: Flags, process: asyncio.subprocess.Process, endpoint: str) -> None:
+async def _keep_controller(flags: Flags, process: asyncio.subprocess.Process, endpoint: str, state: Path) -> None:
     """Starts the controller again when it dies; the agents find it where it was, and tell it what it must know."""
-    while True:
-        if await process.wait() == 0:
-            return
-        logging.getLogger("moc").warning("the controller has died: started again")
-        process, _ = await _start_controller(flags, endpoint)
+    while await process.wait() != 0:
+        _log.warning("the controller has died: started again")
+        process, _ = await _start_controller(flags, endpoint, state)
 
 
 def main() -> None:

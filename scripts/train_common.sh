@@ -18,8 +18,10 @@ Usage: ./scripts/train_NAME.sh [--dry-run] DATA_PREFIX TOKENIZER CHECKPOINT_DIR 
   --dry-run       print the command and stop
   --help          this text
 
-Environment: GPUS_PER_NODE (8), NNODES, NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (29500).
-Run it on every node with that node's NODE_RANK; under Slurm, scripts/slurm/pretrain.sbatch does.
+Environment: GPUS_PER_NODE (8), NNODES, NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (29500);
+LAUNCHER (torchrun, or mocrun, under which lost workers are replaced), and with mocrun SPARES (0).
+Run it on every node with that node's NODE_RANK; under Slurm, scripts/slurm/pretrain.sbatch does, and
+mocrun.sbatch with mocrun.
 
 SIGTERM and SIGUSR1 make it save and exit with 75, which means: start me again with the same command.
 TXT
@@ -63,8 +65,13 @@ launch() { # launch "$@": reads the command line, then becomes the training
     )
 
     local nodes=${NNODES:-${DEFAULT_NNODES:-1}}
+    local launcher=("$ROOT/scripts/torchrun.py")
     DISTRIBUTED_ARGS=(--nproc-per-node "${GPUS_PER_NODE:-8}" --nnodes "$nodes")
-    if ((nodes > 1)); then
+    if [[ ${LAUNCHER:-torchrun} == mocrun ]]; then
+        launcher=(-m moc.launch)
+        DISTRIBUTED_ARGS+=(--spares "${SPARES:-0}")
+    fi
+    if ((nodes + ${SPARES:-0} > 1)); then
         DISTRIBUTED_ARGS+=(
             --node-rank "${NODE_RANK:-0}"
             --master-addr "${MASTER_ADDR:-localhost}"
@@ -73,7 +80,7 @@ launch() { # launch "$@": reads the command line, then becomes the training
     fi
 
     local command=(
-        python "$ROOT/scripts/torchrun.py" "${DISTRIBUTED_ARGS[@]}"
+        python "${launcher[@]}" "${DISTRIBUTED_ARGS[@]}"
         "$ROOT/pretrain_gpt_moe.py"
         "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}"
         "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

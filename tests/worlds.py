@@ -91,7 +91,7 @@ class World:
         return json.loads(line)
 
 
-def start_world(size: int, body: str, *, timeout: float = 60, patience: float = 10, **arguments) -> World:
+def start_world(size: int, body: str, *, timeout: float = 240, patience: float = 60, **arguments) -> World:
     """Starts ``size`` workers.
 
     Args:

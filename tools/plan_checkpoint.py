@@ -12,10 +12,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _explain_k import add_flags, explained, measured
+from _model import config_of, operators_of
 
-from megatron.training.arguments import parse_config
 from megatron.training.config import Config
-from megatron.training.model_shape import model_shape
 from megatron.training.presets import PRESETS
 from moc.policy.adaptive import Limits, candidates, choose
 from moc.policy.sequential import sequential_experts
@@ -36,7 +35,6 @@ from moc.sharding import (
     pec_leaves_ranks_unequal,
 )
 from moc.state.operators import Operator
-from moc.state.shape import model_operators
 
 CASES = {1: (8, 8), 2: (16, 16), 3: (16, 8)}
 """Workers and expert parallelism of MoC's Table 2."""
@@ -54,9 +52,6 @@ examples:
 Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage, "forced" the most that
 some rank is the only holder of; no rule can go below either, and "over" says how far above the larger of them the best
 rule is.  What stands in brackets behind a size is its reduction against the baseline."""
-
-# What parse_config asks for and the shape of the model does not depend on.
-_RUN = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--mock-data", "--sequence-parallel"]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -132,9 +127,8 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> Plan:
             raise ToolError("--case says how many workers there are: drop --world and --ep")
         args.model = args.model or "gpt-350m-16e"
         args.world, args.ep = CASES[args.case]
-    config = _config(args, model_flags)
+    config = config_of(args.model, model_flags, vocab_size=args.vocab_size, tp=args.tp, pp=args.pp, ep=args.ep)
     layout = _layout(args.world, config)
-    shape = model_shape(config.network, config.moe, _padded_vocab_size(args.vocab_size, config))
     state = StateBytes(weights=4, master=0) if args.fp32 else StateBytes()
     schemes = dict(SCHEMES)
     if args.experts or args.others:
@@ -142,7 +136,7 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> Plan:
         schemes[f"{extra.experts}+{extra.others}"] = extra
     return Plan(
         name=config.model or "model",
-        operators=model_operators(shape),
+        operators=operators_of(config, args.vocab_size),
         layout=layout,
         state=state,
         zero=not args.no_zero,
@@ -152,18 +146,6 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> Plan:
         num_experts=config.moe.num_experts or 0,
         schemes=schemes,
     )
-
-
-def _config(args: argparse.Namespace, model_flags: list[str]) -> Config:
-    flags = [*_RUN, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(args.vocab_size or 1)]
-    for flag, value in (
-        ("--model", args.model),
-        ("--tensor-model-parallel-size", args.tp),
-        ("--pipeline-model-parallel-size", args.pp),
-        ("--expert-model-parallel-size", args.ep),
-    ):
-        flags += [] if value is None else [flag, str(value)]
-    return parse_config([*flags, *model_flags])
 
 
 def _layout(world: int | None, config: Config) -> Layout:
@@ -178,14 +160,6 @@ def _layout(world: int | None, config: Config) -> Layout:
         expert_tp=parallel.expert_tensor_parallel_size,
         vpp=config.virtual_pipeline_model_parallel_size or 1,
     )
-
-
-def _padded_vocab_size(vocab_size: int | None, config: Config) -> int:
-    if vocab_size is None and config.model is None:
-        raise ToolError("--vocab-size is missing: give it, or a --model")
-    size = vocab_size or PRESETS[config.model].vocab_size
-    multiple = config.network.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return -(-size // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from megatron.training.data import Batch
 from megatron.training.step import Stepper, sum_losses, sum_over_workers
 from megatron.training.stopping import StopRequests
+from moc.runtime.progress import progress
 
 
 def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: StopRequests) -> float | None:
@@ -25,6 +26,7 @@ def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: 
     try:
         total = tokens = 0.0
         for micro_batches in batches:
+            progress("evaluation")
             reports = stepper.schedule.forward(micro_batches)
             ballot = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
             sums = sum_over_workers(ballot, stepper.world)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from dataclasses import replace
 
 from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
+from megatron.training.faults import inject_faults
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.phases import Phases
 from megatron.training.setup import Providers, Run, build, start
@@ -15,6 +17,7 @@ from megatron.training.snapshot_setup import NothingToGoOnFrom
 from megatron.training.step import NonFiniteError, StepRecord
 from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from moc.runtime.job import join_job
+from moc.runtime.progress import progress
 
 
 def pretrain(config: Config, providers: Providers) -> int:
@@ -30,11 +33,13 @@ def pretrain(config: Config, providers: Providers) -> int:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
     """
     stop, phases, job, parts = StopRequests(config), Phases(), join_job(), None
+    inject_faults(config, job)
     phases.done("import")
     while True:
         try:
             parts = parts or build(config, initialize(config, job), providers, stop, phases)
             job.built()
+            progress("setup")
             code = train(start(parts, stop, phases), stop)
             parts.log.close()
             shut_down(job)
@@ -76,11 +81,13 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
 
 def iterate(run: Run, stop: StopRequests) -> StepRecord:
     """Computes, commits, protects and reports one iteration."""
+    progress("step")
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
     run.position = advance(run.position, record)
-    run.snapshots.take(run.position, step_s=time.perf_counter() - begun)
+    progress("save")
+    run.snapshots.take(run.position, record, step_s=time.perf_counter() - begun)
     run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
     run.checkpoints.poll()
     if due(run.config.training.manual_gc_interval, run):
@@ -92,8 +99,19 @@ def collect_garbage_by_hand(run: Run) -> None:
     """Spares the garbage collector what set-up made, and with ``--manual-gc`` the workers its untimely pauses."""
     gc.collect()
     gc.freeze()
+    give_back_memory()
     if run.config.training.manual_gc:
         gc.disable()
+
+
+def give_back_memory() -> None:
+    """Returns to the system what is free in C's heap, where the C library can (glibc).
+
+    What each generation begins with leaves holes there that the next one's does not fit into: some MB every time.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def advance(position, record: StepRecord):
@@ -135,6 +153,7 @@ def save(run: Run) -> None:
     """Saves, unless there is no ``--save`` or this iteration is saved already."""
     if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
         return
+    progress("save")
     with run.log.event("save", iteration=run.position.iteration):
         run.checkpoints.save(run.position)
     run.log.skip_time()
@@ -142,6 +161,7 @@ def save(run: Run) -> None:
 
 def secure(run: Run) -> None:
     """The run ends here: all of its state goes to storage."""
+    progress("save")
     run.snapshots.secure(run.position)
     run.checkpoints.finish()
 

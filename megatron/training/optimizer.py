@@ -59,10 +59,22 @@ class VotedOptimizer:
         megatron-core updates them while it reduces gradients, before anybody knows that the iteration counts.
         """
         before = [module.expert_bias.clone() for module in self._biases]
-        reduce()
-        self._next_biases = [module.expert_bias.clone() for module in self._biases]
-        for module, bias in zip(self._biases, before, strict=True):
-            module.expert_bias.copy_(bias)
+        try:
+            reduce()
+        finally:  # if it was cut off, they must not have moved either
+            self._next_biases = [module.expert_bias.clone() for module in self._biases]
+            for module, bias in zip(self._biases, before, strict=True):
+                module.expert_bias.copy_(bias)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Hands the reduced gradients to the optimizer; those of frozen operators stay behind."""
+        for member in members(self.core):
+            if isinstance(member, MixedPrecisionOptimizer):
+                member._copy_model_grads_to_main_grads()
+            else:
+                member.prepare_grads()
+            drop_frozen_gradients(member)
 
     @torch.no_grad()
     def local_square_norm(self) -> torch.Tensor:
@@ -74,7 +86,6 @@ class VotedOptimizer:
         """
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
-            _take_reduced_gradients(member)
             gradients = member.get_main_grads_for_grad_norm()
             if gradients and _counts_for_norm(member):
                 norms = torch.stack(torch._foreach_norm(gradients)).double()
@@ -102,15 +113,15 @@ class VotedOptimizer:
         return total
 
     @torch.no_grad()
-    def apply(self, square_norm: float) -> None:
-        """Clips and updates, or skips where the voted norm is not finite; the same on every rank.
+    def apply(self, grad_norm: float) -> None:
+        """Clips and updates, or skips where the norm is not finite; the same on every rank.
 
         Args:
-            square_norm: the voted sum of every rank's :meth:`local_square_norm`.
+            grad_norm: what :meth:`grad_norm` says of the voted sum; or said, when an iteration is computed again.
         """
-        finite = math.isfinite(square_norm)
+        finite = math.isfinite(grad_norm)
         if finite:
-            self._scale_gradients(self._gradient_factor(square_norm))
+            self._scale_gradients(self._gradient_factor(grad_norm))
             self.core.step_with_ready_grads()
             for module, bias in zip(self._biases, self._next_biases, strict=True):
                 if module.weight.requires_grad:  # else the router is frozen
@@ -121,12 +132,12 @@ class VotedOptimizer:
                 member.grad_scaler.update(not finite)
 
     def grad_norm(self, square_norm: float) -> float:
-        """The norm before clipping, with the loss scale taken out."""
+        """The norm before clipping, with the loss scale taken out; inf where it is not finite."""
         return math.sqrt(square_norm) / self.loss_scale if math.isfinite(square_norm) else math.inf
 
-    def _gradient_factor(self, square_norm: float) -> float:
-        norm, scale = self.grad_norm(square_norm), self.loss_scale
-        clip = self._clip_grad / (norm + 1.0e-6) if self._clip_grad > 0.0 else 1.0
+    def _gradient_factor(self, grad_norm: float) -> float:
+        scale = self.loss_scale
+        clip = self._clip_grad / (grad_norm + 1.0e-6) if self._clip_grad > 0.0 else 1.0
         return min(clip, 1.0) / scale
 
     def _scale_gradients(self, factor: float) -> None:
@@ -139,14 +150,6 @@ class VotedOptimizer:
                 scaled = torch._foreach_mul([p.grad for p in parameters], factor)
                 for parameter, gradient in zip(parameters, scaled, strict=True):
                     parameter.grad = gradient
-
-
-def _take_reduced_gradients(member: MegatronOptimizer) -> None:
-    if isinstance(member, MixedPrecisionOptimizer):
-        member._copy_model_grads_to_main_grads()
-    else:
-        member.prepare_grads()
-    drop_frozen_gradients(member)
 
 
 def _counts_for_norm(member: MegatronOptimizer) -> bool:

@@ -21,6 +21,7 @@ class RouterCounts:
         num_experts: experts of each.
         padded: experts are filled up to their capacity with tokens that were not sent to them.
         device: where to count.
+        probabilities: add up, too, with what probabilities tokens were sent.
     """
 
     def __init__(
@@ -30,11 +31,14 @@ class RouterCounts:
         num_experts: int,
         padded: bool,
         device: torch.device,
+        probabilities: bool = False,
     ):
         self._place = {layer: place for place, layer in enumerate(layers)}
         self._padded = padded
         self._counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self._sent = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        self._probabilities = torch.zeros(self._counts.shape, dtype=torch.float64, device=device)
+        self._adds_up = probabilities
         routers = (m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter))
         self._hooks = [router.register_forward_hook(self._count) for router in routers]
 
@@ -44,10 +48,16 @@ class RouterCounts:
             hook.remove()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """This worker's contributions to the vote since the last call: ``expert_tokens`` and ``sent_tokens``, flat."""
+        """This worker's contributions to the vote since the last call.
+
+        Returns:
+            ``expert_tokens`` and ``sent_tokens``, flat; and ``expert_probabilities``, if they are added up.
+        """
         ballot = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
-        self._counts.zero_()
-        self._sent.zero_()
+        if self._adds_up:
+            ballot["expert_probabilities"] = self._probabilities.flatten().clone()
+        for counter in (self._counts, self._sent, self._probabilities):
+            counter.zero_()
         return ballot
 
     def by_layer(self, tally: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
@@ -55,6 +65,11 @@ class RouterCounts:
         experts, tokens = self._counts.shape[1], [int(n) for n in tally["expert_tokens"]]
         counts = {layer: tokens[place * experts :][:experts] for layer, place in self._place.items()}
         return counts, {layer: int(tally["sent_tokens"][place]) for layer, place in self._place.items()}
+
+    def probabilities(self, tally: dict[str, list[float]]) -> dict[int, list[float]]:
+        """By layer and expert the sum of the probabilities with which it was given tokens, if they are added up."""
+        sums, experts = tally["expert_probabilities"], self._counts.shape[1]
+        return {layer: sums[place * experts :][:experts] for layer, place in self._place.items()}
 
     def _count(self, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         probabilities, routed = output
@@ -66,3 +81,5 @@ class RouterCounts:
         place = self._place[router.layer_number - 1]
         self._counts[place] += routed.detach().sum(dim=0)
         self._sent[place] += routed.shape[0] * router.topk
+        if self._adds_up:
+            self._probabilities[place] += (probabilities.detach() * routed).double().sum(dim=0)

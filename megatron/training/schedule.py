@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.training.data import Batch
+from moc.faults import reach
 
 ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Tensor, Callable]]
 
@@ -57,12 +58,16 @@ class Schedule:
         # at most one chunk of a worker is the first or last of the model, so all may share one iterator
         several = len(self._chunks) > 1
         return get_forward_backward_func()(
-            forward_step_func=self._forward_step,
+            forward_step_func=self._one_micro_batch,
             data_iterator=[batches] * len(self._chunks) if several else batches,
             model=self._chunks if several else self._chunks[0],
             forward_only=forward_only,
             **self._sizes,
         )
+
+    def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:
+        reach("forward_backward")
+        return self._forward_step(batches, chunk)
 
     def _note_tokens(self, chunks, tokens=None, **ignored) -> None:
         self._tokens = tokens

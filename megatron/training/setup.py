@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,12 +20,14 @@ from megatron.training.logging import Log
 from megatron.training.model import ModelProvider, build_model
 from megatron.training.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.training.phases import Phases
+from megatron.training.replay import Repetition
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
-from megatron.training.snapshots import NoSnapshots, Snapshots
+from megatron.training.snapshots import Left, NoSnapshots, Snapshots
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from moc.faults import reach
 from moc.runtime.job import Loss
 
 
@@ -57,6 +59,7 @@ class Parts:
         vocab_size: rows of the embedding.
         saving: what saves the state, once training has started.
         changed: the state is not that which was built any more.
+        left: what the state is, if an iteration was cut off that has not changed it.
     """
 
     config: Config
@@ -71,13 +74,18 @@ class Parts:
     log: Log
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
     changed: bool = False
+    left: Left = field(default_factory=Left)
 
     def go_on_after(self, loss: Loss) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
         self.log.events.write("generation", **asdict(loss))
         self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
-        for saver in self.saving or ():
-            saver.close()
+        if self.saving is not None:
+            checkpoints, snapshots = self.saving
+            self.left.live = snapshots.live
+            checkpoints.close()
+            snapshots.close()
+            self.saving = None
         forget_half_done(self.chunks)
 
 
@@ -139,6 +147,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     schedule = Schedule(providers.forward_step, chunks, micro_batches, *sizes)
     stop.check_set_up(world)
     phases.done("model")
+    reach("rebuilding")
 
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     streams = _streams(config, world, datasets, micro_batches)
@@ -156,17 +165,10 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         NothingToGoOnFrom: this worker has trained already, and there is no snapshot to bring it back to.
     """
     config, world, log = parts.config, parts.world, parts.log
+    stop.check_set_up(world)  # the first collective of a generation
+    phases.done("meet")
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log.message)
-    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, again=parts.changed)
-    parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
-    stop.check_set_up(world)
-    phases.done("load")
-
-    readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
-    splits = {split for split, count in readers.items() if count}
-    if "train" not in splits:
-        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
     stepper = Stepper(
         world=world,
         chunks=parts.chunks,
@@ -179,8 +181,20 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
-        rider=snapshots,
     )
+    repeat = Repetition(stepper, parts.streams["train"])
+    left = parts.left if parts.changed else None
+    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, repeat, left)
+    stepper = replace(stepper, rider=snapshots)
+    parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
+    reach("loaded")
+    stop.check_set_up(world)
+    phases.done("load")
+
+    readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
+    splits = {split for split, count in readers.items() if count}
+    if "train" not in splits:
+        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
     log.events.write(
         "start",
         iteration=position.iteration,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -15,13 +17,21 @@ from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
+from megatron.training.replay import Repeat, convert, is_repeated, record_of
 from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshots import Left
+from megatron.training.step import StepRecord
+from megatron.training.survivors import Survivors
 from megatron.training.tokens import TokenBook
+from moc.faults import reach
 from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
-from moc.recovery.sources import MEMORY, Held, Recovery, part_of_slot, recoveries
+from moc.recovery.plan import Inventory, Plan, plans, reason
+from moc.recovery.replicas import exchange
+from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot, recoveries
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Operator
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
@@ -31,6 +41,31 @@ from moc.store.store import Store, directory_of, file_of
 
 Key = tuple[int, str]
 """Tells a checkpoint from the others: see :class:`Held`."""
+
+LIVE = "live"
+"""In place of a tier, where the state comes from the workers that are left."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run goes on.
+
+    Attributes:
+        plan: how everybody has got there.
+        position: the same, with samples.
+        record: of the iteration that led to it, if it is known.
+        held: the checkpoints that are still of use.
+    """
+
+    plan: Plan
+    position: Position
+    record: StepRecord | None
+    held: Sequence[Held]
+
+    def newest(self, operators: Sequence[Operator], *tiers: str) -> int | None:
+        """Iteration of the newest checkpoint in some tiers that the run could come back to alone; None if none is."""
+        held = [one for one in self.held if one.tier in tiers and one.iteration <= self.plan.iteration]
+        return next((way.iteration for way in recoveries(held, operators, exact=True)), None)
 
 
 class SnapshotLoader:
@@ -46,6 +81,7 @@ class SnapshotLoader:
         policy: which goes on from what it was told.
         tokens: the token ledger, where snapshots are partial.
         log: where to report.
+        repeat: computes an iteration again.
     """
 
     def __init__(
@@ -59,8 +95,10 @@ class SnapshotLoader:
         policy: Policy,
         tokens: TokenBook | None,
         log: Log,
+        repeat: Repeat,
     ):
         self._config, self._world, self._state, self._log = config, world, state, log
+        self._repeat = repeat
         self._optimizer, self._scheduler, self._policy, self._tokens = optimizer, scheduler, policy, tokens
         self._storage, self._memory, self._leads_node = tiers.storage, tiers.memory, tiers.leads_node
         self._damage: str | None = None
@@ -75,51 +113,76 @@ class SnapshotLoader:
         nodes = [[Summary(*one) for one in node] for node in gather(here)]
         return in_storage(Summary(*one) for one in stored) + in_memory(nodes, self._policy.operators)
 
-    def load(self, held: list[Held], oldest: int | None) -> tuple[Recovery, Position] | None:
-        """Fills model, optimizer and schedule in the newest way that is whole.
+    def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: Left | None) -> Loaded | None:
+        """Fills model, optimizer and schedule by the newest plan that works.
 
         Args:
             held: the checkpoints that there are.
             oldest: iteration of a dense checkpoint, which is better than older snapshots; None if there is none.
+            left: what workers still have.
+            mine: what this one has, which it loses where it loads.
 
         Returns:
-            How, and where to go on; None if there is no way.
+            None if there is no plan.
 
         Raises:
             CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
                 another model.
         """
-        only, found = self._config.checkpoint.ckpt_step, bool(held)
+        found = bool(held)
         self._check_newest(held)
-        while way := next(recoveries(held, self._policy.operators, self._policy.exact, only), None):
-            if oldest is not None and way.iteration < oldest:
+        while plan := next(self._plans(held, left), None):
+            if oldest is not None and plan.iteration < oldest:
                 break
-            begun = time.perf_counter()
-            fragments = self._fragments(way)
-            manifests, bad = self._manifests(way, {way.base.key, *fragments})
+            if mine is not None and self._world.rank not in plan.keep:
+                mine.live = None  # it is about to be written over
+            saved, bad = self._follow(plan, left)
             if not bad:
-                where = self._where(way.base)
-                self._check(manifests[way.base.key], where)
-                self._log.message(f"loading snapshot {where}")
-                bad = self._agree(self._fill(way, manifests, fragments))
-            if not bad:
-                position = self._restore(way, manifests)
-                self._report(way, manifests, time.perf_counter() - begun)
-                return way, position
+                return Loaded(plan, _position(saved), _record(saved), held)
             for problem in bad.values():
                 self._note(problem)
-            held = [one for one in held if one.key not in bad]
+            held, left = [one for one in held if one.key not in bad], left.only(plan.keep)
         if oldest is None and (found or self._damage):
-            nothing = "together they lack some of the model"
-            if only is not None:
-                nothing = f"{self._storage.place.path(directory_of(only))} is not there"
-            raise CheckpointError(
-                f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory "
-                "with --ckpt-dir"
-            )
+            self._refuse(held)
         if self._damage:
             self._forget_moments()
         return None
+
+    def _refuse(self, held: list[Held]) -> NoReturn:
+        nothing, only = reason(Inventory(held), self._policy.operators), self._config.checkpoint.ckpt_step
+        if only is not None:
+            nothing = f"{self._storage.place.path(directory_of(only))} is not there"
+        raise CheckpointError(
+            f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory with "
+            "--ckpt-dir"
+        )
+
+    def _plans(self, held: list[Held], left: Survivors) -> Iterator[Plan]:
+        only = None if left.again else self._config.checkpoint.ckpt_step
+        return plans(Inventory(held, left.live, left.pieces), self._policy.operators, self._policy.exact, only)
+
+    def _follow(self, plan: Plan, left: Survivors) -> tuple[Mapping | None, dict[Key, str]]:
+        """What of the state is not a tensor, once all is there; or by checkpoint what is wrong with it."""
+        begun = time.perf_counter()
+        if plan.way is None:
+            taken, saved = exchange(plan.copies, self._state, self._world.rank), left.states[plan.iteration]
+            self._restore(saved, left.steps[plan.iteration], self._policy.name, "the workers that are left")
+            if self._tokens is not None:
+                self._tokens.goes_on(saved["ledger"])
+            self._report(plan, sum(gather(taken)), begun)
+            return saved, {}
+        fragments = {} if self._world.rank in plan.keep else self._fragments(plan.way)
+        manifests, bad = self._manifests(plan.way, fragments)
+        if not bad:
+            where = self._where(plan.way.base)
+            self._check(manifests[plan.way.base.key], where)
+            self._log.message(f"loading snapshot {where}")
+            bad = self._fill(plan.way, manifests, fragments)
+        if bad:
+            return None, bad
+        self._restore_from(plan.way, manifests)
+        self._report(plan, sum(manifest.bytes for manifest in manifests.values()), begun)
+        return manifests[plan.way.base.key].state, {}
 
     def _forget_moments(self) -> None:
         """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
@@ -135,17 +198,23 @@ class SnapshotLoader:
     def _fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
         """By checkpoint, what this worker takes from it."""
         fragments: dict[Key, list[Fragment]] = defaultdict(list)
-        for fragment in self._state.fragments(self._state.operators(), Detail.FULL):
-            fragments[way.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
+        for moment in way.moments:
+            for fragment in self._state.fragments(moment.full, Detail.FULL):
+                fragments[moment.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
+            for fragment in self._state.fragments(moment.frozen, Detail.COMPUTE):
+                fragments[moment.sources[fragment.operator, COMPUTE].key].append(fragment)
         return fragments
 
-    def _manifests(self, way: Recovery, needed: set[Key]) -> tuple[dict[Key, Manifest], dict[Key, str]]:
+    def _manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], dict[Key, str]]:
         """Of what this worker reads; and by checkpoint what is wrong with it, as all workers know."""
         manifests, problem = {}, None
+        needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
         for one in way.used():
             try:
                 if one.key in needed:  # the memory of another node cannot be read here, and need not
                     manifests[one.key] = self._store(one).manifest(one.iteration)
+                    if one.iteration > way.moments[0].iteration:
+                        record_of(manifests[one.key].state, self._where(one))
             except CheckpointError as error:
                 problem = problem or (one.key, str(error))
         return manifests, self._agree(problem)
@@ -170,15 +239,48 @@ class SnapshotLoader:
 
     def _fill(
         self, way: Recovery, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
+    ) -> dict[Key, str]:
+        """Fills this worker's state; by checkpoint what is wrong with it, as all workers know."""
+        bad: dict[Key, str] = {}
+
+        def load(moment: Moment) -> bool:
+            bad.update(self._agree(self._fill_at(moment, manifests, fragments)))
+            return not bad
+
+        convert(way.moments, load, self._state, lambda moment: self._compute_again(moment, way, manifests))
+        return bad
+
+    def _fill_at(
+        self, moment: Moment, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
     ) -> tuple[Key, str] | None:
-        """Fills this worker's state; what is wrong with a checkpoint, if anything is."""
-        for one in way.used():
+        """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
+        reach("loading")
+        for one in moment.used():
             if one.key in manifests:
                 manifest = manifests[one.key]
                 problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
                 if problem is not None:
                     return one.key, problem
         return None
+
+    def _compute_again(self, moment: Moment, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+        """The iteration after a moment of a window, once the state is that of the moment."""
+        begun = time.perf_counter()
+        here, after = (manifests[way.at(moment.iteration + i).key] for i in (0, 1))
+        self._restore_moment(here.state, _steps(here), moment.full, self._where(way.at(moment.iteration)))
+        record = record_of(after.state, self._where(way.at(moment.iteration + 1)))
+        rate = self._optimizer.learning_rate
+        loss = self._repeat(_position(here.state), record)
+        seconds, same = time.perf_counter() - begun, is_repeated(loss, rate, record)
+        self._log.events.write(
+            "replay", iteration=record.iteration, seconds=seconds, frozen=len(moment.frozen), exact=same
+        )
+        if not same:
+            self._log.message(
+                f"WARNING: iteration {record.iteration}, computed again, has loss {loss} and learning rate {rate}; it "
+                f"had {record.loss} and {record.learning_rate}. Layout, data or flags are others than it was saved "
+                "with: the run that goes on is not bit-identical to the one that was"
+            )
 
     def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
         try:
@@ -198,28 +300,32 @@ class SnapshotLoader:
         blobs = (self._store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
         return RegionReader(blobs, verify=True, lazy=True)
 
-    def _restore(self, way: Recovery, manifests: dict[Key, Manifest]) -> Position:
+    def _restore_from(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
         base = manifests[way.base.key]
-        saved, where = base.state, self._where(way.base)
-        self._state.gather_weights()
-        # stale experts count the run's updates, not their own, as the published systems have it
-        steps = {name: entry.step for name, entry in base.operators.items() if entry.step is not None}
-        latest = max(steps.values(), default=None)
-        if latest is not None:
-            steps = {operator.name: steps.get(operator.name, latest) for operator in self._policy.operators}
-        self._state.set_steps(steps)
-        contents.restore_grad_scaler(self._optimizer, saved["grad_scaler"])
-        contents.restore_scheduler(self._scheduler, saved["scheduler"], where)
-        contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
-        if saved.get("interval"):
-            self._policy.interval.load_state_dict(saved["interval"])
-        if saved.get("policy_state"):
-            self._policy.load_state_dict(saved["policy_state"])
+        self._restore(base.state, _steps(base), base.policy, self._where(way.base))
         if self._memory is not None and way.base.tier != MEMORY:
             self._policy.memory_lost()
         if self._tokens is not None:
             self._count_lost_tokens(way, manifests)
-        return Position(**{name: saved[name] for name in asdict(Position())})
+
+    def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
+        """All but the tensors."""
+        self._restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
+        contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
+        if saved.get("interval"):
+            self._policy.interval.load_state_dict(saved["interval"])
+        if saved.get("policy_state") and policy == self._policy.name:
+            self._policy.load_state_dict(saved["policy_state"])
+
+    def _restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
+        """What is not a tensor and belongs to some operators, after they were loaded."""
+        self._state.gather_weights()
+        # stale experts count the run's updates, not their own, as the published systems have it
+        latest = max(steps.values(), default=None)
+        if latest is not None:
+            self._state.set_steps({name: steps.get(name, latest) for name in operators})
+        contents.restore_grad_scaler(self._optimizer, saved["grad_scaler"])
+        contents.restore_scheduler(self._scheduler, saved["scheduler"], where)
 
     def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
         mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
@@ -237,14 +343,29 @@ class SnapshotLoader:
             f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised:.3%} by this recovery"
         )
 
-    def _report(self, way: Recovery, manifests: dict[Key, Manifest], seconds: float) -> None:
-        amount = sum(manifest.bytes for manifest in manifests.values())
+    def _report(self, plan: Plan, amount: int, begun: float) -> None:
+        seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
         self._log.events.write(
             "resume",
-            iteration=way.iteration,
-            tier=way.base.tier,
+            iteration=plan.iteration,
+            tier=tier,
             bytes=amount,
             seconds=seconds,
-            sources=[list(one.key) for one in way.used()],
+            sources=[list(one.key) for one in plan.way.used()] if plan.way else [],
+            kept=len(plan.keep),
         )
-        self._log.message(f"loaded {amount / 1e9:.3g} GB from {way.base.tier} in {seconds:.2f} s")
+        kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
+        source = f"from {tier}" if plan.way else "from one another"
+        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source} in {seconds:.2f} s")
+
+
+def _position(saved: Mapping) -> Position:
+    return Position(**{name: saved[name] for name in asdict(Position())})
+
+
+def _record(saved: Mapping) -> StepRecord | None:
+    return StepRecord(**saved["record"]) if saved.get("record") else None
+
+
+def _steps(manifest: Manifest) -> dict[str, int]:
+    return {name: entry.step for name, entry in manifest.operators.items() if entry.step is not None}

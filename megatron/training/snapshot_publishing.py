@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.snapshot_tiers import Tiers
+from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.retention import retain
 from moc.store.errors import CheckpointError
@@ -41,6 +42,16 @@ class Publisher:
         """
         self._publish(self._tiers.memory, plan, state, self._tiers.node)
 
+    def reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
+        """Publishes at once what ranks have left word of: all that they were to save, whatever the plan was.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        parts = store.reported(iteration, ranks)
+        size = self._world.size
+        store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
+
     def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
         """Begins to publish the parts of all workers in storage, and to remove what is not needed any more.
 
@@ -69,6 +80,7 @@ class Publisher:
     def _publish_in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
         begun, storage = time.perf_counter(), self._tiers.storage
         self._publish(storage, plan, state, range(self._world.size))
+        reach("published")
         retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=plan.iteration)
         publish_s = time.perf_counter() - begun
         self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)

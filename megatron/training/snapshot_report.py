@@ -42,12 +42,12 @@ class SnapshotReport:
 
     def chosen(self, iteration: int, policy: Policy) -> None:
         """Says what a policy has chosen, when that is something new."""
-        if (reason := policy.reason()) is None or (gauges := policy.gauges()) == self._chosen:
+        if (reason := policy.reason()) is None or (chosen := policy.chosen()) == self._chosen:
             return
-        self._chosen = gauges
-        values = ", ".join(f"{name} {value}" for name, value in gauges.items())
+        self._chosen = chosen
+        values = ", ".join(f"{name} {value}" for name, value in chosen.items())
         self._log.message(f"--ckpt-policy {policy.name} has chosen {values}: {reason}")
-        self._log.events.write("choice", iteration=iteration, **gauges, reason=reason)
+        self._log.events.write("choice", iteration=iteration, **chosen, reason=reason)
 
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
         """One is complete.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from collections.abc import Callable
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,17 +21,21 @@ from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.snapshot_loading import SnapshotLoader
+from megatron.training.replay import Repeat, check_freezing
+from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
-from megatron.training.snapshots import NoSnapshots, Snapshots, Start
+from megatron.training.snapshots import Left, NoSnapshots, Snapshots, Start
+from megatron.training.step import StepRecord
+from megatron.training.survivors import publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
-from moc.recovery.sources import MEMORY
+from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
 from moc.sharding import scheme_named
+from moc.sharding.layout import Layout
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
@@ -56,9 +61,10 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
-    again: bool = False,
+    repeat: Repeat,
+    mine: Left | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
-    """Loads the newest state that there is; a collective call.
+    """Brings all workers to the newest state that there is; a collective call.
 
     Args:
         config: the flags in force.
@@ -69,7 +75,8 @@ def begin(
         vocab_size: rows of the embedding.
         checkpoints: the dense ones.
         log: where to report.
-        again: the model has been trained since it was built.
+        repeat: computes an iteration again.
+        mine: what this worker has left of the state; None if it has not trained yet.
 
     Returns:
         Where to go on, and what takes snapshots from there.
@@ -80,32 +87,38 @@ def begin(
         NothingToGoOnFrom: there is no snapshot, and the model is not as it was built any more.
     """
     if config.snapshot.ckpt_policy is None:
-        if again:
+        if mine is not None:
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
     tiers = _tiers(config, world)
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
-    peers = join_peers(config, tiers, log, again)
+    peers = join_peers(config, tiers, log, again=mine is not None)
     state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
     stage = _stage(state)
     if tiers.memory is not None:
         agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
-    tokens = None if policy.exact else TokenBook(config, world, chunks, policy.operators)
+    if policy.replays:
+        check_freezing(state)
+    publisher = Publisher(world, policy, tiers, _layout(config, world), log)
+    tokens = None
+    if policy.counts_tokens:
+        tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
 
+    left = survivors(mine, state, world)
+    publish_what_is_whole(left, tiers, publisher, world)
     if peers is not None:
         peers.restore(log)
-    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log)
-    loaded = loader.load(loader.find(), oldest=checkpoints.newest())
-    if again and not loaded:
+    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log, repeat)
+    loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
+    if mine is not None and not loaded:
         raise NothingToGoOnFrom
-    position = loaded[1] if loaded else checkpoints.load() or Position()
-    recovered = position.iteration if loaded and loaded[0].base.tier == MEMORY else None
+    start = _from(loaded, policy) if loaded else Start(checkpoints.load() or Position(), None, None, None)
     if tokens is not None and not loaded:
-        tokens.starts_at(position.iteration)
+        tokens.starts_at(start.position.iteration)
 
     if peers is not None:
-        peers.goes_on_from(recovered, log)
-    agreed(lambda: _tidy(tiers, world, position.iteration, recovered), "cannot tidy up old snapshots")
+        peers.goes_on_from(start.in_memory, log)
+    agreed(lambda: _tidy(tiers, world, start), "cannot tidy up old snapshots")
     saved = Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
     policy.sized(lambda operators: max(gather(saved.busiest(operators))))
     snapshots = Snapshots(
@@ -113,23 +126,46 @@ def begin(
         policy=policy,
         contents=saved,
         saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
-        publisher=Publisher(world, policy, tiers, _layout(config, world), log),
+        publisher=publisher,
         tiers=tiers,
         peers=peers,
-        describe=lambda at: {
-            **contents.training_state(config, world, at, optimizer, scheduler),
-            "optimizer": config.regularization.optimizer,
-            "interval": policy.interval.state_dict(),
-            "policy_state": policy.state_dict(),
-            "ledger": tokens.state_dict() if tokens is not None else None,
-        },
+        describe=_describer(config, world, optimizer, scheduler, policy, tokens),
         blocking=config.snapshot.ckpt_blocking,
-        start=Start(position.iteration if loaded else None, recovered, position.skipped_iterations),
+        start=start,
         tokens=tokens,
         report=SnapshotReport(log, config.snapshot.ckpt_tier),
     )
     snapshots.reserve()
-    return position, snapshots
+    return start.position, snapshots
+
+
+def _from(loaded: Loaded, policy: Policy) -> Start:
+    """What there is when a run goes on: the checkpoint that it comes from, and where it comes from none, the newest."""
+    at, way = (loaded.position, loaded.record), loaded.plan.way
+    if way is not None:
+        return Start(*at, way.iteration, way.iteration if way.base.tier == MEMORY else None)
+    newest = loaded.newest(policy.operators, MEMORY, STORAGE)
+    in_memory = loaded.newest(policy.operators, MEMORY)
+    return Start(*at, newest, in_memory if in_memory == newest else None)
+
+
+def _describer(
+    config: Config,
+    world: World,
+    optimizer: VotedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    policy: Policy,
+    tokens: TokenBook | None,
+) -> Callable[[Position, StepRecord | None], dict]:
+    """What of the state is not a tensor, at a position."""
+    return lambda at, record: {
+        **contents.training_state(config, world, at, optimizer, scheduler),
+        "record": None if record is None else dataclasses.asdict(record),
+        "optimizer": config.regularization.optimizer,
+        "interval": policy.interval.state_dict(),
+        "policy_state": policy.state_dict(),
+        "ledger": tokens.state_dict() if tokens is not None else None,
+    }
 
 
 def _tiers(config: Config, world: World) -> Tiers:
@@ -202,21 +238,31 @@ def _settings(config: Config) -> dict[str, object]:
         "target": snapshot.pec_target,
         "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,
         "ep": config.parallel.expert_model_parallel_size,
+        "window": 0 if snapshot.sparse_window == "auto" else int(snapshot.sparse_window),
+        "order": snapshot.sparse_order,
+        "stages": _stages(config),
         "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
     }
 
 
-def _tidy(tiers: Tiers, world: World, iteration: int, recovered: int | None) -> None:
+def _stages(config: Config) -> tuple[int, ...]:
+    """By layer, the pipeline stage that computes it."""
+    parallel, layers = config.parallel, config.network.num_layers
+    pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
+
+
+def _tidy(tiers: Tiers, world: World, start: Start) -> None:
     """Takes out of the way what the run will take anew, and what killed jobs have left behind."""
     if world.rank == 0:
         for newer in tiers.storage.iterations():
-            if newer > iteration:
+            if newer > start.position.iteration:
                 tiers.storage.set_aside(newer)
         tiers.storage.clear_unpublished()
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
         for other in tiers.memory.iterations():
-            if other != recovered:
+            if other != start.in_memory:
                 tiers.memory.remove(other)
         tiers.memory.clear_unpublished()
 

@@ -27,8 +27,9 @@ from megatron.training.snapshot_peers import Copied, Peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
-from megatron.training.step import Rider, sum_over_workers
+from megatron.training.step import Rider, StepRecord, sum_over_workers
 from megatron.training.tokens import TokenBook
+from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
@@ -41,12 +42,37 @@ BUFFERS = 3
 _LISTEN_S = 0.5
 
 
+@dataclass(frozen=True)
+class Live:
+    """The state that a worker has between two iterations, apart from its tensors.
+
+    Attributes:
+        position: how far it has come.
+        state: what is not a tensor, as snapshots hold it.
+    """
+
+    position: Position
+    state: dict
+
+
+@dataclass
+class Left:
+    """What a worker has left when another one is lost.
+
+    Attributes:
+        live: its state, as long as it is whole.
+    """
+
+    live: Live | None = None
+
+
 class NoSnapshots(Rider):
     """Without ``--ckpt-policy``."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
+    live: Live | None = None
 
-    def take(self, position: Position, step_s: float) -> None:
+    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Takes none."""
 
     def finish(self) -> None:
@@ -64,14 +90,16 @@ class Start:
     """What a run goes on from.
 
     Attributes:
-        newest: iteration of the snapshot, in memory or in storage; None if it was none.
+        position: from here.
+        record: of the iteration that led to it, if it is known.
+        newest: iteration of the newest snapshot, in memory or in storage; None if there is none.
         in_memory: the same, if it is in memory.
-        skipped_iterations: as in :class:`Position`.
     """
 
+    position: Position
+    record: StepRecord | None
     newest: int | None
     in_memory: int | None
-    skipped_iterations: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +132,7 @@ class Snapshots(Rider):
         publisher: makes them count.
         tiers: where to.
         peers: what copies snapshots to other nodes, if anything does.
-        describe: what is not a tensor, for a position.
+        describe: what is not a tensor, for a position and the record of the iteration that led to it.
         blocking: wait until a snapshot is safe.
         start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
@@ -120,7 +148,7 @@ class Snapshots(Rider):
         publisher: Publisher,
         tiers: Tiers,
         peers: Peers | None,
-        describe: Callable[[Position], dict],
+        describe: Callable[[Position, StepRecord | None], dict],
         blocking: bool,
         start: Start,
         tokens: TokenBook | None,
@@ -144,7 +172,8 @@ class Snapshots(Rider):
         self._voted_at = time.perf_counter()
         self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
         self._seen: Observed | None = None  # the same, when an iteration has been
-        self._skipped = start.skipped_iterations
+        self._record = start.record
+        self._position: Position | None = start.position  # None while the update changes the state
 
     def reserve(self) -> None:
         """Makes the buffers that are free now, before training needs them.
@@ -163,25 +192,28 @@ class Snapshots(Rider):
         if failure := first_of_any(failure):
             raise CheckpointError(failure)
 
-    def take(self, position: Position, step_s: float) -> None:
+    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Begins a snapshot where the policy wants one; the state must be that after an update.
 
         Args:
             position: how far the run has come.
+            record: of the iteration that is complete.
             step_s: seconds that the iteration took.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
         begun = time.perf_counter()
+        self._position, self._record = position, record
         self._compute_s = max(0.0, step_s - (begun - self._voted_at))
         if self._seen is not None:
             self._policy.interval.observe(self._seen)
             self._report.chosen(position.iteration, self._policy)
             self._seen = None
         if self._tokens is not None:
-            self._tokens.completed(skipped=position.skipped_iterations > self._skipped)
-            self._skipped = position.skipped_iterations
+            self._tokens.completed(skipped=record.skipped)
+            if self._policy.counts_probabilities and not record.skipped:
+                self._policy.routed(self._tokens.probabilities)
         plan = self._policy.plan(position.iteration, self._load)
         self._started = plan is not None
         if plan is not None:
@@ -236,6 +268,7 @@ class Snapshots(Rider):
             with self._stalling():
                 for taken in self._copying:
                     taken.snapshot.capture.wait()
+        self._position = None
 
     def finish(self) -> None:
         """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
@@ -265,6 +298,11 @@ class Snapshots(Rider):
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()
         self._report.end(self._tokens)
+
+    @property
+    def live(self) -> Live | None:
+        """The state that this worker has now; None if it is being changed."""
+        return self._position and Live(self._position, self._describe(self._position, self._record))
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -316,7 +354,7 @@ class Snapshots(Rider):
             self._failure = str(error)  # the next vote tells the others
             return
         publishes = self._world.rank == 0 or self._tiers.leads_node
-        taken = _Taken(plan, storage, self._describe(position) if publishes else {}, snapshot)
+        taken = _Taken(plan, storage, self._describe(position, self._record) if publishes else {}, snapshot)
         self._copying.append(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)
@@ -417,10 +455,12 @@ class Snapshots(Rider):
             # at once: no worker may write over the snapshot before this one until the next vote
             with self._remembering_failure():
                 self._publisher.in_memory(taken.plan, taken.state)
+        reach("snapshot_published")
         if self._peers is None:
             self._is_safe(taken)
         else:
             self._replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
+            reach("replicating")
 
     def _all_replicated(self, taken: _Taken, tally: dict[str, float]) -> None:
         nodes = len(set(self._tiers.nodes))

@@ -24,6 +24,8 @@ from megatron.training.data import Batch
 from megatron.training.initialize import World, seed_streams
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.schedule import Schedule
+from moc.faults import reach
+from moc.runtime.progress import progress
 
 
 class NonFiniteError(RuntimeError):
@@ -103,20 +105,49 @@ class Stepper:
             NonFiniteError: on all workers, if the loss or a gradient is not finite and that is not fp16's
                 ordinary overflow; no parameter has moved.
         """
-        seed_streams(self.seed, iteration, self.world)
-        self.optimizer.zero_grad()
-
-        reports, token_count = self.schedule.forward_backward(batches)
-        self.optimizer.hold_router_biases(lambda: finalize_model_grads(self.chunks, token_count))
+        reach("start", iteration + 1)
+        reports = self._reduced_gradients(iteration, batches)
+        reach("after_reduce")
 
         vote = self._vote(reports, stop)
+        reach("after_vote")
         record = self._decide(iteration, vote)
 
+        progress("save")
         self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
-        self.optimizer.apply(vote["square_norm"])
+        progress("step")
+        self.optimizer.apply(record.grad_norm)
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)
+        reach("after_apply")
         return record
+
+    def repeat(self, record: StepRecord, batches: Iterator[Batch] | None) -> float:
+        """Computes an iteration again that is known by its record; what is frozen then does not change.
+
+        It is clipped by the recorded norm, since frozen operators have no gradients that could be part of one.  Loss
+        scale and learning rate are to be those of the iteration, and the schedule of the latter does not go on.
+
+        Args:
+            record: of the iteration.
+            batches: as for :meth:`step`.
+
+        Returns:
+            The loss; bit by bit that of the record, where layout, data and kernels are the same.
+        """
+        reports = self._reduced_gradients(record.iteration - 1, batches)
+        self.auxiliary.take()
+        self.optimizer.apply(record.grad_norm)
+        return _mean_loss(sum_over_workers(sum_losses(reports, self.world), self.world))
+
+    def _reduced_gradients(self, iteration: int, batches: Iterator[Batch] | None) -> list[dict]:
+        """What the loss function reported for each micro batch, when all gradients are reduced."""
+        seed_streams(self.seed, iteration, self.world)
+        self.optimizer.zero_grad()
+        reports, token_count = self.schedule.forward_backward(batches)
+        self.optimizer.hold_router_biases(lambda: finalize_model_grads(self.chunks, token_count))
+        self.optimizer.take_gradients()
+        return reports
 
     def _vote(self, reports: list[dict], stop: bool) -> dict[str, float]:
         ballot = {
@@ -130,11 +161,12 @@ class Stepper:
             ballot["zeros"] = self.optimizer.count_zeros()
         if self.params_norm:
             ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
+        reach("before_vote")
         return sum_over_workers(ballot, self.world)
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
         skipped = not math.isfinite(vote["square_norm"])
-        loss = vote["loss_sum"] / max(vote["loss_tokens"], 1.0)
+        loss = _mean_loss(vote)
         record = StepRecord(
             iteration=iteration + 1,
             loss=loss,
@@ -156,6 +188,10 @@ class Stepper:
                 "with --no-check-for-nan-in-loss-and-grad"
             )
         return record
+
+
+def _mean_loss(sums: dict[str, float]) -> float:
+    return sums["loss_sum"] / max(sums["loss_tokens"], 1.0)
 
 
 def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from megatron.training.initialize import World
 from megatron.training.routing import RouterCounts
 from moc.policy import Load, SnapshotPlan
 from moc.policy.ledger import Ledger
-from moc.recovery.sources import MASTER, Recovery
+from moc.recovery.sources import Recovery
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -27,18 +27,29 @@ class TokenBook:
         world: this worker's place.
         chunks: whose routers are counted.
         operators: of the model.
+        with_probabilities: hear, too, with what probabilities routers chose.
     """
 
     def __init__(
-        self, config: Config, world: World, chunks: list[DistributedDataParallel], operators: Iterable[Operator]
+        self,
+        config: Config,
+        world: World,
+        chunks: list[DistributedDataParallel],
+        operators: Iterable[Operator],
+        with_probabilities: bool = False,
     ):
         self._experts = {o.name: (o.layer, o.expert) for o in operators if o.expert is not None}
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1
         padded = config.moe.moe_pad_expert_input_to_capacity
-        self._counts = RouterCounts(chunks, sorted(numbers), config.moe.num_experts or 0, padded, world.device)
+        self._counts = RouterCounts(
+            chunks, sorted(numbers), config.moe.num_experts or 0, padded, world.device, with_probabilities
+        )
         self._ledger, self._heard = Ledger.of(numbers), ({}, {})
+        self._with_probabilities = with_probabilities
+        self.probabilities: dict[int, list[float]] = {}
+        """By layer and expert, the sum of those with which it was given tokens in the last iteration."""
 
     def close(self) -> None:
         """Counts no more."""
@@ -51,6 +62,8 @@ class TokenBook:
     def voted(self, tally: dict) -> None:
         """Hears what all routers did."""
         self._heard = self._counts.by_layer(tally)
+        if self._with_probabilities:
+            self.probabilities = self._counts.probabilities(tally)
 
     def completed(self, skipped: bool) -> None:
         """An iteration is complete; if it was skipped, nobody has learned from it."""
@@ -65,7 +78,7 @@ class TokenBook:
 
     def brought_to_storage(self, plan: SnapshotPlan) -> None:
         """A snapshot of this iteration, which is complete in memory, begins to go to storage."""
-        self._ledger = self._ledger.begun({}, self._saved(plan))
+        self._ledger = self._ledger.begun(None, self._saved(plan))
 
     def snapshotted(self, iteration: int) -> None:
         """A snapshot is complete in memory."""
@@ -79,6 +92,10 @@ class TokenBook:
         """The run goes on from a checkpoint that has no ledger: nothing is known of what was before."""
         self._ledger = dataclasses.replace(self._ledger, iteration=iteration)
 
+    def goes_on(self, state: Mapping) -> None:
+        """Nothing was lost: the ledger is this one."""
+        self._ledger = Ledger.from_state(state)
+
     def recovered(self, way: Recovery, states: Mapping[tuple[int, str], Mapping]) -> float:
         """The run goes on in a way; by how much that has raised the proportion of lost tokens.
 
@@ -86,14 +103,14 @@ class TokenBook:
             way: where everything came from.
             states: by checkpoint, the ledger that is stored with it.
         """
+        self._counts.take()  # what was computed again is in the ledger already
         ledgers = {key: Ledger.from_state(state) for key, state in states.items()}
         if way.base.key not in ledgers:
             self.starts_at(way.iteration)
             return 0.0
         base, restored = ledgers.pop(way.base.key), {}
         for name, (layer, expert) in self._experts.items():
-            # newer than the rest: it has learned all that the run goes on from
-            restored.setdefault(layer, {})[expert] = min(way.sources[name, MASTER].iteration, way.iteration)
+            restored.setdefault(layer, {})[expert] = way.learned_until(name)
         self._ledger = base.recovered(restored, ledgers.values())
         return self._ledger.plt() - base.plt()
 

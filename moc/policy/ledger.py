@@ -98,15 +98,18 @@ class Ledger:
             routed=tuple(map(sum, zip(self.routed, total, strict=True))),
         )
 
-    def begun(self, experts: Mapping[int, Iterable[int]], storage: Mapping[int, Iterable[int]] | None = None) -> Ledger:
+    def begun(
+        self, experts: Mapping[int, Iterable[int]] | None, storage: Mapping[int, Iterable[int]] | None = None
+    ) -> Ledger:
         """A snapshot begins now.
 
         Args:
-            experts: by layer, those that are saved; layers that are left out save none.
+            experts: by layer, those that are saved; layers that are left out save none.  None where the snapshot was
+                begun earlier.
             storage: those of them that go on to storage; None where the snapshot does not.
         """
         ledger = self
-        if experts:
+        if experts is not None:
             ledger = dataclasses.replace(ledger, to_memory=(*self.to_memory, self._begun(experts)))
         if storage is not None:
             ledger = dataclasses.replace(ledger, to_storage=(*self.to_storage, self._begun(storage)))

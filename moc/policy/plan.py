@@ -73,12 +73,24 @@ class Policy(ABC):
         name: of the policy; set by :func:`moc.policy.registry.policy`.
         exact: a run that goes on from its snapshots is the one that was never killed; if not, experts may come back in
             an older state than the rest.
+        replays: to go on, iterations may have to be computed again while some operators are frozen.
     """
 
     operators: Sequence[Operator]
     interval: Interval
     name: ClassVar[str]
     exact: ClassVar[bool] = True
+    replays: ClassVar[bool] = False
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it wants to know how many tokens each expert is given; by default where it is not exact."""
+        return not self.exact
+
+    @property
+    def counts_probabilities(self) -> bool:
+        """Whether it wants to be told :meth:`routed`."""
+        return False
 
     @abstractmethod
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
@@ -107,6 +119,13 @@ class Policy(ABC):
             load: tokens by layer and expert at that moment; None where nobody counts them.
         """
 
+    def routed(self, probabilities: Mapping[int, Sequence[float]]) -> None:  # noqa: B027
+        """Learns with what probabilities routers chose; told after every iteration, before :meth:`plan`.
+
+        Args:
+            probabilities: by layer and expert their sum over the tokens that the expert was given in this iteration.
+        """
+
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
         """What of a snapshot in memory goes on to storage; all of it, where a policy does not say otherwise.
 
@@ -131,8 +150,12 @@ class Policy(ABC):
         """By name, what of the policy changes during a run and is worth seeing over time."""
         return {}
 
+    def chosen(self) -> dict[str, float]:
+        """Those of :meth:`gauges` that the policy has chosen, for which there is a :meth:`reason`."""
+        return self.gauges()
+
     def reason(self) -> str | None:
-        """Why :meth:`gauges` are what they are, for people; None where nothing was chosen."""
+        """Why :meth:`chosen` is what it is, for people; None where nothing was chosen."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from moc.store.store import Store
 def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:
     """Removes what the newest ways to go on do not need, the oldest first.
 
-    Checkpoints whose manifests cannot be read stay, and so do those that are newer than ``upto``.
+    Checkpoints whose manifests cannot be read stay, and so do those that are newer than ``upto``, and those of a window
+    that is not complete yet.
 
     Args:
         store: the checkpoints.
@@ -25,5 +26,5 @@ def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, 
     held = [one for one in in_storage(look(store)[0]) if one.iteration <= upto]
     kept = needed(held, operators, exact, keep)
     for one in held:
-        if kept and one.key not in kept:
+        if one.key not in kept:
             store.remove(one.iteration)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime import environment
+from moc.runtime.hangs import Limits
 from moc.runtime.keeper import keep
-from moc.runtime.membership import SAVED
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError, WireError
 
@@ -43,6 +43,10 @@ class _Process:
     pid: int | None = None
     connection: wire.AsyncConnection | None = None
     heard: float = 0.0
+    section: str | None = None
+    since: float = 0.0
+    waits: bool = False
+    why_killed: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,15 @@ class Node:
     """What an agent is told.
 
     Attributes:
-        number: of the node, from 0.
+        number: of the node, from 0; which workers it has follows from the place that it is given.
         per_node: workers.
         size: workers of the job.
         controller: its address.
         token: the job's.
         directory: of this agent's own socket.
         logs: directory for the output of workers; None to let them write where this process does.
-        silence_s: a worker that has said nothing for so long hangs.
+        silence_s: a worker that has said nothing for so long is lost.
+        hang_caps: seconds that a worker may be in a section, by section; see :mod:`moc.runtime.hangs`.
         patience_s: how long the controller may be gone, and how long workers may take to leave when the job is over.
     """
 
@@ -69,6 +74,7 @@ class Node:
     directory: Path
     logs: Path | None
     silence_s: float
+    hang_caps: dict[str, float]
     patience_s: float
 
 
@@ -83,10 +89,11 @@ class Agent:
     def __init__(self, node: Node, command: list[str]):
         self._node, self._command = node, command
         self._workers: dict[str, _Process] = {}
-        self._generation, self._reason = 0, ""
+        self._generation, self._reason, self._news = 0, "", time.monotonic()
+        self._limits = Limits(node.hang_caps)
         self._asked: int | None = None  # by a signal, to stop
         self._controller: wire.AsyncConnection | None = None
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._keeper = f"unix:{node.directory}/keeper"
 
     async def run(self) -> int:
@@ -110,6 +117,8 @@ class Agent:
             finally:
                 for task in tasks:
                     task.cancel()
+                if self._controller is not None:
+                    self._controller.close()  # this process may live on, and the node is lost
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()  # workers that are left die with it
                 await self._zygote.wait()
@@ -145,7 +154,7 @@ class Agent:
                 if self._asked is not None:  # before it was there
                     self._signal(worker, self._asked)
             elif "ended" in said and (worker := self._workers.pop(said["ended"], None)):
-                self._tell("ended", worker=worker.name, code=said["code"])
+                self._tell("ended", worker=worker.name, code=said["code"], why=worker.why_killed)
         raise LostError("the process that workers are forked from has died: see what it wrote above")
 
     async def _hear_controller(self) -> None:
@@ -191,28 +200,28 @@ class Agent:
             self._signal(worker, signal.SIGKILL)
         elif kind in ("abort", "go"):
             self._generation, self._reason = order["generation"], order.get("reason", self._reason)
+            self._news = time.monotonic()
             for worker in self._workers.values():
                 self._pass_on(worker, order)
         elif kind == "end" and not self._ended.done():
-            if order["reason"] and self._node.number == 0:
-                _log.error("%s", order["reason"])
-            self._ended.set_result(order["code"])
+            self._tell("heard")
+            self._ended.set_result(order)
 
     def _start(self, order: dict) -> None:
         worker = _Process(order["worker"], order["rank"], order["together"])
         self._workers[worker.name] = worker
-        local = worker.rank % self._node.per_node
+        place, local = divmod(worker.rank, self._node.per_node)
         values = {
             "RANK": worker.rank,
             "LOCAL_RANK": local,
             "WORLD_SIZE": self._node.size,
             "LOCAL_WORLD_SIZE": self._node.per_node,
-            "GROUP_RANK": self._node.number,
+            "GROUP_RANK": place,
+            environment.NODE: self._node.number,
             environment.AGENT: f"unix:{self._node.directory}/agent",
             environment.WORKER: worker.name,
             environment.GENERATION: order["generation"],
             environment.TOGETHER: int(worker.together),
-            environment.NODE: self._node.number,
             environment.KEEPER: self._keeper,
         }
         output = None
@@ -235,6 +244,9 @@ class Agent:
                 worker.built = True
             elif said["kind"] == "here":
                 worker.here = said["generation"]
+            elif said["kind"] == "alive":
+                worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
+                self._limits.learn(said["longest"])
             if said["kind"] != "alive":
                 self._tell(**said, worker=worker.name)
 
@@ -250,19 +262,41 @@ class Agent:
             await asyncio.sleep(SAYS_S)
             self._tell("alive")
             for worker in self._workers.values():
+                silent = time.monotonic() - worker.heard
                 # building an index may hold the interpreter's lock for minutes
-                if worker.built and time.monotonic() - worker.heard > self._node.silence_s:
-                    _log.warning("worker %d has said nothing for %g s: killed", worker.rank, self._node.silence_s)
-                    self._signal(worker, signal.SIGKILL)
+                if worker.built and silent > self._node.silence_s:
+                    self._kill(worker, f"had said nothing for {silent:.0f} s")
+                elif worker.section is not None:
+                    self._judge(worker, worker.since + silent)
+
+    def _judge(self, worker: _Process, seconds: float) -> None:
+        """A worker has been in its section for some seconds.
+
+        Who keeps others waiting cannot always be told from those who wait.  So a generation begins without a loss: who
+        waits is woken, and comes; who hangs does not.
+        """
+        met = worker.here == self._generation
+        if seconds <= self._limits.of(worker.section, waits=worker.waits and met):
+            return
+        if met:
+            how = f"has been in its {worker.section} for {seconds:.0f} s"
+            self._tell("hangs", worker=worker.name, generation=self._generation, how=how)
+        elif worker.here < 0 or time.monotonic() - self._news > self._node.silence_s:
+            self._kill(worker, f"had been in its {worker.section} for {seconds:.0f} s")
+
+    def _kill(self, worker: _Process, why: str) -> None:
+        if not worker.why_killed:
+            worker.why_killed = why
+            _log.warning("worker %d %s: killed", worker.rank, why)
+        self._signal(worker, signal.SIGKILL)
 
     async def _let_leave(self) -> int:
-        """The job is over: gives workers some time to end by themselves."""
-        code = self._ended.result()
-        in_order = code in (0, SAVED)  # else one has said what is wrong, and the others need not
-        deadline = time.monotonic() + (self._node.patience_s if in_order else 0.2)
+        """The job is over: gives workers that are about to end some time to do so by themselves."""
+        end = self._ended.result()
+        deadline = time.monotonic() + (self._node.patience_s if end["leaving"] else 0.2)
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        return code
+        return end["code"]
 
     def _signal(self, worker: _Process, number: int) -> None:
         if worker.pid is not None:

@@ -13,7 +13,7 @@ TOGETHER = "MOC_TOGETHER"
 """1 where all workers begin together; 0 for one that takes the place of a lost one, and builds alone."""
 
 NODE = "MOC_NODE"
-"""Number of the node; several may be on one machine."""
+"""Number of the node that a worker is on; several may be on one machine, and ranks do not follow from it."""
 
 KEEPER = "MOC_KEEPER"
 """Address of the process that keeps copies of other nodes' snapshots on this node, for its workers."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from moc.runtime.deputy import CalledAway
 from moc.runtime.generation import Connection, Generation, device_types
+from moc.runtime.progress import PROGRESS
 
 POLL = timedelta(milliseconds=50)
 """How soon a wait for a collective of gloo looks whether the generation is over, if gloo does not wake it."""
@@ -110,7 +111,8 @@ class Handle(dist.Work):
             Suspicion: it failed otherwise.
         """
         try:
-            done = self._waited(timeout)
+            with PROGRESS.waiting():
+                done = self._waited(timeout)
         except (CalledAway, RuntimeError) as error:
             if self._generation.over:
                 raise Aborted(over(self._group, self._generation)) from error
@@ -151,7 +153,8 @@ def _operation(name: str):
     def operate(self, *args, **kwargs):
         operation, generation = getattr(self.live(), name), self.connection.generation
         try:
-            answer = operation(*args, **kwargs)
+            with PROGRESS.waiting():
+                answer = operation(*args, **kwargs)
         except RuntimeError as error:
             if generation.over:
                 raise Aborted(over(self, generation)) from error

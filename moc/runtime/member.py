@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from moc.faults import reach
 from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
 from moc.runtime.groups import Groups, Suspicion
@@ -19,6 +20,7 @@ from moc.runtime.job import Job, Loss
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.membership import START_OVER
 from moc.runtime.message import Message
+from moc.runtime.progress import PROGRESS
 from moc.runtime.wire import WireError
 
 NEWS_S = 5.0
@@ -57,6 +59,7 @@ class Member(Job):
         self._wanted, self._reason, self._heard_at = self._started_for, "", time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self._generation = -1  # of the groups
+        PROGRESS.forget("setup")
         self._say("hello", worker=os.environ[environment.WORKER])
         for body in (self._listen, self._say_alive):
             threading.Thread(target=body, name=f"moc-{body.__name__}", daemon=True).start()
@@ -81,6 +84,7 @@ class Member(Job):
         """As :meth:`Job.built`."""
         if not self._built:
             self._built = True
+            PROGRESS.forget()
             self._say("built")
         if self._generation < 0:  # it has built alone
             vars(dist).update(self._real)
@@ -88,6 +92,7 @@ class Member(Job):
 
     def go_on_after(self, error: Exception) -> Loss:
         """As :meth:`Job.go_on_after`."""
+        PROGRESS.forget()
         if self._generation < 0:  # nobody else is concerned yet
             raise error
         if not self._hears_of_loss():
@@ -123,6 +128,7 @@ class Member(Job):
     def _meets_in(self, generation: int) -> bool:
         """Whether all have met in a generation; not so if somebody was lost meanwhile."""
         self._say("here", generation=generation)
+        reach("meeting")
         with self._news:
             self._news.wait_for(lambda: self._store[0] >= generation or self._wanted > generation)
             if self._wanted > generation:
@@ -145,7 +151,7 @@ class Member(Job):
         while True:
             time.sleep(_ALIVE_S)
             try:
-                self._say("alive")
+                self._say("alive", **PROGRESS.report())
             except WireError:
                 os._exit(1)  # the agent is gone, and this node with it
 

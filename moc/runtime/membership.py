@@ -2,7 +2,8 @@
 
 A *generation* is a membership with a number.  It begins when a worker is lost: whoever is left is told to abort what it
 is doing, new workers are started in the places of the lost ones, and when all of them say that they are *here*, all may
-*go* on.  What is lost meanwhile begins the next generation; nothing waits for a worker of an earlier one.
+*go* on.  What is lost meanwhile begins the next generation; nothing waits for a worker of an earlier one.  Workers are
+those of places, and which node fills a place may change: see :mod:`moc.runtime.places`.
 
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
@@ -11,13 +12,18 @@ is doing, new workers are started in the places of the lost ones, and when all o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+
+from moc.runtime.places import Places
 
 SAVED = 75
-"""Exit code of a worker that was asked to stop, and has saved its state."""
+"""Exit code of a worker that was asked to stop, and has saved its state; of a job: start it again, and it goes on."""
+
+LOST = 70
+"""Exit code of a job that has lost what it cannot do without (sysexits' EX_SOFTWARE)."""
 
 MAX_SUSPICIONS = 10
-"""Generations that begin although nobody was lost, before the job gives up."""
+"""Generations that begin although nobody was lost, one after the other, before the job gives up."""
 
 START_OVER = 76
 """Exit code of a worker that wants to be replaced: nobody has done anything wrong."""
@@ -72,10 +78,12 @@ class End:
     Attributes:
         code: exit code of the job.
         reason: one sentence; empty where all went well.
+        leaving: workers are about to end by themselves, and are given the time.
     """
 
     code: int
     reason: str
+    leaving: bool
 
 
 Order = Start | Kill | Abort | Go | End
@@ -110,6 +118,7 @@ class Membership:
         size: workers.
         per_node: workers of each node.
         max_restarts: workers lost by signals that are replaced, before the job gives up.
+        places: the nodes, and which of them is where.
     """
 
     size: int
@@ -118,53 +127,96 @@ class Membership:
     generation: int = 0
     running: bool = False
     workers: dict[str, Worker] = field(default_factory=dict)
-    nodes: set[int] = field(default_factory=set)
     restarts: int = 0
     suspicions: int = 0
     end: End | None = None
     _stopping: bool = False
     _finished: set[int] = field(default_factory=set)
     _started: int = 0
+    _told: dict[int, int] = field(default_factory=dict)  # by node that is there, the newest generation it has heard of
+
+    def __post_init__(self):
+        self.places = Places(self.size // self.per_node)
+
+    def state_dict(self) -> dict:
+        """What a controller that is started again cannot hear from the nodes; JSON can hold it."""
+        return {
+            "generation": self.generation,
+            "restarts": self.restarts,
+            "suspicions": self.suspicions,
+            "stopping": self._stopping,
+            "finished": sorted(self._finished),
+            "started": self._started,
+            "places": sorted(self.places.filled_by.items()),
+            "vacant": sorted(self.places.vacant),
+            "end": asdict(self.end) if self.end else None,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes up what an earlier controller knew; its nodes are yet to join."""
+        self.generation, self.restarts, self.suspicions = state["generation"], state["restarts"], state["suspicions"]
+        self._stopping, self._finished, self._started = state["stopping"], set(state["finished"]), state["started"]
+        self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
+        self.end = End(**state["end"]) if state["end"] else None
 
     def joined(self, node: int, workers: Iterable[Worker] = (), generation: int = 0) -> list[Order]:
-        """A node is there, with the workers that it has already, if a controller before this one has started some."""
-        self.nodes.add(node)
-        self.workers |= {worker.name: worker for worker in workers}
-        self.generation = max(self.generation, generation)
-        if len(self.nodes) * self.per_node < self.size or self.end:
-            return []
-        if self.workers and len(self.workers) < self.size:
-            return self._next_generation(f"node {node} is there")
+        """A node is there.
+
+        Args:
+            node: its number.
+            workers: that it has already, if a controller before this one has started some, or it was taken for lost.
+            generation: the newest that it has heard of.
+        """
+        if self.end:
+            return [self.end]
+        has = list(workers)
+        place = self.places.comes(node, has[0].rank // self.per_node if has else None)
+        self._told[node], self.generation = generation, max(self.generation, generation)
+        self._forget_workers(node)
+        orders: list[Order] = [Kill(node, worker.name) for worker in has if worker.rank // self.per_node != place]
+        self.workers |= {worker.name: worker for worker in has if worker.rank // self.per_node == place}
+        if place is None or not self.places.complete:
+            return orders
+        news_missed = any(self._told[other] < self.generation for other in self.places.filled_by.values())
+        if self.workers and (news_missed or len(self.workers) + len(self._finished) < self.size):
+            return orders + self._next_generation(f"node {node} is there")
         self.running = self._all_here()
-        return self._fill()
+        return orders + self._fill()
 
     def left(self, node: int) -> list[Order]:
         """A node is lost, with all its workers; it may come back."""
-        self.nodes.discard(node)
-        lost = [worker for worker in self.workers.values() if worker.node == node]
-        for worker in lost:
-            del self.workers[worker.name]
-        return self._next_generation(f"node {node} is lost") if lost and not self.end else []
+        place, spare = self.places.goes(node)
+        self._told.pop(node, None)
+        self._forget_workers(node)
+        if place is None or self.end:
+            return []
+        if not self.has_begun:
+            return self._fill() if self.places.complete else []
+        if self._finished.issuperset(range(place * self.per_node, (place + 1) * self.per_node)):
+            return []
+        instead = "" if spare is None else f", and node {spare} takes its place"
+        return self._next_generation(f"node {node} is lost{instead}")
 
-    def ended(self, name: str, code: int) -> list[Order]:
+    def ended(self, name: str, code: int, why: str = "") -> list[Order]:
         """A worker has ended.
 
         Args:
             name: of the worker; one that was told to be killed is of no interest any more.
             code: its exit code; minus the number of the signal that killed it.
+            why: it was killed, if its node has done it.
         """
         worker = self.workers.pop(name, None)
         if worker is None or self.end:
             return []
         if code == 0:
             self._finished.add(worker.rank)
-            return self._over(0, "") if len(self._finished) == self.size else []
+            return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
         if code == START_OVER and not self._stopping:
             return self._next_generation(f"worker {worker.rank} starts over")
-        how = f"worker {worker.rank} {_how(code)}"
-        self.restarts += code < 0
+        how = f"worker {worker.rank} {_how(code)}{why and f': it {why}'}"
         if code > 0 or self._stopping:
-            return self._over(code if code > 0 else 128 - code, how)
+            return self._over(code if code > 0 else 128 - code, how, leaving=code == SAVED)
+        self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
             return self._over(128 - code, f"{how}, and {self.max_restarts} were replaced already (--max-restarts)")
         return self._next_generation(how)
@@ -185,11 +237,17 @@ class Membership:
         self.running = True
         return [Go(self.generation)]
 
-    def suspected(self, name: str, generation: int) -> list[Order]:
-        """A worker cannot go on, and no loss has become known for a while: connections are lost, not workers."""
+    def suspected(self, name: str, generation: int, how: str = "has lost connections") -> list[Order]:
+        """A worker cannot go on, and no loss has become known: connections are lost, or somebody hangs.
+
+        Args:
+            name: of the worker.
+            generation: that it is in.
+            how: it cannot go on.
+        """
         if name not in self.workers or generation != self.generation or self.end:
             return []
-        what = f"worker {self.workers[name].rank} has lost connections"
+        what = f"worker {self.workers[name].rank} {how}"
         self.suspicions += 1
         if self.suspicions > MAX_SUSPICIONS:
             return self._over(1, f"{what}, for the {self.suspicions}th time that nobody was lost: look at the network")
@@ -200,12 +258,38 @@ class Membership:
         self._stopping = True
         return []
 
+    def waits_for(self) -> list[int]:
+        """The nodes that are lost or have never come, while no spare is there for them."""
+        return [] if self.end else self.places.missing()
+
+    def gives_up(self, waited: str) -> list[Order]:
+        """The nodes that are missing have not come.
+
+        Args:
+            waited: how long they were waited for, in words.
+        """
+        if self.end or not (missing := self.waits_for()):
+            return []
+        what = f"{nodes(missing)} missing, and nobody has come {waited} (--max-wait)"
+        if not self.has_begun:
+            return self._over(LOST, f"{what}: nothing has begun")
+        return self._over(SAVED, f"{what}: what was saved is kept; start the job again to go on from there")
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any worker was ever started."""
+        return self._started > 0 or bool(self.workers)
+
     def _all_here(self) -> bool:
         return len(self.workers) == self.size and all(w.here == self.generation for w in self.workers.values())
+
+    def _forget_workers(self, node: int) -> None:
+        self.workers = {name: worker for name, worker in self.workers.items() if worker.node != node}
 
     def _next_generation(self, reason: str) -> list[Order]:
         self.generation, self.running = self.generation + 1, False
         self._finished.clear()
+        self._told = dict.fromkeys(self._told, self.generation)
         return [Abort(self.generation, reason), *self._fill()]
 
     def _fill(self) -> list[Order]:
@@ -216,21 +300,27 @@ class Membership:
             if not worker.built and (worker.together or not anybody) and worker.here != self.generation:
                 orders.append(Kill(worker.node, worker.name))
                 del self.workers[worker.name]
-        taken = {worker.rank for worker in self.workers.values()}
+        taken = {worker.rank for worker in self.workers.values()} | self._finished
         for rank in sorted(set(range(self.size)) - taken):
-            if rank // self.per_node in self.nodes:
-                orders.append(self._start(rank, together=not anybody))
+            node = self.places.filler(rank // self.per_node)
+            if node is not None:
+                orders.append(self._start(node, rank, together=not anybody))
         return orders
 
-    def _start(self, rank: int, together: bool) -> Start:
+    def _start(self, node: int, rank: int, together: bool) -> Start:
         self._started += 1
-        worker = Worker(f"{self.generation}.{self._started}", rank // self.per_node, rank, together)
+        worker = Worker(f"{self.generation}.{self._started}", node, rank, together)
         self.workers[worker.name] = worker
-        return Start(worker.node, worker.name, rank, self.generation, together)
+        return Start(node, worker.name, rank, self.generation, together)
 
-    def _over(self, code: int, reason: str) -> list[Order]:
-        self.end = End(code, reason)
+    def _over(self, code: int, reason: str, leaving: bool = False) -> list[Order]:
+        self.end = End(code, reason, leaving)
         return [self.end]
+
+
+def nodes(numbers: list[int]) -> str:
+    """Nodes, with a verb: ``node 1 is``."""
+    return f"node {numbers[0]} is" if len(numbers) == 1 else f"nodes {', '.join(map(str, numbers))} are"
 
 
 def _how(code: int) -> str:

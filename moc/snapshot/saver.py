@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from moc.faults import reach
 from moc.snapshot.buffers import Buffer
 from moc.snapshot.capture import Capture, capturer
 from moc.snapshot.contents import Share
@@ -138,6 +139,7 @@ class Saver:
             self._buffers.popitem()[1].close()
 
     def _seal(self, snapshot: Snapshot) -> Part:
+        reach("snapshot_copying")
         snapshot.capture.wait()
         begun = time.perf_counter()
         layout, memory = snapshot.layout, snapshot.buffer.memory
@@ -149,6 +151,7 @@ class Saver:
         if self._memory is not None:
             self._name_in_memory(snapshot, part)
         snapshot.seal_s = time.perf_counter() - begun
+        reach("snapshot_sealed")
         return part
 
     def _persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None) -> None:
@@ -189,6 +192,7 @@ class Saver:
             )
         try:
             self._storage.write_file(iteration, self._rank, _chunks(parts))
+            reach("persisting")
             self._storage.report(iteration, self._rank, part)
         except OSError as error:
             raise CheckpointError(

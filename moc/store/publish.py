@@ -66,6 +66,6 @@ def _lack(operator: Operator, operators: Mapping[str, OperatorEntry]) -> str | N
     slots = {slot for elements in alike for slot in elements if slot != _PARAM or entry.detail == "compute"}
     for slot in sorted(slots):  # what one operator has at a detail, all have
         missing = operator.parameters - entry.elements.get(slot, 0)
-        if missing:
+        if missing > 0 or (missing and slot != _PARAM):  # a router's biases are not among its parameters
             return f"{missing} of {operator.parameters} {slot} of {operator.name}"
     return None if slots else f"all slots of {operator.name}"

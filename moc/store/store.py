@@ -90,6 +90,15 @@ class Store:
                 ) from None
         return parts
 
+    def has_all(self, iteration: int, ranks: Iterable[int]) -> bool:
+        """Whether a checkpoint is published, or could be, since all these ranks have left word."""
+        if self._published(iteration):
+            return True
+        try:
+            return bool(self.reported(iteration, ranks))
+        except CheckpointError:
+            return False
+
     def publish(self, manifest: Manifest) -> None:
         """Makes a checkpoint of what was written for an iteration, atomically; then removes what it does not name.
 

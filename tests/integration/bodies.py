@@ -287,11 +287,11 @@ def train_with_small_files(flags: dict, limit: int) -> dict:
 
 
 def die_while_writing(flags: dict) -> None:
-    """Is killed when the forked writer has been at work for a moment: it would go on for a minute."""
+    """Is killed when the forked writer has been at work for a moment: it would go on for ten."""
 
     def die(run):
         real = checkpoint_writer.write_regions
-        checkpoint_writer.write_regions = lambda *args: (time.sleep(60), real(*args))
+        checkpoint_writer.write_regions = lambda *args: (time.sleep(600), real(*args))
         run.checkpoints._config = run.config.replace("checkpoint", async_save=True)
         run.checkpoints.save(run.position)
         while not any(Path(flags["save"]).glob(".iter_*/optimizer")):

@@ -1,7 +1,11 @@
-"""Jobs under our own launcher, as a user starts them, and what happens to them."""
+"""Jobs under our own launcher, as a user starts them, and what happens to them.
+
+They run ``held_pretrain_gpt_moe.py``: the program, which does not end before :meth:`Launched.wait` is called.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +23,8 @@ import yaml
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
+PROGRAM = "tests/integration/held_pretrain_gpt_moe.py"
+
 
 class Launched:
     """A job that was started with ``python -m moc.launch``; to be used as a context, so that nothing of it is left.
@@ -29,30 +35,42 @@ class Launched:
         directory: for all that it writes.
         own: flags of the launcher.
         nodes: launchers to start, one for each node.
+        spares: launchers beyond these.
         launcher: module of the launcher.
+        program: of the workers, in the repository.
     """
 
     def __init__(
-        self, layout: str, flags: dict, directory: Path, *own: str, nodes: int = 1, launcher: str = "moc.launch"
+        self,
+        layout: str,
+        flags: dict,
+        directory: Path,
+        *own: str,
+        nodes: int = 1,
+        spares: int = 0,
+        launcher: str = "moc.launch",
+        program: str = PROGRAM,
     ):
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
-        self.log, self._directory = directory / "log", directory
+        self.log, self._directory, self._may_end = directory / "log", directory, directory / "may end"
         self._flags = FLAGS | parallel | flags | dict(log_dir=str(self.log))
         per_node = str(size // nodes)
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
         if nodes > 1:
-            self._command += ["--nnodes", str(nodes), "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+            numbers = ["--nnodes", str(nodes), "--spares", str(spares)] if spares else ["--nnodes", str(nodes)]
+            self._command += [*numbers, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+        self._program = str(REPOSITORY / program)
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
         self._token, self.launchers = secrets.token_hex(32), []
-        for node in range(nodes):
+        for node in range(nodes + spares):
             self.start(node)
 
     def start(self, node: int) -> None:
         """Starts the launcher of a node, the first time or again."""
-        command = [*self._command, "--node-rank", str(node), str(REPOSITORY / "pretrain_gpt_moe.py")]
+        command = [*self._command, "--node-rank", str(node), self._program]
         ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-        environment = os.environ | ours | {"MOC_TOKEN": self._token}
+        environment = os.environ | ours | {"MOC_TOKEN": self._token, "TEST_MAY_END": str(self._may_end)}
         with open(self._directory / "console", "a") as console:
             process = subprocess.Popen(
                 [*command, "--config", str(self._directory / "flags.yaml")],
@@ -110,7 +128,7 @@ class Launched:
         """The newest that is complete."""
         return max((event["iteration"] for event in self.events("iteration")), default=0)
 
-    def reach(self, iteration: int, seconds: float = 120) -> None:
+    def reach(self, iteration: int, seconds: float = 240) -> None:
         """Waits until an iteration is complete."""
         deadline = time.monotonic() + seconds
         while self.iteration < iteration:
@@ -118,13 +136,29 @@ class Launched:
             assert time.monotonic() < deadline, f"at iteration {self.iteration}:\n{self.console[-4000:]}"
             time.sleep(0.01)
 
+    def tells(self, sentence: str, seconds: float = 120) -> None:
+        """Waits until the console says something."""
+        deadline = time.monotonic() + seconds
+        while sentence not in self.console:
+            assert time.monotonic() < deadline, f"{sentence!r} is not in:\n{self.console[-4000:]}"
+            time.sleep(0.05)
+
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
         """Sends workers a signal, all at once."""
         for pid in [self.pids[rank] for rank in ranks]:
             os.kill(pid, number)
 
-    def wait(self, seconds: float = 120) -> int:
-        """The exit code, when it has ended."""
+    def lose(self, node: int) -> None:
+        """Kills all processes of a node, as when its machine is lost."""
+        launcher = psutil.Process(self.launchers[node].pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.launchers[node].wait()
+
+    def wait(self, seconds: float = 240) -> int:
+        """The exit code, when it has ended; from now on it may."""
+        self._may_end.touch()
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:

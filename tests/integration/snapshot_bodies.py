@@ -27,7 +27,7 @@ def train_slowly(flags: dict, write_s: float) -> dict:
 
 
 def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
-    """As ``bodies.train``; copies begin only when training waits for them, or after ten seconds, and take so long."""
+    """As ``bodies.train``; copies begin only when training waits for them, or after 100 seconds, and take so long."""
     copy, begin, waited = capture._copy, capture.ThreadCapturer.start, threading.Event()
 
     def waiting(method: Callable) -> Callable:
@@ -39,7 +39,7 @@ def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
         return call
 
     capture.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
-    capture._copy = lambda copies: (waited.wait(10), time.sleep(copy_s), copy(copies))[2]
+    capture._copy = lambda copies: (waited.wait(100), time.sleep(copy_s), copy(copies))[2]
     capture._ThreadCapture.wait = waiting(capture._ThreadCapture.wait)
     snapshots.Snapshots._wait_and_vote = waiting(snapshots.Snapshots._wait_and_vote)
     return bodies.train(flags)

@@ -16,7 +16,7 @@ from tests.worlds import start_world
 KILLS = 20
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=240):
     """Waits until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -36,11 +36,10 @@ def assert_whole(root: Path) -> int | None:
 
 
 @pytest.mark.recovery
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
 def test_killed_at_random_moments_while_saving(asynchronous, data, tmp_path):
     root, chance = tmp_path / "saved", random.Random(asynchronous)
-    flags = data | dict(train_iters=100, global_batch_size=4, save_interval=1, async_save=asynchronous)
+    flags = data | dict(train_iters=1000, save_interval=1, async_save=asynchronous)
     flags |= dict(save=str(root), load=str(root))
     size, parallel = LAYOUTS["EP2"]
     reached = []
@@ -52,10 +51,10 @@ def test_killed_at_random_moments_while_saving(asynchronous, data, tmp_path):
         assert {result.exit for result in world.wait()} == {-9}  # and no process is left
         reached.append(assert_whole(root) or 0)
     assert reached == sorted(reached)
-    stop = dict(train_iters=100, exit_interval=reached[-1] + 3)
+    stop = dict(train_iters=1000, exit_interval=reached[-1] + 3)
     ended = train("EP2", flags | stop)
     assert ended.start == reached[-1]
-    straight = train("EP2", data | stop | dict(global_batch_size=4))
+    straight = train("EP2", data | stop)
     assert ended.records == straight.records[ended.start :]
     assert ended.weights == straight.weights
     assert not list(root.glob(".iter_*"))

@@ -153,7 +153,7 @@ def test_a_stock_reader_loads_converted_weights(runs, data):
     ours = train("1", data | at_two)
     command = [sys.executable, "-c", READER, str(directory(root, "back"))]
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    read = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    read = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert read.returncode == 0, read.stderr
     assert json.loads(read.stdout.splitlines()[-1]) == ours.workers[0]["parameters"]
 

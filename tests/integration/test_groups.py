@@ -16,7 +16,7 @@ BODIES = "tests.integration.group_bodies"
 @pytest.fixture
 def store():
     """A store that no worker serves, so that any may die."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=180))
 
 
 def test_every_operation_does_what_it_does_with_groups_of_torch_in_every_generation(store):
@@ -57,15 +57,15 @@ def test_a_dead_peer_is_a_suspicion_until_somebody_ends_the_generation(store):
 
 @pytest.mark.parametrize("operation", ["all_reduce", "send and recv"])
 def test_a_peer_that_dies_in_the_middle_of_a_message(store, operation):
-    arguments = dict(port=store.port, operation=operation, timeout=40, patience=40)  # the groups' own: 60 seconds
+    arguments = dict(port=store.port, operation=operation, timeout=120, patience=120)  # the groups' own: 180
     first, second = start_world(2, f"{BODIES}:die_in_the_middle_of_a_message", **arguments).wait()
     assert first.value in ("Aborted", "Suspicion"), first.output
     assert second.exit == -signal.SIGKILL
 
 
 def test_what_gloo_leaves_stuck_ends_by_its_timeout_and_holds_up_nothing(store):
-    told = run_world(2, f"{BODIES}:end_in_the_middle_of_messages", port=store.port, limit=1.5)
-    assert told == [[True, 0, 3.0]] * 2
+    told = run_world(2, f"{BODIES}:end_in_the_middle_of_messages", port=store.port, limit=3.0)
+    assert told == [[True, 3.0, 0]] * 2
 
 
 def test_a_generation_that_ends_while_it_begins(store):
@@ -75,12 +75,12 @@ def test_a_generation_that_ends_while_it_begins(store):
 
 
 def test_only_connecting_has_the_timeout_of_connecting(store):
-    told = run_world(2, f"{BODIES}:wait_longer_than_connecting_may_take", port=store.port, seconds=1.2)
+    told = run_world(2, f"{BODIES}:wait_longer_than_connecting_may_take", port=store.port, seconds=2.0)
     assert told == [["", ""]] * 2
 
 
 def test_many_generations_leave_nothing_behind(store):
-    told = run_world(2, f"{BODIES}:many_generations", port=store.port, count=40, timeout=120)
+    told = run_world(2, f"{BODIES}:many_generations", port=store.port, count=40)
     for first, middle, last in told:
         assert last["threads"] <= first["threads"]
         assert last["descriptors"] <= first["descriptors"]
@@ -92,7 +92,7 @@ def test_training_is_the_same_and_survivors_keep_every_group(store, data):
     flags = FLAGS | layout | data | dict(train_iters=2)
     reference = run_world(size, "tests.integration.bodies:train", flags=flags)
 
-    world = start_world(size, f"{BODIES}:train", flags=flags, port=store.port, patience=40)
+    world = start_world(size, f"{BODIES}:train", flags=flags, port=store.port, patience=200)
     store.wait([f"ready/{rank}" for rank in range(size)])
     os.kill(world.pids[-1], signal.SIGKILL)
     store.set("dead", b"")

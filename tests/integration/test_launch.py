@@ -10,9 +10,9 @@ import pytest
 from moc.store.places import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import contents, node_memory, train
+from tests.integration.snapshot_files import contents, node_memory, stores, train
 
-pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.recovery
 ITERATIONS = 16
 
 
@@ -29,15 +29,16 @@ def undisturbed(data, tmp_path_factory):
     """By layout, what a run that loses nobody ends with: records, and the hashes of its last snapshot."""
     known = {}
 
-    def run(layout: str) -> tuple:
-        if layout not in known:
+    def run(layout: str, **more) -> tuple:
+        key = layout, *more.items()
+        if key not in known:
             directory = tmp_path_factory.mktemp("undisturbed")
             flags = dict(
                 ckpt_policy="full", snapshot_interval=ITERATIONS, train_iters=ITERATIONS, ckpt_dir=str(directory)
             )
-            records = train(layout, data | flags).records
-            known[layout] = [(r["iteration"], r["loss"], r["grad_norm"]) for r in records], ended_with(flags)
-        return known[layout]
+            records = train(layout, data | flags | more).records
+            known[key] = [(r["iteration"], r["loss"], r["grad_norm"]) for r in records], ended_with(flags)
+        return known[key]
 
     return run
 
@@ -64,10 +65,12 @@ def test_workers_are_killed(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("PP2xEP2"))
     for event in job.events("generation"):
         assert "was killed by signal 9" in event["reason"] and event["met_s"] > 0
+    for event in job.events("resume"):
+        assert event["tier"] == "memory" and event["kept"] in (0, 2, 3)  # 0: it had not sealed what the others had
 
 
 def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
-    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "3") as job:
+    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "6") as job:
         job.reach(3)
         os.kill(job.children("moc.runtime.controller")[0], signal.SIGKILL)
         job.reach(5)
@@ -85,6 +88,18 @@ def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):
     assert "starts over" in job.console
 
 
+def test_a_replica_gives_what_is_lost_and_nobody_goes_back(flags, undisturbed, tmp_path):
+    replicated = dict(expert_model_parallel_size=1, use_distributed_optimizer=False)
+    with Launched("EP2", flags | replicated | dict(snapshot_interval=ITERATIONS), tmp_path / "job") as job:
+        for iteration, rank in ((3, 0), (7, 1)):
+            job.reach(iteration)
+            job.kill(rank)
+            job.reach(iteration + 2)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2", **replicated))
+        assert [(event["tier"], event["kept"]) for event in job.events("resume")] == [("live", 1)] * 2
+        assert [event["iteration"] for event in job.events("iteration")] == list(range(1, ITERATIONS + 1))
+
+
 def test_a_worker_is_lost_while_all_build(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job") as job:
         while 1 not in job.pids:
@@ -93,14 +108,51 @@ def test_a_worker_is_lost_while_all_build(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 
 
-def test_a_node_is_lost_and_comes_back(flags, undisturbed, tmp_path):
+def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(flags, undisturbed, tmp_path):
     flags = flags | dict(ckpt_tier="disk")
-    with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
+    with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "10", nodes=2, spares=1) as job:
         job.reach(5)
-        job.launchers[1].kill()
-        job.launchers[1].wait()
-        job.start(1)
+        for lost, instead in ((1, 2), (2, 1)):
+            job.lose(lost)
+            job.reach(job.iteration + 3)
+            assert f"node {lost} is lost, and node {instead} takes its place" in job.console
+            if lost == 1:
+                job.start(1)
+                job.tells("node 1 is there, and waits as a spare")
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+
+
+def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
+    own = ["--max-wait", "1", "--silence-timeout", "5"]
+    with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", *own, nodes=2) as job:
+        job.reach(2)
+        job.lose(1)
+        assert job.wait() == 75
+        assert "node 1 is missing, and nobody has come for 1 s (--max-wait)" in job.console
+        assert job.processes() == []
+    assert max(newest.iterations()[-1] for newest in stores(flags).values() if newest.iterations()) > 0
+
+
+def test_a_spare_on_the_same_machine_takes_over(flags, undisturbed, tmp_path):
+    with Launched("EP2", flags, tmp_path / "job", "--spares", "1") as job:
+        job.reach(3)
+        job.tells("node 1 is there, and waits as a spare")
+        os.kill(job.children("moc.runtime.zygote")[0], signal.SIGKILL)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+        assert "node 0 is lost, and node 1 takes its place" in job.console
+
+
+def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_path):
+    own = ["--hang-timeout", "step=10", "--silence-timeout", "5"]
+    with Launched("EP2", flags, tmp_path / "job", *own, program="tests/integration/hanging.py") as job:
+        job.reach(5)
+        before = job.pids
+        job.reach(7)
+        assert before[0] == job.pids[0] and before[1] != job.pids[1]
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+    assert "worker 1 has been in its step for" in job.console and "worker 0 has been in" not in job.console
+    (event,) = job.events("generation")
+    assert event["reason"].startswith("worker 1 was killed by signal 9: it had been in its step for")
 
 
 def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):

@@ -19,7 +19,7 @@ from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
 from tests.worlds import run_world, start_world
 
 EXPERTS, LAYERS = FLAGS["num_experts"], FLAGS["num_layers"]
-PEC = dict(ckpt_policy="pec", snapshot_interval=1, train_iters=40)
+PEC = dict(ckpt_policy="pec", snapshot_interval=1, train_iters=1000)
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=100)
 
 
@@ -33,7 +33,7 @@ def kill_when(layout: str, flags: dict, condition: Callable[[], bool]) -> None:
     """Trains, and kills all workers at once when a condition holds."""
     size, parallel = LAYOUTS[layout]
     world = start_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags)
-    wait_for(lambda: condition() or world.ended(), seconds=60)
+    wait_for(lambda: condition() or world.ended())
     world.kill()
     assert {result.exit for result in world.wait()} == {-9}
 

@@ -205,7 +205,7 @@ def test_every_subset_of_nodes_can_be_lost(scene, data, tmp_path):
         spots["damaged"] = run.without([], "damaged")
         wanted["damaged"] = newest(run, damaged=damage(spots["damaged"], "2"))
         load = dict(flags=flags | logged, places=[pec | spot.flags for spot in spots.values()])
-        told = run_world(4, "tests.integration.node_bodies:load_each", timeout=200, **load)
+        told = run_world(4, "tests.integration.node_bodies:load_each", **load)
     check_scene(scene, wanted)
     loads = zip(wanted.values(), zip(*told, strict=True), events(logged, "resume"), events(logged, "lost"), strict=True)
     for (base, best), workers, resumed, lost in loads:
@@ -220,8 +220,8 @@ def kill(scene: Scene, flags: dict, spot: Spot, record: Path) -> Oracle:
     """Trains, and kills all workers when a scene has come; what they recorded."""
     record.mkdir()
     body, told = "tests.integration.node_bodies:train_recorded", dict(record_dir=str(record), **scene.body)
-    world = start_world(4, body, timeout=200, flags=flags, **told)
-    wait_for(lambda: world.ended() or scene.reached(spot), seconds=190)
+    world = start_world(4, body, flags=flags, **told)
+    wait_for(lambda: world.ended() or scene.reached(spot))
     world.kill()
     assert {result.exit for result in world.wait()} == {-9}
     return Oracle(record)

@@ -49,7 +49,7 @@ def shared(data, tmp_path_factory):
             flags = FLAGS | SMALL | parallel | data | flags
             done[name] = (
                 directory,
-                run_world(size, body, flags=flags, schemes=SHARED_OUT, directory=str(directory), timeout=180),
+                run_world(size, body, flags=flags, schemes=SHARED_OUT, directory=str(directory)),
             )
         return done[name]
 

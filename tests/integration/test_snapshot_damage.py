@@ -12,6 +12,7 @@ from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of, file_of
 from tests.integration.snapshot_files import EVERY, damage, events, node_memory, start, stores, train, whole
 from tests.integration.test_atomic_save import wait_for
+from tests.integration.tiny import known
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_a_damaged_snapshot_is_passed_over(kind, data, flags):
     assert [result.exit for result in results] == [0, 0], results[0].output
     (warning,) = (line for line in results[0].output.splitlines() if "WARNING" in line)
     assert str(spoilt) in warning and "an older snapshot is tried" in warning
-    rest, straight = results[0].value, train("EP2", data)
+    rest, straight = results[0].value, known("EP2", data)
     assert rest["start"] == events(flags, "resume")[-1]["iteration"] == 3
     assert rest["records"] == straight.records[3:]
     assert {box: straight.weights[box] for box in rest["weights"]} == rest["weights"]
@@ -126,7 +127,7 @@ def test_a_damaged_snapshot_is_passed_over(kind, data, flags):
 
 @pytest.mark.recovery
 def test_damaged_memory_is_passed_over_for_storage(data, flags):
-    flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=12)
+    flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=1000)
     world = start("EP2", flags)
     wait_for(lambda: world.ended() or (stores(flags)["storage"].iterations() and iteration_in_memory(flags) > 2))
     world.kill()
@@ -135,7 +136,8 @@ def test_damaged_memory_is_passed_over_for_storage(data, flags):
     for iteration in memory.iterations():
         spoil = Path(memory.place.path(directory_of(iteration)), file_of(0))
         middle(spoil)
-    rest, straight = train("EP2", flags), train("EP2", data | dict(train_iters=12))
+    stop = dict(train_iters=1000, exit_interval=stored + 5)
+    rest, straight = train("EP2", flags | stop), train("EP2", data | stop)
     assert rest.start == stored and events(flags, "resume")[-1]["tier"] == "storage"
     assert rest.records == straight.records[stored:]
     assert rest.weights == straight.weights
@@ -166,6 +168,6 @@ def test_a_dense_checkpoint_may_help(older, data, flags, tmp_path):
     train("EP2", flags | dict(dense, save=None, exit_interval=3))
     for iteration in (2, 3) if older == "none" else (3,):
         middle(Path(flags["ckpt_dir"], directory_of(iteration), file_of(1)))
-    rest, straight = train("EP2", flags | dict(dense, save=None)), train("EP2", data)
+    rest, straight = train("EP2", flags | dict(dense, save=None)), known("EP2", data)
     assert rest.start == (1 if older == "none" else 2)
     assert rest.records == straight.records[rest.start :]

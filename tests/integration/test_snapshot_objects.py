@@ -17,7 +17,7 @@ pytest.importorskip("moto.server", reason="moto and flask are not installed; see
 @pytest.mark.recovery
 def test_killed_and_started_again(data, tmp_path):
     log, bucket = tmp_path / "events.jsonl", f"bucket-{uuid.uuid4().hex}"
-    flags = data | dict(ckpt_policy="full", ckpt_dir=f"s3://{bucket}/run", snapshot_interval=2, train_iters=30)
+    flags = data | dict(ckpt_policy="full", ckpt_dir=f"s3://{bucket}/run", snapshot_interval=2, train_iters=1000)
     size, parallel = LAYOUTS["EP2"]
 
     def persisted() -> list[int]:
@@ -28,12 +28,12 @@ def test_killed_and_started_again(data, tmp_path):
         told = dict(body="tests.integration.snapshot_bodies:train_in_bucket", bucket=bucket, environment=environment)
         body = told.pop("body")
         first = start_world(size, body, flags=FLAGS | parallel | flags | dict(log_dir=str(tmp_path)), **told)
-        wait_for(lambda: first.ended() or persisted(), seconds=60)
+        wait_for(lambda: first.ended() or persisted())
         first.kill()
         assert {result.exit for result in first.wait()} == {-9}
         stop = dict(exit_interval=persisted()[-1] + 3)
         rest = run_world(size, body, flags=FLAGS | parallel | flags | stop, **told)
-    straight = train("EP2", data | dict(train_iters=30) | stop)
+    straight = train("EP2", data | dict(train_iters=1000) | stop)
     assert rest[0]["start"] >= persisted()[0] >= 2
     assert rest[0]["records"] == straight.records[rest[0]["start"] :]
     assert all(rest[0]["weights"][box] == straight.weights[box] for box in rest[0]["weights"])

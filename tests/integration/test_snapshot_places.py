@@ -96,7 +96,7 @@ def test_memory_that_is_too_small(size, flags, tmp_path):
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
 def test_a_second_job_in_the_same_place_is_refused(tier, data, flags):
-    flags = flags | dict(ckpt_tier=tier, exit_signal_handler=True, train_iters=1000)
+    flags = flags | dict(ckpt_tier=tier, exit_signal_handler=True, train_iters=5000)
     first = start("EP2", flags)
     wait_for(lambda: newest_iterations(flags))
     second = start("EP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently")
@@ -104,14 +104,14 @@ def test_a_second_job_in_the_same_place_is_refused(tier, data, flags):
     os.kill(first.pids[0], 15)
     run = told(first)
     assert run.codes == [75, 75]
-    undisturbed = train("EP2", data | dict(train_iters=1000, exit_interval=len(run.records)))
+    undisturbed = train("EP2", data | dict(train_iters=5000, exit_interval=len(run.records)))
     assert run.losses == undisturbed.losses and run.weights == undisturbed.weights
     assert newest_whole(flags) == len(run.records)
 
 
 def test_memory_that_another_job_holds(flags, tmp_path):
     """It is locked by itself, since storage may be locked on another node."""
-    flags = flags | MEMORY | dict(train_iters=1000)
+    flags = flags | MEMORY | dict(train_iters=5000)
     first = start("EP2", flags)
     wait_for(lambda: newest_iterations(flags))
     memory = stores(flags)["memory"].place
@@ -129,30 +129,32 @@ def newest_iterations(flags: dict) -> list[int]:
 @pytest.mark.recovery
 @pytest.mark.parametrize("layout", ["EP2", "DP2"])
 def test_nodes_that_each_hold_a_part(layout, data, flags):
-    flags = flags | MEMORY | dict(node_of_rank="0,1", train_iters=12)
+    flags = flags | MEMORY | dict(node_of_rank="0,1", train_iters=1000)
     world = start(layout, flags)
     wait_for(lambda: world.ended() or events(flags, "snapshot")[2:])
     world.kill()
     assert {result.exit for result in world.wait()} == {-9}
     taken = max(event["iteration"] for event in events(flags, "snapshot"))
-    rest, straight = train(layout, flags), train(layout, data | dict(train_iters=12))
+    stop = dict(train_iters=1000, exit_interval=taken + 5)
+    rest, straight = train(layout, flags | stop), train(layout, data | stop)
     assert rest.start >= taken - 1 >= 2
     assert events(flags, "resume")[0]["tier"] == "memory"
     assert rest.records == straight.records[rest.start :]
     assert rest.weights == straight.weights
-    assert whole(flags | dict(ckpt_tier="disk"))["storage"] == [12]
+    assert whole(flags | dict(ckpt_tier="disk"))["storage"] == [taken + 5]
 
 
 @pytest.mark.recovery
 def test_memory_that_one_node_has_lost(data, flags):
-    flags = flags | MEMORY | dict(node_of_rank="0,1", persist_interval=2, train_iters=12)
+    flags = flags | MEMORY | dict(node_of_rank="0,1", persist_interval=2, train_iters=1000)
     world = start("EP2", flags)
     wait_for(lambda: world.ended() or events(flags, "persist"))
     world.kill()
     world.wait()
     shutil.rmtree(memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"], "1").root)
     newest = newest_whole(flags | dict(ckpt_tier="disk"))
-    rest, straight = train("EP2", flags), train("EP2", data | dict(train_iters=12))
+    stop = dict(train_iters=1000, exit_interval=newest + 5)
+    rest, straight = train("EP2", flags | stop), train("EP2", data | stop)
     assert rest.start == newest >= 2
     assert rest.records == straight.records[newest:]
     assert rest.weights == straight.weights

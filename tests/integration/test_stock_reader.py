@@ -46,7 +46,7 @@ def test_a_stock_reader_loads_our_weights(data, tmp_path):
     assert ours.start == 2
     command = [sys.executable, "-c", READER, str(tmp_path / "iter_0000002")]
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    read = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    read = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert read.returncode == 0, read.stderr
     assert json.loads(read.stdout.splitlines()[-1]) == ours.workers[0]["parameters"]
     assert FLAGS["num_layers"] == 4 and FLAGS["hidden_size"] == 64 and FLAGS["ffn_hidden_size"] == 96

@@ -1,7 +1,6 @@
 """The fork server that all these tests stand on."""
 
 import os
-import time
 
 import pytest
 
@@ -16,14 +15,12 @@ def test_workers_find_each_other():
 
 def test_a_failing_worker_is_shown():
     with pytest.raises(WorldFailed, match="(?s)exit codes .*worker 0.*ZeroDivisionError"):
-        run_world(2, BODY + "divide_by_rank", timeout=30)
+        run_world(2, BODY + "divide_by_rank")
 
 
 def test_a_world_that_hangs_is_killed():
-    started = time.monotonic()
     with pytest.raises(WorldFailed, match="killed after 1 s"):
         run_world(2, BODY + "hang", timeout=1)
-    assert time.monotonic() - started < 10
 
 
 def test_killed_workers_say_so():

@@ -37,7 +37,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_the_plan_is_read():
-    assert arrows()["snapshot"] == {"store", "sharding", "state"}
+    assert arrows()["snapshot"] == {"store", "sharding", "state", "faults"}
     assert not any(room in reached for room, reached in arrows().items())  # no circles
 
 

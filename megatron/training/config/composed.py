@@ -12,6 +12,7 @@ from megatron.training.config.checkpoint import Checkpoint
 from megatron.training.config.convert import convert
 from megatron.training.config.data import Data
 from megatron.training.config.derive import derive, virtual_stages
+from megatron.training.config.faults import Faults
 from megatron.training.config.flag import Flag, Group, flags_of
 from megatron.training.config.fusion import Compatibility, Fusion
 from megatron.training.config.learning_rate import LearningRate
@@ -43,6 +44,7 @@ class Config:
     tokenizer: Tokenizer
     checkpoint: Checkpoint
     snapshot: Snapshot
+    faults: Faults
     validation: Validation
     logging: Logging
     rng: Rng

@@ -11,7 +11,7 @@ from moc.sharding import scheme_named
 
 def _number_or_auto(text: str) -> str:
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):
-        raise ValueError(f"a number of experts is auto or at least 1, not {text}")
+        raise ValueError(f"take auto or a number of at least 1, not {text}")
     return text
 
 
@@ -117,6 +117,20 @@ class Snapshot(Group):
         0.0375, "Proportion of tokens that experts may lose (MoC-System's PLT).", above=0.0, at_most=1.0
     )
 
+    sparse_window: str = flag(
+        "auto",
+        "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto takes "
+        "as few as let each snapshot be copied beside an iteration.",
+        type=lambda text: _number_or_auto(str(text)),
+        metavar="N|auto",
+    )
+    sparse_order: str = flag(
+        "popularity",
+        "By what experts are sorted in such a window, the first ones being saved first: tokens since training began; "
+        "the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
+        choices=("popularity", "soft", "decayed", "capacity", "index"),
+    )
+
     @property
     def chooses_experts(self) -> bool:
         """Whether the numbers of experts follow from what is measured."""
@@ -138,6 +152,15 @@ class Snapshot(Group):
                 given and owner in POLICIES and owner != self.ckpt_policy,
                 f"{spec.spelling} needs --ckpt-policy {owner}, not {self.ckpt_policy}: drop it or change the policy.",
             )
+        refuse(
+            self.ckpt_policy == "sparse" and self.snapshot_interval not in ("auto", "1"),
+            f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {self.snapshot_interval}th: drop "
+            "--snapshot-interval.",
+        )
+        refuse(
+            self.ckpt_policy == "sparse" and self.ckpt_tier != "disk",
+            f"--ckpt-policy sparse keeps its windows in --ckpt-dir, not with --ckpt-tier {self.ckpt_tier}: drop it.",
+        )
         refuse(
             self.chooses_experts and (self.pec_k_snapshot or self.pec_k_persist or self.persist_interval),
             "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "

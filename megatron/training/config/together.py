@@ -27,6 +27,10 @@ def check_together(config: Config) -> None:
     _check_experts(config)
     _check_snapshots(config)
     refuse(
+        config.faults.wanted and not config.logging.log_dir,
+        "--inject and --inject-mtbf-iterations need --log-dir, where it is kept what has happened: add it.",
+    )
+    refuse(
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
         f"--optimizer {config.regularization.optimizer} cannot be spread over workers: drop "
         "--use-distributed-optimizer.",

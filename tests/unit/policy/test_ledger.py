@@ -146,7 +146,7 @@ def test_the_snapshot_that_a_run_goes_on_from_is_complete():
 def test_a_version_that_could_not_be_used_is_gone():
     """The memory with the newer one is lost: the expert comes from storage."""
     ledger = Ledger.of({0: 1}).after({0: [1]}).begun({0: [0]}, {0: [0]}).snapshotted(1).persisted(1)
-    ledger = ledger.after({0: [10]}).begun({0: [0]}).snapshotted(2).after({0: [100]}).begun({})
+    ledger = ledger.after({0: [10]}).begun({0: [0]}).snapshotted(2).after({0: [100]}).begun(None)
     recovered = ledger.recovered({0: {0: 1}})
     assert recovered.lost == {0: (110,)} and recovered.since_snapshot == {0: (0,)}
     assert recovered.after({0: [1000]}).since_snapshot == {0: (1000,)}
@@ -156,10 +156,15 @@ def test_a_version_that_could_not_be_used_is_gone():
 
 def test_storage_may_be_slower_than_the_ledger_that_is_stored():
     ledger = Ledger.of({0: 1}).after({0: [1]}).begun({0: [0]}, {0: [0]}).snapshotted(1)
-    ledger = ledger.after({0: [10]}).begun({0: [0]}).snapshotted(2).after({0: [100]}).begun({})
+    ledger = ledger.after({0: [10]}).begun({0: [0]}).snapshotted(2).after({0: [100]}).begun(None)
     assert [[save.iteration for save in tier] for tier in (ledger.to_storage, ledger.to_memory)] == [[1], []]
     assert ledger.recovered({0: {0: 1}}).lost == {0: (110,)}
     assert ledger.recovered({}).since_persist == {0: (111,)}  # nobody knows whether it ever arrived
+
+
+def test_a_snapshot_may_have_no_expert():
+    ledger = Ledger.of({0: 1}).after({0: [1]}).begun({}, {}).snapshotted(1).persisted(1)
+    assert ledger.since_snapshot == ledger.since_persist == {0: (1,)} and not ledger.to_memory
 
 
 def test_unsaved_tokens_of_the_two_tiers():

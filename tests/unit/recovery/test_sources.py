@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, STORAGE, Held, needed, recoveries
+from moc.recovery.sources import COMPUTE, MASTER, MEMORY, MOMENTS, PARTS, STORAGE, Held, needed, recoveries
 from moc.state.operators import Operator
 
 DENSE = ("embedding", "layers.0.router", "output")
@@ -60,7 +60,7 @@ def test_partial_checkpoints():
     assert experts_from(way) == [(20, STORAGE), (30, STORAGE), (10, STORAGE), (10, STORAGE)]
 
 
-def test_figure_8():
+def test_figure_8_of_moc_system():
     """MoC-System, section 5.1: node 0 is lost, node 1 has experts 2 and 3 in memory, storage has 0 and 2."""
     held = [holds(10), holds(20, experts=[0, 2]), holds(20, MEMORY, experts=[2, 3], dense=False)]
     way = next(recoveries(held, OPERATORS, exact=False))
@@ -86,6 +86,64 @@ def test_weights_and_moments_may_come_from_different_checkpoints():
     way = next(recoveries(held, OPERATORS, exact=False))
     assert way.sources[EXPERTS[1], MASTER].key == (10, STORAGE)
     assert way.sources[EXPERTS[1], MOMENTS].key == (20, MEMORY)
+
+
+def sparse(iteration: int, full, compute=(), tier: str = STORAGE) -> Held:
+    """A checkpoint of a window."""
+    return Held(iteration, tier, dict.fromkeys(full, "full") | dict.fromkeys(compute, "compute"))
+
+
+FIRST, SECOND, THIRD = EXPERTS[:2], EXPERTS[2:], DENSE
+FIGURE_8 = [sparse(10, FIRST, (*SECOND, *THIRD)), sparse(11, SECOND, THIRD), sparse(12, THIRD)]
+
+
+def test_figure_8():
+    """MoEvement, section 3.3: the first two experts, then the other two, then all that is not an expert."""
+    (way,) = recoveries(FIGURE_8, OPERATORS, exact=True)
+    assert way.iteration == 12 and [held.iteration for held in way.used()] == [12, 11, 10]
+    assert [(m.iteration, set(m.full), set(m.frozen)) for m in way.moments] == [
+        (10, {*FIRST}, {*SECOND, *THIRD}),
+        (11, {*SECOND}, {*THIRD}),
+        (12, {*THIRD}, set()),
+    ]
+    assert way.base is FIGURE_8[2] and {way.learned_until(name) for name in EXPERTS} == {12}
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_window_that_lacks_a_snapshot_is_none(lost):
+    assert not list(recoveries(FIGURE_8[:lost] + FIGURE_8[lost + 1 :], OPERATORS, exact=True))
+
+
+def test_a_window_that_lacks_the_compute_weights_of_an_operator_is_none():
+    held = [FIGURE_8[0], sparse(11, SECOND, THIRD[1:]), FIGURE_8[2]]
+    assert not list(recoveries(held, OPERATORS, exact=True))
+
+
+def test_the_newest_window_and_dense_checkpoints_together():
+    later = [sparse(one.iteration + 3, *_parts(one)) for one in FIGURE_8]
+    ways = list(recoveries([*FIGURE_8, *later, holds(9), sparse(16, FIRST)], OPERATORS, exact=True))
+    assert [way.iteration for way in ways] == [15, 12, 9]
+    assert [len(way.moments) for way in ways] == [3, 3, 1]
+    assert [way.iteration for way in recoveries(FIGURE_8 + later, OPERATORS, exact=True, only=12)] == [12]
+
+
+def _parts(held: Held):
+    return ([name for name, detail in held.operators.items() if detail == kind] for kind in ("full", "compute"))
+
+
+def test_a_window_may_come_from_two_tiers():
+    memory = [sparse(10, FIRST[:1], SECOND, MEMORY), sparse(12, THIRD, tier=MEMORY)]
+    way = next(recoveries([*FIGURE_8, *memory], OPERATORS, exact=True))
+    assert way.sources[FIRST[0], MASTER].key == (10, MEMORY) and way.sources[FIRST[1], MASTER].key == (10, STORAGE)
+    assert way.moments[0].sources[SECOND[0], COMPUTE].key == (10, MEMORY)
+    assert way.at(10).key == (10, STORAGE) and way.base.key == (12, MEMORY)
+
+
+def test_one_window_is_kept_and_the_one_under_way():
+    held = [sparse(one.iteration + back, *_parts(one)) for back in (-3, 0) for one in FIGURE_8]
+    begun = sparse(13, FIRST, (*SECOND, *THIRD))
+    assert needed([*held, begun], OPERATORS, exact=True, keep=1) == {(i, STORAGE) for i in (10, 11, 12, 13)}
+    assert needed([begun], OPERATORS, exact=True, keep=1) == {(13, STORAGE)}
 
 
 @pytest.mark.parametrize("detail", ["compute", "grad"])
@@ -120,7 +178,9 @@ def test_every_source_holds_what_is_taken_from_it(held, exact, only):
         assert set(way.sources) == {(o.name, part) for o in OPERATORS for part in (MASTER, MOMENTS)}
         for (name, part), source in way.sources.items():
             assert part in PARTS[source.operators[name]]
-            if exact or ".expert." not in name:
+            if exact:
+                assert source.iteration in {moment.iteration for moment in way.moments}
+            elif ".expert." not in name:
                 assert source.iteration == way.iteration
             else:
                 newer = [h for h in held if h.iteration > source.iteration and (only is None or h.iteration <= only)]

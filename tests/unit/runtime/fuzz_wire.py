@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
-"""Attacks the wire with random bytes; for longer than the tests do:
+"""Attacks the wire with random bytes; ``benchmarks/wire_fuzz.py`` does it to a job that trains, and for longer.
 
-python tests/unit/runtime/fuzz_wire.py --seconds 600
-
-Three kinds of attack, in turns, by a generator of random numbers whose seed is printed:
+Three kinds of attack, in turns, by a generator of random numbers:
 
 * between: somebody between two peers of the job changes, drops, doubles, moves and cuts what they say;
 * stranger: somebody without the token says what looks like the handshake, more or less;
@@ -13,19 +10,13 @@ Every time it is asserted that only a WireError is ever raised, that what arrive
 that no stranger gets in, and that the server goes on serving, with no more open files than before.
 """
 
-import argparse
 import contextlib
 import os
 import random
 import socket
 import struct
-import sys
 import time
 from collections import Counter
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from moc.runtime.addresses import candidates
 from moc.runtime.connections import connect
@@ -35,6 +26,8 @@ from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, open_pair, servi
 
 BODY_LIMIT = 1 << 16
 SIZES = [0, 1, 2, 10, 300, 5000]
+HELLO_BYTES = 50
+HANDSHAKE_BYTES = HELLO_BYTES + 32
 
 
 def pieces(rng, data):
@@ -108,7 +101,7 @@ def stranger(rng):
             channel.receive(peer.handshake_bytes())
             heard += channel.handshake_bytes()
         for piece in pieces(rng, handshake_like(rng, heard)):
-            assert 0 < channel.wants <= 82
+            assert 0 < channel.wants <= HANDSHAKE_BYTES
             channel.receive(piece)
             heard += channel.handshake_bytes()
         channel.end()
@@ -119,17 +112,7 @@ def stranger(rng):
 
 
 def at_the_server(rng, world):
-    family, where = candidates(world.address)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError, WireError):
-        sock.settimeout(60)
-        sock.connect(where)
-        if rng.random() < 0.5:
-            _misbehave(rng, sock)
-        else:
-            heard = sock.recv(50) if rng.random() < 0.5 else rng.randbytes(50)
-            sock.sendall(handshake_like(rng, heard))
-        if rng.random() < 0.2:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    attack(rng, world.address, TOKEN)
     if rng.random() < 0.1:
         with connect(world.address, TOKEN, timeout=60) as connection:
             sent = Message({"kind": "test"}, rng.randbytes(rng.choice(SIZES)))
@@ -139,9 +122,40 @@ def at_the_server(rng, world):
     return "server, attacked"
 
 
-def _misbehave(rng, sock):
+def attack(rng, address, token):
+    """Connects to a server once, and does what a peer must not do.
+
+    Returns:
+        which kind of peer it was.
+    """
+    family, where = candidates(address)[0]
+    kind = rng.choice(["stranger", "breaks the rules"])
+    with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError, WireError):
+        sock.settimeout(60)
+        sock.connect(where)
+        if kind == "stranger":
+            _intrude(rng, sock)
+        else:
+            _misbehave(rng, sock, token)
+        if rng.random() < 0.2:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return kind
+
+
+def _intrude(rng, sock):
+    """A peer that does not have the token; it gets to hear a hello and a proof, and nothing else."""
+    heard = sock.recv(HELLO_BYTES) if rng.random() < 0.5 else b""
+    sock.sendall(handshake_like(rng, heard or rng.randbytes(HELLO_BYTES)))
+    if rng.random() < 0.5:
+        sock.shutdown(socket.SHUT_WR)
+        while said := sock.recv(1 << 16):
+            heard += said
+    assert len(heard) <= HANDSHAKE_BYTES, f"a stranger was told {len(heard)} bytes"
+
+
+def _misbehave(rng, sock, token):
     """A peer that has the token, but breaks the rules after the handshake."""
-    channel = Channel(TOKEN, "client")
+    channel = Channel(token, "client")
     while not channel.is_open:
         sock.sendall(channel.handshake_bytes())
         channel.receive(sock.recv(channel.wants))
@@ -157,12 +171,12 @@ def fuzz(seconds, seed):
         how many attacks there were, by kind and outcome.
     """
     rng, counts = random.Random(seed), Counter()
-    with serving(body_limit=BODY_LIMIT, handshake_timeout=1.0) as world:
+    with serving(body_limit=BODY_LIMIT, handshake_timeout=60.0) as world:
         at_the_server(rng, world)
         before, until = len(os.listdir("/proc/self/fd")), time.monotonic() + seconds
         while time.monotonic() < until or len(counts) < 6:
-            attack = rng.choice([between, stranger, at_the_server])
-            counts[attack(rng, world) if attack is at_the_server else attack(rng)] += 1
+            chosen = rng.choice([between, stranger, at_the_server])
+            counts[chosen(rng, world) if chosen is at_the_server else chosen(rng)] += 1
             while not world.refused.empty():
                 world.refused.get()
                 counts["server, refused"] += 1
@@ -172,22 +186,8 @@ def fuzz(seconds, seed):
 
 def _settle(before):
     """Open files go back to as many as there were, as soon as the server has noticed the last peers' end."""
-    for _ in range(200):
+    for _ in range(1200):
         if len(os.listdir("/proc/self/fd")) <= before:
             return
         time.sleep(0.05)
     raise AssertionError(f"{len(os.listdir('/proc/self/fd'))} open files, {before} at the beginning")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
-    for kind, count in sorted(fuzz(arguments.seconds, arguments.seed).items()):
-        print(f"{count:9} {kind}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,25 @@
 """Generations: whatever is lost, and in whatever order it becomes known, the job becomes whole again or ends."""
 
+import json
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moc.runtime.membership import MAX_SUSPICIONS, START_OVER, Abort, End, Go, Kill, Membership, Start, Worker
+from moc.runtime.membership import (
+    LOST,
+    MAX_SUSPICIONS,
+    SAVED,
+    START_OVER,
+    Abort,
+    End,
+    Go,
+    Kill,
+    Membership,
+    Start,
+    Worker,
+)
 
 SIZE, PER_NODE = 4, 2
 
@@ -74,6 +88,119 @@ def test_a_node_that_is_lost_is_waited_for():
     assert [order.rank for order in orders if isinstance(order, Start)] == [2, 3]
 
 
+def test_a_spare_takes_the_place_of_a_lost_node_and_that_one_becomes_a_spare():
+    membership, names = running()
+    assert membership.joined(7) == []
+    abort, *starts = membership.left(1)
+    assert abort == Abort(1, "node 1 is lost, and node 7 takes its place")
+    assert [(start.node, start.rank) for start in starts] == [(7, 2), (7, 3)]
+    assert membership.joined(1) == [] == membership.waits_for()
+    assert [(start.node, start.rank) for start in membership.left(7)[1:]] == [(1, 2), (1, 3)]
+
+
+def test_a_spare_that_comes_late_takes_the_place_of_a_lost_node():
+    membership, names = running()
+    membership.left(1)
+    assert membership.waits_for() == [1]
+    assert [order.node for order in membership.joined(2) if isinstance(order, Start)] == [2, 2]
+
+
+def test_a_spare_does_not_take_the_place_of_a_node_that_is_yet_to_come():
+    membership = Membership(SIZE, PER_NODE, 1)
+    assert membership.joined(0) == [] == membership.joined(2)
+    assert membership.waits_for() == [1]
+    assert [order.node for order in membership.joined(1)] == [0, 0, 1, 1]
+
+
+def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_nobody_wants():
+    membership, names = running()
+    membership.joined(2)
+    membership.left(1)
+    told = [Worker(name, 1, rank, True, True, here=0) for rank, name in enumerate(names) if rank > 1]
+    assert membership.joined(1, told, 0) == [Kill(1, names[2]), Kill(1, names[3])]
+
+
+def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_are_told_what_they_have_missed():
+    membership, names = running()
+    membership.left(1)
+    told = [Worker(name, 1, rank, True, True, here=0) for rank, name in enumerate(names) if rank > 1]
+    assert membership.joined(1, told, 0) == [Abort(2, "node 1 is there")]
+
+
+def test_a_node_that_begins_anew_before_it_was_known_to_be_lost():
+    membership, names = running()
+    abort, *starts = membership.joined(1)
+    assert [start.rank for start in starts] == [2, 3]
+
+
+def test_a_job_gives_up_when_a_lost_node_does_not_come():
+    membership, names = running()
+    assert membership.gives_up("for 1 s") == []  # nobody is missing
+    membership.left(1)
+    (end,) = membership.gives_up("for 1 s")
+    assert end.code == SAVED and not end.leaving and end.reason.startswith("node 1 is missing")
+    assert membership.waits_for() == []
+    membership = Membership(SIZE, PER_NODE, 1)
+    membership.joined(0)
+    assert membership.gives_up("for 1 s")[0].code == LOST
+
+
+def test_a_node_that_is_lost_when_its_workers_are_done_is_not_missed():
+    membership, names = running()
+    for name in names[2:]:
+        membership.ended(name, 0)
+    assert membership.left(1) == []
+    assert [membership.ended(name, 0) for name in names[:2]] == [[], [End(0, "", True)]]
+
+
+def test_who_was_not_connected_at_the_end_hears_of_it_when_it_is():
+    membership, names = running()
+    membership.left(1)
+    (end,) = membership.ended(names[0], 1)
+    assert membership.joined(1) == [end]
+    assert restarted(membership).joined(1) == [end]
+
+
+def restarted(membership):
+    """A controller that takes up what another has left on disk."""
+    other = Membership(membership.size, membership.per_node, membership.max_restarts)
+    other.load_state_dict(json.loads(json.dumps(membership.state_dict())))
+    return other
+
+
+def test_a_controller_that_is_started_again_has_counted_what_was_counted():
+    membership, names = running(max_restarts=2)
+    membership.suspected(names[0], 0)
+    membership.ended(names[0], -9)
+    membership.suspected(names[1], 2)
+    membership = restarted(membership)
+    assert (membership.generation, membership.restarts, membership.suspicions) == (3, 1, 1)
+    membership.stopping()
+    told = [Worker(f"3.{rank}", rank // PER_NODE, rank, True, True, here=3) for rank in range(SIZE)]
+    membership = restarted(membership)
+    assert membership.joined(0, told[:2], 3) == [] == membership.joined(1, told[2:], 3)
+    assert membership.ended("3.0", -9)[0].code == 137
+
+
+def test_a_controller_that_is_started_again_waits_for_nobody_who_may_be_about_to_join():
+    membership, names = running()
+    membership.joined(2)
+    membership = restarted(membership)
+    assert membership.joined(2) == [] == membership.waits_for()
+    assert membership.left(1)[0] == Abort(1, "node 1 is lost, and node 2 takes its place")
+    assert membership.left(1) == []
+
+
+def test_what_one_node_has_missed_begins_a_generation():
+    membership, names = running()
+    told = [Worker(name, rank // PER_NODE, rank, True, True, here=0) for rank, name in enumerate(names)]
+    membership.suspected(names[0], 0)  # and dies before node 0 has heard of it
+    for last in (0, 1):
+        again = restarted(membership)
+        assert again.joined(1 - last, told[2 - 2 * last : 4 - 2 * last], 1 - last) == []
+        assert again.joined(last, told[2 * last : 2 * last + 2], last)[0].generation == 2
+
+
 def test_a_controller_that_is_started_again_learns_what_it_must_know():
     membership = Membership(SIZE, PER_NODE, 1)
     told = [Worker(f"5.{rank}", rank // PER_NODE, rank, True, True, here=5) for rank in range(SIZE)]
@@ -107,7 +234,7 @@ def test_how_a_job_ends_before_its_time(code, restarts, job, why):
 
 def test_a_job_ends_well_when_all_workers_have():
     membership, names = running()
-    assert [membership.ended(name, 0) for name in names] == [[], [], [], [End(0, "")]]
+    assert [membership.ended(name, 0) for name in names] == [[], [], [], [End(0, "", True)]]
 
 
 def test_who_is_lost_when_others_are_done_brings_them_back():
@@ -125,26 +252,52 @@ def test_who_loses_connections_again_and_again_ends_the_job():
     assert membership.suspected(names[0], MAX_SUSPICIONS)[0].code == 1
 
 
+def test_a_loss_between_them_ends_the_row_of_suspicions():
+    membership, names = running()
+    for generation in range(MAX_SUSPICIONS):
+        membership.suspected(names[0], generation)
+    membership.ended(names[1], -9)
+    assert isinstance(membership.suspected(names[0], MAX_SUSPICIONS + 1)[0], Abort)
+
+
+def test_it_is_said_why_a_worker_was_killed():
+    membership, names = running()
+    (abort, _) = membership.ended(names[1], -9, "had been in its step for 70 s")
+    assert abort.reason == "worker 1 was killed by signal 9: it had been in its step for 70 s"
+
+
 def test_a_job_that_was_asked_to_stop_replaces_nobody():
     membership, names = running()
     membership.stopping()
     assert membership.ended(names[0], -15)[0].code == 143
 
 
+NODES = range(4)  # two places, two spares
+
+
 class Job(RuleBasedStateMachine):
-    """Workers that do as they are told, are lost at any time, and whose messages come late."""
+    """Workers that do as they are told, are lost at any time, and whose messages come late; nodes that come and go.
+
+    Attributes:
+        alive: workers, by name.
+        hears: by worker, the newest generation that it has heard of.
+        there: by node that is connected, the newest generation that its agent has heard of.
+    """
 
     def __init__(self):
         super().__init__()
         self.membership, self.alive, self.met = Membership(SIZE, PER_NODE, 10**6), {}, None
+        self.hears, self.there = {}, {}
         for node in range(SIZE // PER_NODE):
-            self.obey(self.membership.joined(node))
+            self.join(node)
 
     def obey(self, orders):
         for order in orders:
             if isinstance(order, Start):
-                assert order.rank not in {start.rank for start in self.alive.values()}
-                self.alive[order.worker] = order
+                assert order.rank not in {s.rank for s in self.alive.values() if s.node in self.there}
+                assert order.node == self.membership.places.filler(order.rank // PER_NODE) and order.node in self.there
+                assert order.worker not in self.hears
+                self.alive[order.worker], self.hears[order.worker] = order, order.generation
             elif isinstance(order, Kill):
                 del self.alive[order.worker]
             elif isinstance(order, Go):
@@ -152,6 +305,21 @@ class Job(RuleBasedStateMachine):
                 self.met = order.generation
             elif isinstance(order, Abort):
                 self.met = None
+                self.there = dict.fromkeys(self.there, order.generation)
+                self.hears |= {name: order.generation for name, s in self.alive.items() if s.node in self.there}
+
+    def join(self, node, generation=0, workers=()):
+        self.there[node] = generation
+        self.obey(self.membership.joined(node, workers, generation))
+
+    def leave(self, node):
+        del self.there[node]
+        self.met = None
+        self.obey(self.membership.left(node))
+
+    def told_by(self, node):
+        """What an agent tells of its workers; the membership's own record stands for what the agent knows."""
+        return [worker for worker in self.membership.workers.values() if worker.node == node]
 
     def some(self, data):
         return data.draw(st.sampled_from(sorted(self.alive)))
@@ -175,11 +343,37 @@ class Job(RuleBasedStateMachine):
         del self.alive[name]
         self.obey(self.membership.ended(name, code))
 
-    @rule(node=st.integers(0, SIZE // PER_NODE - 1))
-    def node_is_lost_and_comes_back(self, node):
-        self.alive = {name: start for name, start in self.alive.items() if start.node != node}
-        self.obey(self.membership.left(node))
-        self.obey(self.membership.joined(node))
+    @rule(node=st.sampled_from(NODES))
+    def node_is_lost(self, node):
+        if node in self.there:
+            self.alive = {name: start for name, start in self.alive.items() if start.node != node}
+            self.leave(node)
+
+    @rule(node=st.sampled_from(NODES))
+    def node_comes(self, node):
+        if node not in self.there:
+            self.join(node)
+
+    @rule(node=st.sampled_from(NODES))
+    def node_loses_its_connection_for_a_while(self, node):
+        if node in self.there:
+            generation, workers = self.there[node], self.told_by(node)
+            self.leave(node)
+            self.join(node, generation, workers)
+
+    @rule(data=st.data(), lost=st.sets(st.sampled_from(NODES)))
+    def controller_is_started_again(self, data, lost):
+        """And some nodes are lost meanwhile."""
+        there = {node: (self.there[node], self.told_by(node)) for node in self.there if node not in lost}
+        seated = set(self.membership.places.filled_by.values())
+        self.alive = {name: start for name, start in self.alive.items() if start.node in there}
+        self.membership, self.met, self.there = restarted(self.membership), None, {}
+        for node in data.draw(st.permutations(sorted(there))):
+            self.join(node, *there[node])
+        for node in sorted(seated - set(self.there)):
+            self.obey(self.membership.left(node))
+        if self.membership.running:
+            self.met = self.membership.generation
 
     @rule(data=st.data())
     @precondition(lambda self: self.alive and self.membership.suspicions < MAX_SUSPICIONS)
@@ -188,9 +382,21 @@ class Job(RuleBasedStateMachine):
 
     @invariant()
     def becomes_whole(self):
-        """If nothing more is lost, all meet."""
-        assert sorted(start.rank for start in self.alive.values()) == list(range(SIZE))
+        """If nothing more is lost, all meet, and if nodes are missing, all wait for them."""
         assert set(self.membership.workers) == set(self.alive)
+        assert bool(self.membership.waits_for()) == (len(self.there) < SIZE // PER_NODE)
+        if not self.membership.waits_for():
+            assert sorted(start.rank for start in self.alive.values()) == list(range(SIZE))
+
+    @invariant()
+    def all_hear_of_every_generation(self):
+        if not self.membership.waits_for():
+            assert {self.hears[name] for name in self.alive} == {self.membership.generation}
+
+    @invariant()
+    def workers_are_where_their_places_are(self):
+        for start in self.alive.values():
+            assert self.membership.places.filler(start.rank // PER_NODE) == start.node
 
     @invariant()
     def nobody_builds_in_step_with_one_who_builds_alone(self):
@@ -198,6 +404,9 @@ class Job(RuleBasedStateMachine):
         assert len({worker.together for worker in unbuilt}) <= 1
 
     def teardown(self):
+        for node in NODES:
+            if self.membership.waits_for() and node not in self.there:
+                self.join(node)
         for name in list(self.alive):
             self.obey(self.membership.here(name, self.membership.generation))
         assert self.met == self.membership.generation and self.membership.running

@@ -1,7 +1,10 @@
 """What happens between a signal and the queue: scripts/torchrun.py and the Slurm template, on stand-ins."""
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +27,7 @@ sys.exit(75)
 """
 
 
-def wait_until_exist(process, *paths, seconds=60):
+def wait_until_exist(process, *paths, seconds=240):
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert process.poll() is None, f"the process ended with {process.returncode}"
@@ -42,20 +45,35 @@ def test_torchrun_lets_workers_save_and_passes_on_their_code(tmp_path):
         wait_until_exist(process, tmp_path / "0", tmp_path / "1")
     finally:
         process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
+        code = process.wait(240)
     assert code == 75
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
+ONE_TASK = """
+echo $$ >pids
+while [ "$1" != bash ]; do shift; done
+SLURM_NODEID=1 exec "$@"
+"""
+TWO_TASKS = """
+echo "$*" >flags
+while [ "$1" != bash ]; do shift; done
+SLURM_NODEID=0 "$@" & echo $! >>pids
+SLURM_NODEID=1 "$@" & echo $! >>pids
+wait
+exit 137 # of a node that was lost, as it may be
+"""
 
 
 class Slurm:
     """Stand-ins for Slurm's commands, which note what they were asked."""
 
-    def __init__(self, directory: Path, training: str):
-        self.directory = directory
+    def __init__(self, directory: Path, training: str, template: str = "pretrain.sbatch", srun: str = ONE_TASK):
+        self.directory, self._template = directory, template
         commands = {
-            "srun": 'echo $$ >step.pid\nwhile [ "$1" != bash ]; do shift; done\nSLURM_NODEID=1 exec "$@"',
-            "scontrol": 'echo "scontrol $*" >>calls\n[ "$1" = show ] && echo node0 && echo node1; true',
-            "scancel": 'echo "scancel $*" >>calls\nkill -TERM "$(cat step.pid)"',
+            "srun": srun,
+            "scontrol": 'echo "scontrol $*" >>calls\n[ "$1" = show ] && echo 127.0.0.1 && echo node1; true',
+            "scancel": 'echo "scancel $*" >>calls\nkill -TERM $(cat pids)',
             "scripts/train_it.sh": training,
         }
         for name, text in commands.items():
@@ -64,9 +82,9 @@ class Slurm:
             path.write_text(f"#!/usr/bin/env bash\n{text}\n")
             path.chmod(0o755)
 
-    def submit(self) -> subprocess.Popen:
+    def submit(self, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "train_it.sh", "a b", "c"],
+            ["bash", ROOT / "scripts" / "slurm" / self._template, "train_it.sh", "a b", "c"],
             cwd=self.directory,
             env={
                 **os.environ,
@@ -75,6 +93,7 @@ class Slurm:
                 "SLURM_JOB_NUM_NODES": "2",
                 "SLURM_JOB_NODELIST": "node[0-1]",
                 "SLURM_GPUS_ON_NODE": "4",
+                **environment,
             },
             stdout=subprocess.DEVNULL,
         )
@@ -87,7 +106,7 @@ class Slurm:
 @pytest.mark.parametrize("code, requeued", [(0, False), (1, False), (75, True)])
 def test_slurm_requeues_what_saved_itself(tmp_path, code, requeued):
     slurm = Slurm(tmp_path, f"exit {code}")
-    assert slurm.submit().wait(30) == (0 if requeued else code)
+    assert slurm.submit().wait(120) == (0 if requeued else code)
     assert slurm.requeued == requeued
 
 
@@ -97,12 +116,74 @@ def test_slurm_forwards_the_warning_before_the_time_limit(tmp_path, code, requeu
     job = slurm.submit()
     wait_until_exist(job, tmp_path / "running")
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 0
+    assert job.wait(120) == 0
     assert "scancel --signal=TERM 7" in (tmp_path / "calls").read_text()
     assert slurm.requeued == requeued
 
 
 def test_slurm_tells_each_node_its_place(tmp_path):
     slurm = Slurm(tmp_path, 'echo "$NNODES $NODE_RANK $GPUS_PER_NODE $MASTER_ADDR $MASTER_PORT|$1|$2" >seen')
-    assert slurm.submit().wait(30) == 0
-    assert (tmp_path / "seen").read_text() == "2 1 4 node0 20007|a b|c\n"
+    assert slurm.submit().wait(120) == 0
+    assert (tmp_path / "seen").read_text() == "2 1 4 127.0.0.1 20007|a b|c\n"
+
+
+def with_mocrun(directory: Path, training: str) -> Slurm:
+    return Slurm(directory, training, "mocrun.sbatch", TWO_TASKS)
+
+
+@pytest.mark.parametrize("code, requeued", [(0, False), (1, False), (75, True)])
+def test_with_mocrun_the_first_node_decides(tmp_path, code, requeued):
+    slurm = with_mocrun(tmp_path, f"exit $((NODE_RANK ? 9 : {code}))")
+    assert slurm.submit().wait(120) == (0 if requeued else code)
+    assert slurm.requeued == requeued
+    assert "--no-kill --kill-on-bad-exit=0 --wait=0" in (tmp_path / "flags").read_text()
+
+
+def test_with_mocrun_the_loss_of_the_first_node_requeues(tmp_path):
+    slurm = with_mocrun(tmp_path, "kill -KILL $((NODE_RANK ? $$ : PPID))")
+    assert slurm.submit().wait(120) == 0
+    assert slurm.requeued
+
+
+@pytest.mark.parametrize("code, requeued", [(75, True), (0, False)])
+def test_with_mocrun_the_warning_is_forwarded(tmp_path, code, requeued):
+    slurm = with_mocrun(tmp_path, f"trap 'exit {code}' TERM\ntouch $NODE_RANK\nwhile true; do sleep 0.02; done")
+    job = slurm.submit()
+    wait_until_exist(job, tmp_path / "0", tmp_path / "1")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(120) == 0
+    assert slurm.requeued == requeued
+
+
+def test_with_mocrun_each_node_has_the_token_and_spares_are_beyond_the_nodes(tmp_path):
+    seen = (
+        'echo "$LAUNCHER $NNODES $SPARES $(stat -c %a "$MOC_TOKEN_FILE") $(wc -c <"$MOC_TOKEN_FILE")" >seen$NODE_RANK'
+    )
+    assert with_mocrun(tmp_path, seen).submit(SPARES="1").wait(120) == 0
+    assert {(tmp_path / f"seen{node}").read_text() for node in (0, 1)} == {"mocrun 1 1 600 64\n"}
+    assert not list(tmp_path.glob(".mocrun*"))
+    assert with_mocrun(tmp_path, seen).submit(SPARES="2").wait(120) == 1
+
+
+def test_launchers_meet_under_slurm(tmp_path):
+    (tmp_path / "work.py").write_text(
+        "import os, pathlib\n"
+        "if __name__ == '__main__':\n"
+        "    pathlib.Path('told').write_text(' '.join(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'MOC_NODE')))\n"
+    )
+    training = (
+        'exec python -m moc.launch --nnodes "$NNODES" --spares "$SPARES" --node-rank "$NODE_RANK" \\\n'
+        '    --nproc-per-node 1 --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" work.py'
+    )
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = dict(SPARES="1", SLURM_JOB_ID=str(free_port() - 20000), PYTHONPATH=str(ROOT), PATH=path)
+    assert with_mocrun(tmp_path, training).submit(**environment).wait(120) == 0
+    assert (tmp_path / "told").read_text() == "0 0 0"
+
+
+def free_port() -> int:
+    """One of those that the templates choose from."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20000, 30000)))
+            return probe.getsockname()[1]

@@ -23,7 +23,7 @@ def run(*command, cwd=None, **environment):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

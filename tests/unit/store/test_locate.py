@@ -56,6 +56,6 @@ def test_a_missing_library_is_named(address, library):
     without = (
         f"import sys; sys.modules[{library!r}] = None; from moc.store.locate import place_of; place_of({address!r})"
     )
-    result = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert f"CheckpointError: {address} needs a library that cannot be imported" in result.stderr
     assert result.stderr.endswith(f"pip install {library}\n")

@@ -54,6 +54,6 @@ def run_tool():
         path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p)}
         command = [sys.executable, str(REPOSITORY / "tools" / f"{name}.py"), *map(str, args)]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, **options)
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, **options)
 
     return run

@@ -127,7 +127,7 @@ def test_a_program_without_us_reads_it(tmp_path, corpus, model, run_tool):
     assert made.stdout.startswith("3 documents, ") and "tokens/s" in made.stdout
     prefix = f"{tmp_path}/out_text_document"
     command = [sys.executable, "-W", "ignore", "-c", READ_WITHOUT_US, prefix]
-    read = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    read = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert json.loads(read.stdout) == documents(prefix), read.stderr
 
 
@@ -341,7 +341,7 @@ def run_from_pipe(tmp_path, workers):
     return process, open(descriptor, "wb")
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end
@@ -403,7 +403,7 @@ def test_ended_by_sigterm_it_cleans_up(tmp_path):
     process, pipe = run_from_pipe(tmp_path, 2)
     wait_until(lambda: (tmp_path / "o_text_document.bin.partial").exists() and len(children(process.pid)) == 2)
     os.kill(process.pid, signal.SIGTERM)
-    process.join(20)
+    process.join(120)
     pipe.close()
     assert process.exitcode == 130
     assert os.listdir(tmp_path) == ["in.jsonl"]
@@ -418,7 +418,7 @@ def test_a_killed_worker_ends_the_run(tmp_path):
         pipe.close()
     except BrokenPipeError:
         pass
-    process.join(20)
+    process.join(120)
     assert process.exitcode == 1
     assert os.listdir(tmp_path) == ["in.jsonl"]
 

@@ -408,8 +408,15 @@ REFUSED = [
     ("--ckpt-policy full --save x --pec-k 2", "--pec-k needs --ckpt-policy pec, not full"),
     ("--ckpt-policy pec --save x --pec-k 2 --pec-k-persist 3", "--pec-k-persist 3 is more than the 2 experts"),
     ("--ckpt-policy pec --save x --pec-plt-limit 0.1", "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto"),
-    ("--ckpt-policy pec --save x --pec-k 0", "a number of experts is auto or at least 1, not 0"),
+    ("--ckpt-policy pec --save x --pec-k 0", "take auto or a number of at least 1, not 0"),
     ("--ckpt-policy pec --save x --pec-k auto --pec-k-persist 1", "--pec-k auto chooses how many experts go where"),
+    ("--ckpt-policy full --save x --sparse-window 2", "--sparse-window needs --ckpt-policy sparse, not full"),
+    ("--ckpt-policy sparse --save x --sparse-window 0", "take auto or a number of at least 1, not 0"),
+    ("--ckpt-policy sparse --save x --snapshot-interval 5", "takes a snapshot in every iteration, not in every 5th"),
+    (
+        "--ckpt-policy sparse --save x --ckpt-tier memory",
+        "its windows in --ckpt-dir, not with --ckpt-tier memory",
+    ),
     ("--ckpt-policy full --save x --mtbf-hours 2", "--mtbf-hours needs --pec-k auto"),
     ("--ckpt-policy full --save x --node-of-rank 0,1", "--node-of-rank needs --ckpt-tier memory"),
     ("--ckpt-policy full --save x --ckpt-tier memory --node-of-rank 0,../1", "called by letters and digits"),
@@ -788,3 +795,23 @@ def test_kernels_that_need_cuda(monkeypatch):
             check_backend(config, "gloo")
     with pytest.raises(ConfigError, match="choose --transformer-impl local"):
         check_backend(parse(), "gloo")
+
+
+# --- injected faults
+
+
+def test_faults_are_read_from_words_semicolons_and_files():
+    one, other = "kill rank=1 iteration=2", "stop rank=0 iteration=3 point=loading"
+    log = "--log-dir log"
+    expected = ("kill ranks=1 iteration=2 point=start", "stop ranks=0 iteration=3 point=loading")
+    assert parse(f'{log} --inject "{one}" "{other}"').faults.inject == expected
+    config = parse(f'{log} --inject "{one}; {other}"')
+    assert config.faults.inject == expected
+    assert compose(config.given | {"inject": list(expected)}).faults == config.faults
+    assert [str(fault) for fault in config.faults.planned(2, 10)] == list(expected)
+
+
+def test_faults_that_cannot_be_are_refused(capsys):
+    assert "does not say when" in refusal(capsys, '--log-dir log --inject "kill rank=1"')
+    assert "--log-dir" in refusal(capsys, '--inject "kill rank=1 iteration=2"')
+    assert "--inject-mtbf-iterations" in refusal(capsys, "--inject-seed 3")

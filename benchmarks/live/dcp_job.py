@@ -1,0 +1,88 @@
+"""A peer: a job that saves with ``torch.distributed.checkpoint`` and goes on from there, started again by torchrun.
+
+Model, data and optimizer are those of ``pretrain_gpt_moe.py``; nothing of this repository's fault tolerance is used.
+``dcp.async_save`` copies the state after every N-th iteration and writes it in a thread; a checkpoint counts when its
+``.metadata`` is there, which torch writes last.  Positions are kept as a tensor, so that no pickle but torch's own
+description of the checkpoint is read.
+
+    torchrun --nproc-per-node 4 --max-restarts 3 benchmarks/live/dcp_job.py --checkpoints DIR --every 1 FLAGS...
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+KEPT = 2
+
+
+def complete(directory: Path) -> list[Path]:
+    """The checkpoints that are whole, oldest first."""
+    return sorted(path.parent for path in directory.glob("iter_*/.metadata"))
+
+
+def main() -> None:
+    """Trains until it is killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    parser.add_argument("--every", type=int, required=True, help="iterations between checkpoints")
+    own, flags = parser.parse_known_args()
+
+    from megatron.training.arguments import parse_config
+
+    config = parse_config(flags)
+
+    from megatron.training import cpu
+
+    cpu.install()
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from benchmarks.save_peers.torch_dcp import DcpSaver, state_dict
+    from megatron.training.initialize import initialize
+    from megatron.training.loop import collect_garbage_by_hand, iterate
+    from megatron.training.phases import Phases
+    from megatron.training.setup import set_up
+    from megatron.training.stopping import StopRequests
+    from moc.state.training_state import TrainingState
+    from pretrain_gpt_moe import providers
+
+    stop, phases = StopRequests(config), Phases()
+    phases.done("import")
+    world = initialize(config)
+    phases.done("join")
+    run = set_up(config, world, providers(), stop, phases)
+    position = torch.zeros(2, dtype=torch.int64)  # iterations, samples
+    state = state_dict(run.stepper.chunks, run.stepper.optimizer.core) | {"position": position}
+    if found := complete(own.checkpoints):
+        begun = time.perf_counter()
+        dcp.load(state, checkpoint_id=found[-1])
+        iterations, samples = position.tolist()
+        run.position = replace(run.position, iteration=iterations, consumed_samples=samples)
+        training = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+        training.set_steps(dict.fromkeys(training.steps(), iterations))
+        run.stepper.scheduler.step(samples)
+        run.log.events.write("resume", iteration=iterations, tier="dcp", seconds=time.perf_counter() - begun)
+    saver = DcpSaver(state, "thread")
+    collect_garbage_by_hand(run)
+    while run.position.iteration < run.train_iters:
+        iterate(run, stop)
+        if run.position.iteration % own.every == 0:
+            saver.finish()
+            if dist.get_rank() == 0:
+                for old in complete(own.checkpoints)[:-KEPT]:
+                    (old / ".metadata").unlink()  # first, so that what is left of it does not count
+                    shutil.rmtree(old)
+            position.copy_(torch.tensor([run.position.iteration, run.position.consumed_samples]))
+            saver.begin(own.checkpoints / f"iter_{run.position.iteration:07d}")
+
+
+if __name__ == "__main__":
+    main()

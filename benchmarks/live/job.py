@@ -1,0 +1,183 @@
+"""A job that is trained while a benchmark looks at it: its events, what it prints, its processes and its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = str(ROOT / "pretrain_gpt_moe.py")
+PATIENCE_S = 180.0
+POLL_S = 0.002
+MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
+    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
+    --seq-length 64 --max-position-embeddings 64
+    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --use-distributed-optimizer
+    --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100000 --eval-iters 0 --num-workers 0""".split()
+"""A model so small that what is measured is everything else."""
+
+_WORKER = re.compile(r"worker (\d+) is process (\d+)")
+
+
+def launcher(workers: int) -> list[str]:
+    """Our launcher, on one node."""
+    return ["-m", "moc.launch", "--nproc-per-node", str(workers)]
+
+
+def torchrun(workers: int) -> list[str]:
+    """torchrun on one node, which starts all workers again when one is lost."""
+    own = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "10000"]
+    return ["-m", "torch.distributed.run", *own]
+
+
+class Events:
+    """A growing ``events.jsonl``, read as it grows; lines that a killed worker left torn are passed over."""
+
+    def __init__(self, path: Path):
+        self._path, self._read, self._rest, self._all = path, 0, b"", []
+
+    def all(self) -> list[dict]:
+        """Every event so far, in order."""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                file.seek(self._read)
+                new = file.read()
+            self._read += len(new)
+            *lines, self._rest = (self._rest + new).split(b"\n")
+            self._all += filter(None, map(_loads, lines))
+        return self._all
+
+    def of(self, kind: str) -> list[dict]:
+        """The events of a kind so far, in order."""
+        return [event for event in self.all() if event["type"] == kind]
+
+
+class Job:
+    """A job on this machine, as a context manager that leaves nothing behind.
+
+    Args:
+        command: the launcher, the program and its flags, as Python is to be called with.
+        directory: for its files; an empty one.
+        memory: for snapshots in memory; it is made, and removed at the end.  None where there are none.
+        keep: whether a line of the job's output is to be remembered; all of them by default.
+        environment: variables beside this process's own.
+
+    Attributes:
+        events: what the job has told.
+        said: lines that its processes wrote, with the Unix time at which each arrived here.
+        process: the launcher.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        directory: Path,
+        memory: Path | None = None,
+        keep: Callable[[str], bool] = lambda _: True,
+        environment: dict[str, str] | None = None,
+    ):
+        self.events, self.said = Events(directory / "log" / "events.jsonl"), []
+        self._memory, self._keep = memory, keep
+        if memory is not None:
+            memory.mkdir()
+            command = [*command, "--ckpt-memory-dir", memory]
+        command = [*command, "--log-dir", directory / "log"]
+        alike = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *map(str, command)],
+            env=os.environ | alike | (environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                _kill(child.pid)
+            _kill(self.process.pid)
+        self.process.wait()
+        self._listener.join()
+        if self._memory is not None:
+            shutil.rmtree(self._memory)
+
+    def wait_for(self, ready: Callable, what: str):
+        """What ``ready`` returns, as soon as that is something.
+
+        Raises:
+            RuntimeError: it has not come in time, or the job has ended before.
+        """
+        deadline = time.time() + PATIENCE_S
+        while not (answer := ready()):
+            if time.time() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"{what} did not come; the job's last words:\n{self.last_words()}")
+            time.sleep(POLL_S)
+        return answer
+
+    def reach(self, iteration: int) -> None:
+        """Waits until an iteration is complete."""
+        self.wait_for(lambda: self.iteration >= iteration, f"iteration {iteration}")
+
+    @property
+    def iteration(self) -> int:
+        """The last that is complete; 0 before the first."""
+        return next((e["iteration"] for e in reversed(self.events.all()) if e["type"] == "iteration"), 0)
+
+    def workers(self) -> dict[int, int]:
+        """The processes of the workers: by rank under our launcher, else in any order."""
+        found = [(moment, match) for moment, line in self.said if (match := _WORKER.search(line))]
+        if found:
+            return {int(match[1]): int(match[2]) for _, match in found}
+        return {i: child.pid for i, child in enumerate(psutil.Process(self.process.pid).children())}
+
+    def module(self, name: str) -> psutil.Process:
+        """The process that our launcher has started to run a module."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if name in child.cmdline())
+
+    def stop(self) -> int:
+        """Asks the job to end in good order; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+    def last_words(self) -> str:
+        """The last lines that it has written."""
+        return "\n".join(line for _, line in self.said[-40:])
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            if self._keep(line):
+                self.said.append((time.time(), line.rstrip()))
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _loads(line: bytes) -> dict | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,217 @@
+"""Attacks a job that trains where it listens, for as long as one likes, and looks at what that costs it.
+
+    python benchmarks/wire_fuzz.py --seconds 600 --output docs/results/wire_fuzz_cpu.json
+
+A job of two workers runs under our launcher.  Its controller (TCP) and its agent (Unix socket) are attacked in turns,
+by strangers without the token, by peers that have it and break the rules of the wire, and by loiterers, who connect and
+say nothing; channels alone are attacked beside that, by somebody in between.  Meanwhile a worker is killed now and
+again, so that everything the servers are there for has to work: the agent must speak to the controller, a new worker to
+the agent, and both to the others.
+
+It holds if the job goes on by itself after each kill, no other generation begins, no stranger is told more than the
+handshake, everybody who attacks is refused in a line, and neither controller nor agent grows or is left with
+descriptors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.live.job import MODEL, PROGRAM, Job, launcher
+from moc.runtime.addresses import candidates
+from tests.unit.runtime.fuzz_wire import attack, between, stranger
+
+WORKERS, VICTIM = 2, 1
+LOITERERS = 40  # at a time; well below the 128 that may be in the handshake
+SAMPLE_S = 5.0
+GROWTH_MB = 8.0
+_REFUSED = re.compile(r"refused .*?: (.*)")
+_NUMBER = re.compile(r"\d+")
+_GENERATION = re.compile(r"mocrun: generation (\d+): (.*)")
+
+
+class Target:
+    """A job under attack.
+
+    Args:
+        directory: for its files.
+
+    Attributes:
+        refusals: sentences that its servers have logged, numbers left out, and how often.
+    """
+
+    def __init__(self, directory: Path):
+        self._token, self.refusals = secrets.token_bytes(32), Counter()
+        (directory / "tmp").mkdir()
+        port = _free_port()
+        own = [*launcher(WORKERS), "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", 1]
+        layout = ["--expert-model-parallel-size", "2", "--ckpt-dir", directory / "snapshots"]
+        environment = {"MOC_TOKEN": self._token.hex(), "TMPDIR": str(directory / "tmp")}
+        memory = Path("/dev/shm") / directory.name
+        self.job = Job([*own, PROGRAM, *MODEL, *layout, *saving], directory, memory, self._keep, environment)
+        self._directory, self._port = directory, port
+        self._loitering: deque[socket.socket] = deque()
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where it listens."""
+        (agent,) = (self._directory / "tmp").glob("mocrun-*/agent")
+        return {"controller": f"127.0.0.1:{self._port}", "agent": f"unix:{agent}"}
+
+    @property
+    def processes(self) -> dict[str, psutil.Process]:
+        """Who listens there."""
+        return {
+            "controller": self.job.module("moc.runtime.controller"),
+            "agent": psutil.Process(self.job.process.pid),
+        }
+
+    @property
+    def generations(self) -> list[tuple[int, str]]:
+        """Those that have begun: number and reason."""
+        found = (_GENERATION.search(line) for _, line in self.job.said)
+        return [(int(match[1]), match[2]) for match in found if match]
+
+    def attacked(self, rng: random.Random, where: str) -> str:
+        """Attacks a server once; by whom."""
+        if rng.random() < 0.02:
+            self._loiter(self.addresses[where])
+            return f"{where}, loiterer"
+        return f"{where}, {attack(rng, self.addresses[where], self._token)}"
+
+    def leave(self) -> None:
+        """No loiterer is left."""
+        while self._loitering:
+            self._loitering.popleft().close()
+
+    def _loiter(self, address: str) -> None:
+        family, where = candidates(address)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.connect(where)
+        self._loitering.append(sock)
+        if len(self._loitering) > LOITERERS:
+            self._loitering.popleft().close()
+
+    def _keep(self, line: str) -> bool:
+        """What is refused is counted, not kept; nor are the iterations, of which there are many."""
+        if refusal := _REFUSED.search(line):
+            self.refusals[_NUMBER.sub("N", refusal[1])] += 1
+        return not refusal and " iteration " not in line
+
+
+def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) -> dict:
+    """Attacks until the time is over, and kills a worker now and again.
+
+    Returns:
+        ``attacks`` by kind, ``kills``, and ``samples`` of what the servers have, by server.
+    """
+    job, counts, kills = target.job, Counter(), 0
+    watched, samples = target.processes, {who: [] for who in target.processes}
+    begun, next_sample, next_kill = time.monotonic(), 0.0, kill_every
+    while (now := time.monotonic() - begun) < seconds:
+        chosen = rng.choice(["controller", "agent", between, stranger])
+        counts[target.attacked(rng, chosen) if isinstance(chosen, str) else f"channel, {chosen(rng)}"] += 1
+        if now >= next_sample:
+            next_sample = now + SAMPLE_S
+            for who, process in watched.items():
+                samples[who].append({"seconds": now} | look(process))
+        if now >= next_kill:
+            os.kill(job.workers()[VICTIM], signal.SIGKILL)
+            kills, next_kill = kills + 1, now + kill_every
+            _live_through(job, kills, target, rng, counts)
+    target.leave()
+    job.reach(job.iteration + 2)
+    time.sleep(2 * SAMPLE_S)  # more than a peer has for its handshake
+    for who, process in watched.items():
+        samples[who].append({"seconds": time.monotonic() - begun} | look(process))
+    return {"attacks": dict(sorted(counts.items())), "kills": kills, "samples": samples}
+
+
+def _live_through(job: Job, kills: int, target: Target, rng: random.Random, counts: Counter) -> None:
+    """Goes on with the attacks until the job has done something new."""
+    reached = job.iteration
+
+    def goes_on() -> bool:
+        where = rng.choice(["controller", "agent"])
+        counts[target.attacked(rng, where)] += 1
+        return len(target.generations) >= kills and job.iteration >= reached + 2
+
+    job.wait_for(goes_on, f"an iteration after kill {kills}")
+
+
+def look(process: psutil.Process) -> dict[str, float]:
+    """What a server has now."""
+    memory = process.memory_full_info()
+    return {"uss_mb": memory.uss / 2**20, "descriptors": process.num_fds(), "threads": process.num_threads()}
+
+
+def verdict(told: dict, generations: list[tuple[int, str]]) -> dict[str, bool]:
+    """What was to be shown, and whether it was."""
+    killed = [number for number, reason in generations if "was killed by signal 9" in reason]
+    ends = {who: (samples[1:2] or samples)[0] | {"last": samples[-1]} for who, samples in told["samples"].items()}
+    return {
+        "the job went on after each kill": len(killed) == told["kills"],
+        "no other generation began": [number for number, _ in generations] == list(range(1, told["kills"] + 1)),
+        "no descriptors are left": all(of["last"]["descriptors"] <= of["descriptors"] for of in ends.values()),
+        f"memory grew by less than {GROWTH_MB:g} MB": all(
+            of["last"]["uss_mb"] - of["uss_mb"] < GROWTH_MB for of in ends.values()
+        ),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> int:
+    """Attacks, prints what came of it, and writes JSON; 1 if something does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600, help="default: 600")
+    parser.add_argument("--kill-every", type=float, default=20, help="seconds (default: 20)")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    parser.add_argument("--output", type=Path, help="JSON file")
+    own = parser.parse_args()
+    print(f"seed {own.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        target = Target(Path(name))
+        with target.job as job:
+            job.reach(2)
+            told = fuzz(target, own.seconds, own.kill_every, random.Random(own.seed))
+            held = verdict(told, target.generations)
+            others = [line for _, line in job.said if "rror" in line]
+    told |= {"refusals": dict(target.refusals.most_common()), "errors": others, "held": held}
+    for kind, count in [*told["attacks"].items(), *told["refusals"].items()]:
+        print(f"{count:9} {kind}")
+    print(f"{len(others)} lines of errors" + "".join(f"\n  {line}" for line in others[:5]))
+    for what, holds in held.items():
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {what}")
+    if own.output is not None:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+        told = {"machine": machine, "seconds": own.seconds, "seed": own.seed} | told
+        own.output.write_text(json.dumps(told, indent=1) + "\n")
+    return 0 if all(held.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What workers that have outlived others still have, as all workers know it when they have met again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from megatron.training.agreement import agreed, gather
+from megatron.training.initialize import World
+from megatron.training.snapshot_publishing import Publisher
+from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshots import Left
+from moc.recovery.replicas import pieces
+from moc.state.training_state import TrainingState
+from moc.store.store import Store
+
+_PROBLEM = "cannot publish what all workers had saved"
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What is left in the workers.
+
+    Attributes:
+        again: the job has trained already, if only in workers that are lost.
+        live: by rank the iteration that its state is at; new workers have none.
+        states: by iteration, what is not a tensor, from the first worker that is there.
+        pieces: by rank and operator what it holds: see :class:`moc.recovery.plan.Inventory`.
+        steps: by iteration and operator, the updates that its moments have seen.
+    """
+
+    again: bool = False
+    live: Mapping[int, int] = field(default_factory=dict)
+    states: Mapping[int, dict] = field(default_factory=dict)
+    pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    steps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def only(self, ranks: Collection[int]) -> Survivors:
+        """The same, if only these ranks have their state left."""
+        return replace(self, live={rank: at for rank, at in self.live.items() if rank in ranks})
+
+
+def survivors(mine: Left | None, state: TrainingState, world: World) -> Survivors:
+    """Tells all what this worker has left, and hears the same of the others; a collective call.
+
+    Args:
+        mine: what this one has left; None if its state is that which was built.
+        state: of this worker.
+        world: its place.
+    """
+    own = mine.live if mine is not None else None
+    at = own.position.iteration if own is not None else None
+    told = gather((mine is not None, at))
+    again = any(trained for trained, _ in told)
+    live = {rank: iteration for rank, (_, iteration) in enumerate(told) if iteration is not None}
+    if not live:
+        return Survivors(again)
+    speaks = at is not None and world.rank == min(rank for rank, other in live.items() if other == at)
+    states = dict(one for one in gather((at, own.state) if speaks else None) if one is not None)
+    steps: dict[int, dict[str, int]] = {iteration: {} for iteration in states}
+    for rank, counted in enumerate(gather(state.steps())):
+        if rank in live:
+            steps[live[rank]] |= counted
+    return Survivors(again, live, states, dict(enumerate(gather(pieces(state)))), steps)
+
+
+def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, world: World) -> None:
+    """Makes a checkpoint of what every worker had saved, the lost ones too, before it was known; a collective call.
+
+    A snapshot counts when the vote of the next iteration has told that all have copied it.  That vote was cut off, but
+    the parts tell themselves, and so the job need not go back to the snapshot before.
+    """
+    in_memory = tiers.memory is not None
+    store, ranks = (tiers.memory, tiers.node) if in_memory else (tiers.storage, range(world.size))
+    publishes = tiers.leads_node if in_memory else world.rank == 0
+    for iteration, state in sorted(left.states.items()):
+        whole = not publishes or store.has_all(iteration, ranks)
+        if all(gather(whole)):
+            agreed(partial(_publish, publisher, store, iteration, state, ranks) if publishes else _nothing, _PROBLEM)
+
+
+def _publish(publisher: Publisher, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
+    if iteration not in store.iterations():
+        publisher.reported(store, iteration, state, ranks)
+
+
+def _nothing() -> None:
+    """Another worker publishes."""

@@ -1,0 +1,53 @@
+"""The moments at which a fault can be injected, by name; every part says when it reaches one of them.
+
+Nothing happens there unless somebody listens (:mod:`moc.runtime.inject`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+STEP = {
+    "start": "an iteration begins",
+    "forward_backward": "a micro batch is about to be computed, of this iteration or of an evaluation",
+    "after_reduce": "gradients are reduced",
+    "before_vote": "this worker is about to vote",
+    "after_vote": "the vote is known, and nothing is updated",
+    "after_apply": "the update is done",
+}
+SNAPSHOT = {
+    "snapshot_copying": "a snapshot is being copied, in a thread beside training",
+    "snapshot_sealed": "this worker's part of a snapshot is hashed, and the others do not know it yet",
+    "snapshot_published": "all know that a snapshot is sealed, and one worker of each node publishes it in memory",
+    "replicating": "a snapshot is being copied to other nodes",
+    "persisting": "this worker's part of a snapshot is in storage, and not reported yet",
+    "published": "a snapshot is published in storage, and older ones are still there; by the first worker alone",
+}
+RECOVERY = {
+    "rebuilding": "a worker builds: it has its model, and no data yet",
+    "meeting": "a worker has said that it is here, and waits for the others",
+    "loading": "a worker is about to fill its state from a snapshot",
+    "loaded": "a worker has its state again",
+}
+POINTS = STEP | SNAPSHOT | RECOVERY
+"""By name, what is happening then."""
+
+Listener = Callable[[str, "int | None"], None]
+_listener: Listener | None = None
+
+
+def reach(point: str, iteration: int | None = None) -> None:
+    """This worker is at a point; may be called from any thread, and costs nothing where nobody listens.
+
+    Args:
+        point: one of :data:`POINTS`.
+        iteration: which begins, counted from 1; at ``start`` alone.
+    """
+    if _listener is not None:
+        _listener(point, iteration)
+
+
+def on_reach(listener: Listener | None) -> None:
+    """Has a function called, with the arguments of :func:`reach`, at each point; None for no function."""
+    global _listener
+    _listener = listener

@@ -1,0 +1,85 @@
+"""How much the experts of a model have to do, and how unequally (MoEvement, section 3.5, Appendices B and D)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+Scores = Mapping[int, Sequence[float]]
+"""By layer with experts, how popular each of them is; tokens, or anything that compares as tokens do."""
+
+CHANGE, OF_EXPERTS = 0.10, 0.25
+"""Order anew when the frequencies of so many experts have changed by more than so much (section 3.5)."""
+
+
+def frequencies(scores: Scores) -> dict[int, list[float]]:
+    """By layer, the share of each expert in what its layer has; zeros where a layer has nothing."""
+    shares = {}
+    for layer, row in scores.items():
+        total = sum(row)
+        shares[layer] = [score / total if total else 0.0 for score in row]
+    return shares
+
+
+def has_changed(before: Scores, now: Scores) -> bool:
+    """Whether activation frequencies differ by more than 10 % for at least 25 % of all experts (section 3.5).
+
+    Args:
+        before: :func:`frequencies` when operators were ordered last.
+        now: the same of this moment, with the same layers and experts.
+    """
+    pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
+    changed = sum(abs(new - old) > CHANGE * old for old, new in pairs)
+    return bool(pairs) and changed >= OF_EXPERTS * len(pairs)
+
+
+def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]]:
+    """The time-decayed popularity after one more iteration (Appendix B): A(t) = alpha A(t-1) + (1 - alpha) counts.
+
+    Args:
+        mean: A(t-1); empty before the first iteration.
+        counts: tokens of this iteration.
+        alpha: how much of what was stays, from 0 to 1.
+    """
+    nothing = {layer: [0.0] * len(row) for layer, row in counts.items()}
+    return {
+        layer: [alpha * old + (1 - alpha) * new for old, new in zip((mean or nothing)[layer], row, strict=True)]
+        for layer, row in counts.items()
+    }
+
+
+def relative(scores: Scores, capacities: Scores) -> dict[int, list[float]]:
+    """Popularity as a share of what each expert can take (Appendix B, capacity-aware ordering): A / C."""
+    return {layer: [a / c for a, c in zip(row, capacities[layer], strict=True)] for layer, row in scores.items()}
+
+
+def hhi(counts: Sequence[float]) -> float:
+    """The Herfindahl-Hirschman index of a layer: the sum of squared shares of its experts (Appendix D).
+
+    Raises:
+        ValueError: there is not a single token.
+    """
+    total = sum(counts)
+    if not total > 0:
+        raise ValueError("no expert of this layer was given a token: there are no shares to add up")
+    return sum((count / total) ** 2 for count in counts)
+
+
+def skewness(counts: Sequence[float]) -> float:
+    """S of Appendix D, from 0 (all experts of a layer get as much) to 1 (one of them gets everything).
+
+    Raises:
+        ValueError: there are fewer than two experts, or no token.
+    """
+    if len(counts) < 2:
+        raise ValueError(f"skewness is between experts, and there is {len(counts)}: two are needed")
+    least = 1 / len(counts)
+    return (hhi(counts) - least) / (1 - least)
+
+
+def skew_gauges(counts: Scores) -> dict[str, float]:
+    """``hhi`` and ``skewness`` of an iteration, each the mean over the layers that had tokens for several experts."""
+    rows = [row for row in counts.values() if len(row) > 1 and sum(row) > 0]
+    if not rows:
+        return {}
+    return {"hhi": fmean(map(hhi, rows)), "skewness": fmean(map(skewness, rows))}

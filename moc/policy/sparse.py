@@ -1,0 +1,285 @@
+"""Sparse checkpoints: each iteration saves some operators in full, until a window has had all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from moc.policy import popularity
+from moc.policy.interval import Every
+from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.precision import operator_bytes
+from moc.policy.registry import policy
+from moc.policy.window import (
+    OperatorBytes,
+    Turn,
+    find_window_size,
+    generate_schedule,
+    order_operators,
+    side_by_side,
+)
+from moc.policy.window_tuner import WindowTuner
+from moc.state.detail import Detail
+from moc.state.operators import Operator
+
+ORDERS = ("popularity", "soft", "decayed", "capacity", "index")
+
+
+@dataclass(frozen=True)
+class Current:
+    """The window that is under way, or was last.
+
+    Attributes:
+        start: iteration of its first snapshot; 0 where there is no window yet.
+        turns: what its iterations save; not stored, since a run goes on behind the end of a window.
+        order: the operators by their places in the model, stage after stage, each in the order in which it saves.
+        shares: of the experts, by layer, when they were ordered last.
+    """
+
+    start: int = 0
+    turns: tuple[Turn, ...] = ()
+    order: tuple[int, ...] = ()
+    shares: popularity.Scores = field(default_factory=dict)
+
+    def has(self, iteration: int) -> bool:
+        """Whether a snapshot of this iteration is part of it."""
+        return self.start <= iteration < self.start + len(self.turns)
+
+
+@dataclass
+class Told:
+    """What the policy was told; stored with snapshots.
+
+    Attributes:
+        current: the window.
+        iteration: of the last snapshot.
+        load: tokens by layer and expert then.
+        counts: tokens of an iteration at that time.
+        mean: the same, decayed.
+        probabilities: by layer and expert the sum of gating probabilities since training began.
+    """
+
+    current: Current = field(default_factory=Current)
+    iteration: int = 0
+    load: popularity.Scores = field(default_factory=dict)
+    counts: popularity.Scores = field(default_factory=dict)
+    mean: popularity.Scores = field(default_factory=dict)
+    probabilities: popularity.Scores = field(default_factory=dict)
+
+
+_TABLES = ("load", "counts", "mean", "probabilities")
+
+
+@policy("sparse")
+@dataclass(frozen=True)
+class Sparse(Policy):
+    """MoEvement's sparse checkpoints (Gandhi, Kozyrakis, NSDI 2026, sections 3.2 and 3.5, Algorithm 1).
+
+    There is a snapshot after every iteration.  In a window of W of them each operator is saved in full once, as compute
+    weights alone before that, and not at all after it.  A run goes on from the end of a window: it loads the first
+    snapshot, computes the following iterations again while operators that are not there in full yet are frozen, and
+    adds those that are as their snapshots come (section 3.3); to the last bit the state that was there.
+
+    Window and order change between windows only.
+
+    Attributes:
+        window: W at most; 0 to choose it by what is measured.
+        order: by what experts are sorted: ``popularity``, tokens since training began; ``soft``, the same of gating
+            probabilities; ``decayed``, tokens of late; ``capacity``, tokens as a share of what the expert can take;
+            ``index``, their numbers.
+        ep: expert-parallel ranks.
+        stages: by layer its pipeline stage; empty where there is one.
+        alpha: how much of the decayed popularity stays in each iteration.
+        capacities: by layer, what each expert can take; empty where all can take the same.
+        told: what it was told.
+
+    Raises:
+        ValueError: a setting is not possible.
+    """
+
+    replays: ClassVar[bool] = True
+
+    window: int = 0
+    order: str = "popularity"
+    ep: int = 1
+    stages: tuple[int, ...] = ()
+    alpha: float = 0.9
+    capacities: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    told: Told = field(default_factory=Told, compare=False)
+    sizes: dict[str, OperatorBytes] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self):
+        if self.window < 0:
+            raise ValueError(f"a window of {self.window} iterations is not possible: take 1 or more")
+        if self.order not in ORDERS:
+            raise ValueError(f"there is no order called {self.order}: choose one of {', '.join(ORDERS)}")
+        object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
+
+    @property
+    def counts_tokens(self) -> bool:
+        """As :attr:`Policy.counts_tokens`: for the order, and to see how unequal experts are."""
+        return any(operator.expert is not None for operator in self.operators)
+
+    @property
+    def counts_probabilities(self) -> bool:
+        """As :attr:`Policy.counts_probabilities`."""
+        return self.order == "soft" and self.counts_tokens
+
+    def sized(self, busiest: Busiest) -> None:
+        """As :meth:`Policy.sized`: what each operator adds to the bytes of the rank of its stage that saves the most.
+
+        A snapshot has about the same share of every rank, so it is taken for the sum over its operators.
+        """
+        for operators in self._stages.values():
+            parameters = sum(operator.parameters for operator in operators)
+            full, compute = (
+                busiest(dict.fromkeys((operator.name for operator in operators), detail)) / parameters
+                for detail in (Detail.FULL, Detail.COMPUTE)
+            )
+            for one in operators:
+                self.sizes[one.name] = OperatorBytes(full * one.parameters, compute * one.parameters)
+
+    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
+        """The operators whose turn it is in full, and the compute weights of those that are still to come."""
+        if not self.interval.due(iteration):
+            return None
+        current = self._window_at(iteration, load)
+        turn = current.turns[iteration - current.start]
+        wanted = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
+        details = {one.name: wanted[one.name] for one in self.operators if one.name in wanted}
+        return SnapshotPlan(iteration, self.name, details, complete=len(turn.full) == len(self.operators))
+
+    def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:
+        """As :meth:`Policy.taken`; with a snapshot of everything, a window ends early."""
+        current = self._window_at(plan.iteration, load)
+        if plan.complete:
+            whole = Turn(tuple(plan.operators), ())
+            current = dataclasses.replace(current, start=plan.iteration, turns=(whole,))
+        self.told.current = current
+        if load is not None:
+            self.told.counts, self.told.mean = self._counts(plan.iteration, load), self._mean(plan.iteration, load)
+            self.told.load = load
+        self.told.iteration = plan.iteration
+
+    def routed(self, probabilities: popularity.Scores) -> None:
+        """As :meth:`Policy.routed`."""
+        before = self.told.probabilities
+        self.told.probabilities = {
+            layer: [sum(pair) for pair in zip(before.get(layer, [0.0] * len(row)), row, strict=True)]
+            for layer, row in probabilities.items()
+        }
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`Policy.gauges`: the window, and how unequal experts are of late (Appendix D)."""
+        return self.chosen() | popularity.skew_gauges(self.told.counts)
+
+    def chosen(self) -> dict[str, float]:
+        """As :meth:`Policy.chosen`."""
+        turns = self.told.current.turns
+        return {"sparse_window": len(turns)} if turns else {}
+
+    def reason(self) -> str | None:
+        """As :meth:`Policy.reason`."""
+        if self.window or not self.told.current.turns or self.interval.bandwidth is None:
+            return None
+        return (
+            f"a rank copies {self.interval.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it "
+            f"{self.interval.seconds:.3g} s"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`Policy.state_dict`."""
+        told, current = self.told, self.told.current
+        plain = {"iteration": told.iteration, "order": list(current.order), "shares": _table(current.shares)}
+        return plain | {name: _table(getattr(told, name)) for name in _TABLES}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Policy.load_state_dict`; the model must be the same, settings need not.
+
+        The next snapshot begins a window.
+        """
+        try:
+            current = Current(order=tuple(map(int, state["order"])), shares=_table(state["shares"]))
+            tables = {name: _table(state[name]) for name in _TABLES}
+            told = Told(current, int(state["iteration"]), **tables)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of sparse checkpoints: {state!r}; start without it") from error
+        vars(self.told).update(vars(told))
+
+    def _window_at(self, iteration: int, load: Load | None) -> Current:
+        """The window that an iteration is in; a new one where the last is over."""
+        current = self.told.current
+        if current.has(iteration):
+            return current
+        order, shares = current.order, current.shares
+        scores = self._scores(iteration, load)
+        now = {} if scores is None else popularity.frequencies(scores)
+        if len(order) != len(self.operators) or now.keys() != shares.keys() or popularity.has_changed(shares, now):
+            places = {one.name: place for place, one in enumerate(self.operators)}
+            queues = (order_operators(operators, scores, self.ep) for operators in self._stages.values())
+            order, shares = tuple(places[one.name] for queue in queues for one in queue), now
+        return Current(iteration, self._turns(order), order, shares)
+
+    def _turns(self, order: tuple[int, ...]) -> tuple[Turn, ...]:
+        ordered = [self.operators[place] for place in order]
+        queues = [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
+        length = self.window or self._affordable(queues)
+        return tuple(
+            side_by_side([generate_schedule([one.name for one in q], math.ceil(len(q) / length)) for q in queues])
+        )
+
+    def _affordable(self, queues: list[list[Operator]]) -> int:
+        """W_sparse, as the slowest stage needs it; 1 before anything was copied, which measures the bandwidth."""
+        if self.interval.seconds is None or self.interval.bandwidth is None:
+            return 1
+        names = (operator.name for operator in self.operators)
+        sizes = self.sizes or dict(zip(names, operator_bytes(self.operators), strict=True))
+        return max(
+            find_window_size([sizes[one.name] for one in queue], self.interval.seconds, self.interval.bandwidth).length
+            for queue in queues
+        )
+
+    def _scores(self, iteration: int, load: Load | None) -> popularity.Scores | None:
+        if load is None or self.order == "index":
+            return None
+        if self.order == "soft":
+            return self.told.probabilities or None
+        if self.order == "decayed":
+            return self._mean(iteration, load)
+        if self.order == "capacity" and self.capacities:
+            return popularity.relative(load, self.capacities)
+        return load
+
+    def _counts(self, iteration: int, load: Load) -> dict[int, list[float]]:
+        """Tokens of an iteration: the mean since the last snapshot, which was before it."""
+        before, passed = self.told.load, max(1, iteration - self.told.iteration)
+        return {
+            layer: [(now - then) / passed for now, then in zip(row, before.get(layer, [0] * len(row)), strict=True)]
+            for layer, row in load.items()
+        }
+
+    def _mean(self, iteration: int, load: Load) -> dict[int, list[float]]:
+        return popularity.decayed(self.told.mean, self._counts(iteration, load), self.alpha)
+
+    @cached_property
+    def _stages(self) -> dict[int, list[Operator]]:
+        """The operators of each pipeline stage, in model order."""
+        stages: dict[int, list[Operator]] = {}
+        for operator in self.operators:
+            stages.setdefault(self._stage_of(operator), []).append(operator)
+        return stages
+
+    def _stage_of(self, operator: Operator) -> int:
+        if not self.stages:
+            return 0
+        if operator.layer is not None:
+            return self.stages[operator.layer]
+        return self.stages[-1 if operator.kind == "output" else 0]
+
+
+def _table(rows: Mapping[Any, Any]) -> dict[int, list[float]]:
+    return {int(layer): [float(x) for x in row] for layer, row in rows.items()}

@@ -1,0 +1,117 @@
+"""How a job goes on after workers were lost: a pure function of what is left.
+
+For an exact policy there are three ways to have the state of an iteration, and a plan takes each rank's by one of them:
+it *keeps* what it has, if it is a survivor of that iteration; it *copies* what a survivor holds alike, as data-parallel
+replicas do; or it *loads* a checkpoint of that very iteration.  The newest iteration that every rank can have is where
+the job goes on, so that work is lost only where state is.
+
+Whoever has seen the vote of an iteration has updated its state, and whoever has not still has the one before (see
+``megatron/training/step.py``).  So ranks may be one iteration apart: where the newer state can be copied, the others
+roll forward to it; where not, the older one is loaded from its checkpoint by those that are ahead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moc.recovery.sources import MEMORY, Held, Recovery, recoveries
+from moc.state.operators import Operator
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What is left.
+
+    Attributes:
+        held: the checkpoints that there are.
+        live: by rank, the iteration of the state that its worker has; a new worker has none.
+        pieces: by rank and operator, a name of what the rank holds of it: ranks with the same name hold the same
+            elements of the same tensors.
+    """
+
+    held: Sequence[Held]
+    live: Mapping[int, int] = field(default_factory=dict)
+    pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What one rank gives another.
+
+    Attributes:
+        operator: of which both hold the same piece.
+        source: rank that has it.
+        target: rank that wants it.
+    """
+
+    operator: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the job goes on.
+
+    Attributes:
+        iteration: from here.
+        keep: ranks that have this state already.
+        copies: what the others get from them; empty where they load.
+        way: the checkpoints that the others load; None where they copy, or where all keep.
+    """
+
+    iteration: int
+    keep: frozenset[int] = frozenset()
+    copies: tuple[Copy, ...] = ()
+    way: Recovery | None = None
+
+
+def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only: int | None = None) -> Iterator[Plan]:
+    """The ways to go on, the newest iteration first; arguments as those of :func:`moc.recovery.sources.recoveries`.
+
+    With ``exact`` off, live state is not considered: what partial snapshots lack is counted from checkpoints alone.
+
+    Yields:
+        Plans in which every rank has all of its state at the plan's iteration.  Memory is preferred to copies from
+        other ranks, and these to storage.
+    """
+    ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
+    live = {rank: at for rank, at in inventory.live.items() if exact and only is None}
+    for iteration in sorted({*ways, *live.values()}, reverse=True):
+        keep = frozenset(rank for rank, at in live.items() if at == iteration)
+        way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
+        if copies is not None and (way is None or way.base.tier != MEMORY):
+            yield Plan(iteration, keep, copies)
+        elif way is not None:
+            alone = len(way.moments) == 1  # else iterations are computed again, by all ranks together
+            yield Plan(iteration, keep if alone else frozenset(), (), way)
+
+
+def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[Copy, ...] | None:
+    """What ranks that do not keep their state get from those that do; None if they do not have all of it."""
+    if not keep:
+        return None
+    copies, given = [], Counter()
+    for target in sorted(set(pieces) - keep):
+        for operator, piece in pieces[target].items():
+            holders = [rank for rank in sorted(keep) if pieces[rank].get(operator) == piece]
+            if not holders:
+                return None
+            source = min(holders, key=lambda rank: given[rank])
+            given[source] += 1
+            copies.append(Copy(operator, source, target))
+    return tuple(copies)
+
+
+def reason(inventory: Inventory, operators: Sequence[Operator]) -> str:
+    """Why there is no plan, in half a sentence that names an operator which the newest checkpoint lacks."""
+    if not inventory.held:
+        return "there is none"
+    newest = max(held.iteration for held in inventory.held)
+    there = {name for held in inventory.held if held.iteration == newest for name in held.operators}
+    lacking = next((operator.name for operator in operators if operator.name not in there), None)
+    if lacking is None:
+        return f"that of iteration {newest} lacks some operator's weights or moments"
+    return f"that of iteration {newest} lacks {lacking}"

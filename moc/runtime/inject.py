@@ -1,0 +1,224 @@
+"""Faults on purpose: which, where and when, as flags name them or as chance has it; and the one who does them.
+
+What is to happen is known beforehand, to all workers alike.  It happens once in the whole job, whoever recovers and is
+started again meanwhile: a worker makes a file before it does anything to itself, and whoever finds that file leaves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moc.faults import POINTS, RECOVERY, STEP
+
+ACTIONS = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP: it hangs, threads and all",
+    "slow": "it sleeps for seconds=S",
+    "error": "it raises an exception, as a mistake in the program would",
+}
+"""By name, what can happen to a worker."""
+
+MOST_AT_ONCE = 3  # workers that one random fault takes
+
+
+class InjectedError(Exception):
+    """A mistake on purpose."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to some workers, each the first time that it is at a point, from an iteration on.
+
+    Attributes:
+        action: one of :data:`ACTIONS`.
+        iteration: the first in which it may happen, counted from 1; 0 already while the job starts.
+        ranks: of the workers; empty for all of the node.
+        node: number of the node; None for any.
+        point: one of :data:`moc.faults.POINTS`.
+        seconds: how long ``slow`` takes.
+        times: how often it happens to each of them.
+    """
+
+    action: str
+    iteration: int
+    ranks: tuple[int, ...] = ()
+    node: int | None = None
+    point: str = "start"
+    seconds: float = 0.0
+    times: int = 1
+
+    def __str__(self) -> str:
+        """What :func:`faults_of` reads."""
+        words = [self.action]
+        words += [f"ranks={','.join(map(str, self.ranks))}"] if self.ranks else []
+        words += [f"node={self.node}"] if self.node is not None else []
+        words += [f"iteration={self.iteration}", f"point={self.point}"]
+        words += [f"seconds={self.seconds:g}"] if self.action == "slow" else []
+        words += [f"times={self.times}"] if self.times > 1 else []
+        return " ".join(words)
+
+    def concerns(self, rank: int, node: int) -> bool:
+        """Whether it happens to this worker."""
+        return (not self.ranks or rank in self.ranks) and self.node in (None, node)
+
+
+def faults_of(text: str) -> tuple[Fault, ...]:
+    """The faults that a text describes, separated by semicolons, such as ``kill rank=2 iteration=40``.
+
+    Raises:
+        ValueError: one of them is not understood; the message says what to change.
+    """
+    return tuple(_fault_of(part.split()) for part in text.split(";") if part.strip())
+
+
+def _fault_of(words: list[str]) -> Fault:
+    action, *rest = words
+    if action not in ACTIONS:
+        raise ValueError(f"{action} is not one of {', '.join(ACTIONS)}, with which a fault begins")
+    values = {}
+    for word in rest:
+        name, equals, value = word.partition("=")
+        name = "ranks" if name == "rank" else name
+        if not equals or name not in _READ:
+            raise ValueError(f"{word} is not understood: write {', '.join(f'{n}=' for n in _READ)} behind {action}")
+        if name in values:
+            raise ValueError(f"{name}= is there twice: drop one")
+        values[name] = _read(name, value)
+    _check(action, values)
+    return Fault(action, **values)
+
+
+def _check(action: str, values: dict) -> None:
+    if "iteration" not in values:
+        raise ValueError(f"{action} does not say when: add iteration=")
+    if "ranks" not in values and "node" not in values:
+        raise ValueError(f"{action} does not say whom: add rank= or node=")
+    if (action == "slow") != ("seconds" in values):
+        raise ValueError("slow needs seconds=, and nothing else has them")
+    if values.get("times") == 0 or values.get("seconds") == 0:
+        raise ValueError("times= and seconds= are greater than 0")
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text) if text.replace(".", "", 1).isdecimal() else -1.0
+    if seconds < 0:
+        raise ValueError("a number of seconds")
+    return seconds
+
+
+def _point(text: str) -> str:
+    if text not in POINTS:
+        raise ValueError(f"one of {', '.join(POINTS)}")
+    return text
+
+
+_READ: dict[str, Callable] = {
+    "ranks": lambda text: tuple(sorted({_number(rank) for rank in text.split(",")})),
+    "node": _number,
+    "iteration": _number,
+    "point": _point,
+    "seconds": _seconds,
+    "times": _number,
+}
+
+
+def _read(name: str, value: str):
+    try:
+        return _READ[name](value)
+    except ValueError as wanted:
+        raise ValueError(f"{name}= takes {wanted}, not {value or 'nothing'}") from None
+
+
+def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[Fault, ...]:
+    """Kills of a few workers at random points; the same wherever it is called with the same arguments.
+
+    The gaps between them are exponential.  One that falls into recovery comes with another that makes workers recover.
+
+    Args:
+        mean: iterations from one to the next.
+        seed: of the random numbers.
+        size: workers of the job.
+        iterations: of the job.
+    """
+    chance, faults, at = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
+    while (at := at + chance.expovariate(1 / mean)) < iterations:
+        point, ranks = chance.choice(list(POINTS)), _some(chance, size)
+        if point == "published":
+            ranks = (0,)  # only the first worker publishes in storage
+        if point in RECOVERY:
+            first = ranks if point == "rebuilding" else _some(chance, size)
+            faults.append(Fault("kill", int(at) + 1, first, point=chance.choice(list(STEP))))
+        # a survivor may be an iteration behind those that are killed
+        faults.append(Fault("kill", int(at) if point in RECOVERY else int(at) + 1, ranks, point=point))
+    return tuple(faults)
+
+
+def _some(chance: random.Random, size: int) -> tuple[int, ...]:
+    return tuple(sorted(chance.sample(range(size), chance.randint(1, min(MOST_AT_ONCE, size)))))
+
+
+class Injector:
+    """Does to this worker what is planned, and keeps in files what has happened and how far this worker had come.
+
+    Args:
+        faults: all that are planned.
+        rank: of this worker.
+        node: number of its node.
+        directory: for the files; workers that take its place must find them.
+        tell: called right before a fault, with ``action``, ``rank``, ``iteration`` and ``point``.
+    """
+
+    def __init__(self, faults: tuple[Fault, ...], rank: int, node: int, directory: Path, tell: Callable[[dict], None]):
+        self._mine: dict[str, list[Fault]] = {}
+        for fault in faults:
+            if fault.concerns(rank, node):
+                self._mine.setdefault(fault.point, []).append(fault)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._rank, self._directory, self._tell = rank, directory, tell
+        self._begun = os.open(directory / f"rank_{rank:05d}", os.O_RDWR | os.O_CREAT, 0o644)
+        self._iteration = int.from_bytes(os.pread(self._begun, 8, 0), "little")
+
+    def reached(self, point: str, iteration: int | None = None) -> None:
+        """See :func:`moc.faults.reach`."""
+        if iteration is not None:
+            self._iteration = iteration
+            os.pwrite(self._begun, iteration.to_bytes(8, "little"), 0)
+        for fault in self._mine.get(point, ()):
+            if fault.iteration <= self._iteration and self._claim(fault):
+                self._do(fault)
+
+    def _claim(self, fault: Fault) -> bool:
+        """Whether it is to happen now; it has happened as soon as this returns."""
+        name = f"{fault.iteration}.{fault.point}.{hashlib.sha256(str(fault).encode()).hexdigest()[:8]}"
+        for number in range(fault.times):
+            path = self._directory / f"{name}.rank_{self._rank:05d}.{number}"
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+                return True
+            except FileExistsError:
+                continue
+        return False
+
+    def _do(self, fault: Fault) -> None:
+        self._tell(dict(action=fault.action, rank=self._rank, iteration=self._iteration, point=fault.point))
+        if fault.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.action == "slow":
+            time.sleep(fault.seconds)
+        else:
+            raise InjectedError(f"injected: {fault}")

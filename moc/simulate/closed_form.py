@@ -1,0 +1,69 @@
+"""ETTR by formula, and the checkpoint interval that is best by it (MoEvement, section 2.4 and Appendix C)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from moc.simulate.saving import Saving
+
+
+def recovery_s(saving: Saving) -> float:
+    """E[R]: seconds from a failure until the run is where it was, in the mean.
+
+    A failure comes anywhere between two checkpoints, so that half of an interval is replayed, and the lag: I / 2 for
+    dense checkpoints, 3/2 W for a sparse window (section 3.6).
+    """
+    return saving.restart_s + saving.replay_total_s(saving.lag + saving.interval / 2)
+
+
+def expected_ettr(saving: Saving, iteration_s: float, mtbf_s: float) -> float:
+    """The share of time that is useful: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
+
+    It takes failures for rare enough that none hits a recovery.
+
+    Args:
+        saving: the policy.
+        iteration_s: seconds of an iteration without checkpoints.
+        mtbf_s: mean seconds from one failure to the next; infinity for none.
+    """
+    overhead = saving.per_iteration_s() / iteration_s
+    recovery = 0.0 if math.isinf(mtbf_s) else recovery_s(saving) / mtbf_s
+    return 1 / (1 + overhead) / (1 + recovery)
+
+
+def best_interval(saving: Saving, iteration_s: float, mtbf_s: float, at_least: int = 1) -> int:
+    """The interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
+
+    Args:
+        saving: the policy, at any interval.
+        iteration_s: seconds of an iteration without checkpoints.
+        mtbf_s: mean seconds from one failure to the next.
+        at_least: shorter is not possible, because a checkpoint takes so long.
+    """
+    young = math.sqrt(2 * saving.stall_s * mtbf_s) / iteration_s
+    if not math.isfinite(young):
+        raise ValueError("without failures no interval is best: the longer the better")
+    intervals = range(at_least, max(at_least, int(4 * young)) + 2)
+    return max(intervals, key=lambda n: expected_ettr(at_interval(saving, n, iteration_s), iteration_s, mtbf_s))
+
+
+def at_interval(saving: Saving, interval: int, iteration_s: float) -> Saving:
+    """The same policy at another interval; where everybody replays, what is saved on the way takes its time too."""
+    slower = saving.replay_s / (iteration_s + saving.per_iteration_s())
+    replay_s = slower * (iteration_s + saving.stall_s / interval)
+    return dataclasses.replace(saving, interval=interval, replay_s=replay_s)
+
+
+def capped_interval(stall_s: float, iteration_s: float, cap: float, at_least: int = 1) -> int:
+    """CheckFreq's: the shortest interval whose stalls are at most a share of the time between (MoEvement, section 5.2).
+
+    Args:
+        stall_s: of one checkpoint.
+        iteration_s: of one iteration.
+        cap: such as 0.03.
+        at_least: shorter is not possible.
+    """
+    if not cap > 0:
+        raise ValueError(f"a cap of {cap} on the overhead leaves no interval: give one above 0, such as 0.03")
+    return max(at_least, math.ceil(stall_s / (cap * iteration_s)))

@@ -1,0 +1,126 @@
+"""Clusters in plain numbers: what computes, what carries bytes, and how long it takes to come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of one kind.  Bandwidths are in bytes per second, times in seconds.
+
+    Attributes:
+        name: of the preset.
+        gpus: of the job.
+        gpus_per_node: that fail together and share a network card.
+        flops: peak of one GPU in 16-bit arithmetic, operations per second.
+        utilisation: share of it that a stage reaches while it computes, pipeline bubbles not counted.
+        memory_bandwidth: of a GPU's own memory; the update of the optimizer is bound by it.
+        intra_bandwidth: of a GPU to others of its node.
+        inter_bandwidth: of a node to other nodes.
+        latency_s: alpha, of one message or one step of a collective.
+        host_bandwidth: from one GPU to host memory beside the computation, as it is reached, not PCIe's peak.
+        storage_bandwidth: of the whole job to storage.
+        detect_s: from a fault until everybody has stopped and groups can be built again.
+        restart_s: that a global rollback takes more than that, until replay begins: processes, groups, loading.
+        replay_slowdown: time of a replayed iteration by that of an ordinary one, where everybody rolls back.
+    """
+
+    name: str
+    gpus: int
+    gpus_per_node: int
+    flops: float
+    utilisation: float
+    memory_bandwidth: float
+    intra_bandwidth: float
+    inter_bandwidth: float
+    host_bandwidth: float
+    storage_bandwidth: float
+    latency_s: float = 2e-5
+    detect_s: float = 5.0
+    restart_s: float = 155.0
+    replay_slowdown: float = 1.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("latency_s", "detect_s", "restart_s"):
+                possible = value >= 0
+            else:
+                possible = field.name == "name" or value > 0
+            if not possible:
+                raise ValueError(f"the cluster's {field.name} cannot be {value}: it must be positive")
+
+    @property
+    def nodes(self) -> int:
+        """Of the job; the last may have fewer GPUs."""
+        return -(-self.gpus // self.gpus_per_node)
+
+
+# MoEvement (NSDI '26), section 5.1: NC96ads_A100_v4, 600 GB/s NVLink, 80 Gbps between nodes, 40 Gbps to Blob Storage.
+# Not said there: utilisation and host_bandwidth are calibrated with the fault-free figures of its Tables 2 and 3, and
+# restart_s with its Figure 10 (docs/simulate.md).
+_A100 = Cluster(
+    name="a100-80gb",
+    gpus=96,
+    gpus_per_node=8,
+    flops=312e12,
+    utilisation=0.56,
+    memory_bandwidth=2.0e12,
+    intra_bandwidth=300e9,
+    inter_bandwidth=10e9,
+    host_bandwidth=0.24e9,
+    storage_bandwidth=5e9,
+)
+
+# The same, section 5.7: 900 GB/s NVLink, 200 Gbps InfiniBand.  Not said: the rest, calibrated with Table 7.
+_H100 = Cluster(
+    name="h100-80gb",
+    gpus=128,
+    gpus_per_node=8,
+    flops=989e12,
+    utilisation=0.15,
+    memory_bandwidth=3.35e12,
+    intra_bandwidth=450e9,
+    inter_bandwidth=25e9,
+    host_bandwidth=0.166e9,
+    storage_bandwidth=5e9,
+    restart_s=0.0,
+    replay_slowdown=1.45,
+)
+
+# MoC-System (ASPLOS '25), section 6.2.4, simulates both at 20 % of their peak; 1 and 2 GB/s to host memory.
+_A800_MOC = dataclasses.replace(
+    _A100, name="a800-moc", gpus=256, utilisation=0.2, intra_bandwidth=200e9, inter_bandwidth=100e9, host_bandwidth=1e9
+)
+_H100_MOC = dataclasses.replace(
+    _H100,
+    name="h100-moc",
+    gpus=256,
+    utilisation=0.2,
+    inter_bandwidth=200e9,
+    host_bandwidth=2e9,
+    restart_s=155.0,
+    replay_slowdown=1.0,
+)
+
+CLUSTERS: Mapping[str, Cluster] = {c.name: c for c in (_A100, _H100, _A800_MOC, _H100_MOC)}
+"""By name."""
+
+
+def cluster_named(text: str) -> Cluster:
+    """The cluster that a flag names: ``NAME`` or ``NAME:GPUS``.
+
+    Raises:
+        ValueError: there is no such preset, or the number of GPUs is none.
+    """
+    name, colon, gpus = text.partition(":")
+    if name not in CLUSTERS:
+        raise ValueError(f"there is no cluster {name!r}: choose one of {', '.join(CLUSTERS)}, as in a100-80gb:96")
+    if not colon:
+        return CLUSTERS[name]
+    if not gpus.isdigit() or not int(gpus):
+        raise ValueError(f"{gpus!r} is no number of GPUs: give one above 0, as in {name}:96")
+    return dataclasses.replace(CLUSTERS[name], gpus=int(gpus))

@@ -1,0 +1,166 @@
+"""How long an iteration takes: computation, communication and the pipeline (MoEvement, Appendix C)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moc.sharding import Layout
+from moc.simulate.cluster import Cluster
+from moc.simulate.stages import split_stages
+from moc.state.operators import Operator
+
+_FORWARD_AND_BACKWARD = 6  # operations per parameter and token
+_ALL_TO_ALLS = 4  # dispatch and combine, forward and backward
+_UPDATE_BYTES = 34  # per parameter: gradient, master and moments read, the latter two and the weight written
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an iteration computes.
+
+    Attributes:
+        global_batch: sequences.
+        micro_batch: sequences of a micro batch of one pipeline, over all of its data- or expert-parallel ranks.
+        seq_length: tokens of a sequence.
+        hidden_size: elements of a token between layers.
+        topk: experts that a token is sent to.
+        pipelines: that run beside each other; 0 for as many as there are data-parallel ranks.  Where expert parallelism
+            runs over data-parallel ranks, a pipeline may be as wide as ``ep`` and a micro batch is divided among them,
+            as in MoEvement (section 5.1).
+        overlap: share of the gradients' reduction that hides behind the backward pass.
+    """
+
+    global_batch: int = 512
+    micro_batch: int = 32
+    seq_length: int = 2048
+    hidden_size: int = 2048
+    topk: int = 8
+    pipelines: int = 0
+    overlap: float = 0.9
+
+    def __post_init__(self):
+        if min(self.global_batch, self.micro_batch, self.seq_length, self.hidden_size) < 1:
+            raise ValueError("batch, micro batch, sequence and width must be at least 1")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap is a share from 0 to 1, not {self.overlap}")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """An iteration, in seconds.
+
+    Attributes:
+        iteration_s: all of it.
+        pipeline_s: forward and backward of all micro batches, bubbles included.
+        sync_s: of the reduction of gradients, what nothing hides.
+        update_s: the optimizer's step.
+        micro_batches: M, of a pipeline.
+        stages: S.
+        slowest_s: max t_s, of one micro batch in the slowest stage.
+    """
+
+    iteration_s: float
+    pipeline_s: float = 0.0
+    sync_s: float = 0.0
+    update_s: float = 0.0
+    micro_batches: int = 1
+    stages: int = 1
+    slowest_s: float = 0.0
+
+    @property
+    def forward_backward_s(self) -> float:
+        """Before the update: what a snapshot can hide in."""
+        return self.iteration_s - self.update_s
+
+    @property
+    def without_bubbles(self) -> float:
+        """Share of an iteration that a stage alone needs: M of M + S - 1 (MoEvement, section 3.4)."""
+        return self.micro_batches / (self.micro_batches + self.stages - 1)
+
+
+def measured_timing(iteration_s: float, micro_batches: int = 1, stages: int = 1) -> Timing:
+    """An iteration that was measured; nothing is known of its parts."""
+    if not (math.isfinite(iteration_s) and iteration_s > 0):
+        raise ValueError(f"an iteration cannot take {iteration_s} s: give what was measured")
+    return Timing(iteration_s, iteration_s, micro_batches=micro_batches, stages=stages)
+
+
+def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -> float:
+    """A collective, or a message: alpha(p) + beta(p) m (Appendix C).
+
+    Args:
+        cluster: where.
+        nbytes: m, of one rank, there and back where it goes both ways.
+        ranks: p; alpha grows with its logarithm.
+        across_nodes: the ranks of a node then share its network card.
+    """
+    if ranks < 2:
+        return 0.0
+    rate = cluster.inter_bandwidth / cluster.gpus_per_node if across_nodes else cluster.intra_bandwidth
+    return cluster.latency_s * math.ceil(math.log2(ranks)) + nbytes * (ranks - 1) / ranks / rate
+
+
+def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work) -> Timing:
+    """An iteration of plain or interleaved 1F1B, from sizes alone.
+
+    T_pipeline = (M + S - 1) max t_s (Appendix C); with v virtual stages the warm-up is v times shorter, so that it is
+    M + (S - 1) / v (Narayanan et al., SC '21, section 2.2.2).  Then what is not hidden of the gradients' reduction, and
+    the update.
+
+    Args:
+        operators: of the unpartitioned model.
+        layout: where the ranks stand.
+        cluster: what they are.
+        work: what an iteration computes.
+
+    Raises:
+        ValueError: the batch is not a whole number of micro batches for each pipeline.
+    """
+    stages = split_stages(operators, layout.pp)
+    pipelines = work.pipelines or layout.dp
+    micro_batches, rest = divmod(work.global_batch, work.micro_batch * pipelines)
+    if rest or not micro_batches:
+        raise ValueError(
+            f"a batch of {work.global_batch} is not a whole number of micro batches of {work.micro_batch} in "
+            f"{pipelines} pipelines: change one of them"
+        )
+    wide = layout.world // (layout.pp * pipelines)  # ranks that share a stage of a pipeline
+    slowest_s = max(_stage_s(stage, layout, cluster, work, wide) for stage in stages)
+    pipeline_s = (micro_batches + (layout.pp - 1) / layout.vpp) * slowest_s
+    held = max(sum(o.parameters / _holders(o, layout) for o in stage) for stage in stages)
+    gradients = 2 * 2 * held  # reduce-scatter and all-gather, 2 bytes each
+    across = layout.dp * layout.tp > cluster.gpus_per_node
+    sync_s = (1 - work.overlap) * message_s(cluster, gradients, layout.dp, across)
+    update_s = _UPDATE_BYTES * held / max(1, layout.expert_dp) / cluster.memory_bandwidth
+    return Timing(pipeline_s + sync_s + update_s, pipeline_s, sync_s, update_s, micro_batches, layout.pp, slowest_s)
+
+
+def _holders(operator: Operator, layout: Layout) -> int:
+    return layout.etp * layout.ep if operator.kind == "expert" else layout.tp
+
+
+def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work, wide: int) -> float:
+    """t_s: computation and communication of one micro batch."""
+    tokens = work.micro_batch * work.seq_length
+    operations = _FORWARD_AND_BACKWARD * tokens * sum(_active(stage, work.topk))
+    compute_s = operations / (wide * cluster.flops * cluster.utilisation)
+    layers = len({o.layer for o in stage if o.kind == "expert"})
+    sent = 2 * tokens / wide * work.hidden_size  # bytes of a rank's tokens, 16-bit
+    all_to_all_s = message_s(cluster, sent * work.topk, layout.ep, layout.ep * layout.etp > cluster.gpus_per_node)
+    here_s = compute_s + _ALL_TO_ALLS * layers * all_to_all_s
+    # What crosses to the next stage and comes back does so while the next micro batch is computed.
+    border_s = cluster.latency_s + 2 * sent / (cluster.inter_bandwidth / cluster.gpus_per_node)
+    return here_s if layout.pp == 1 else max(here_s, border_s)
+
+
+def _active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
+    """Parameters that a token passes through; the embedding is looked up."""
+    experts: dict[int | None, int] = {}
+    for operator in stage:
+        if operator.kind == "expert":
+            experts[operator.layer] = operator.parameters
+        elif operator.kind != "embedding":
+            yield operator.parameters
+    yield from (topk * parameters for parameters in experts.values())

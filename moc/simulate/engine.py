@@ -1,0 +1,284 @@
+"""A run from event to event: failures, replacements and recoveries; between them time passes in one step."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moc.simulate.failures import Event, Faults
+from moc.simulate.result import Result
+from moc.simulate.saving import Saving, Strategy, Traffic
+
+
+@dataclass(frozen=True)
+class Job:
+    """What runs, and for how long.
+
+    Attributes:
+        iteration_s: seconds of an iteration without checkpoints.
+        samples: sequences in it.
+        nodes: that it needs.
+        stages: pipeline stages, of which local recovery replays some.
+        wall_s: seconds to simulate.
+        spares: further nodes that wait; None: as many as it takes.
+        repair_s: until a lost node is back among the spares.
+        available: nodes at the start, where a trace says how many there are; None where nodes and spares do.
+        seed: of everything random.
+        parts: into which the course of the run is divided.
+
+    Raises:
+        ValueError: a value that must be positive is not.
+    """
+
+    iteration_s: float
+    samples: int = 512
+    nodes: int = 12
+    stages: int = 1
+    wall_s: float = 12 * 3600.0
+    spares: int | None = None
+    repair_s: float = math.inf
+    available: int | None = None
+    seed: int = 0
+    parts: int = 72
+
+    def __post_init__(self):
+        for name in ("iteration_s", "samples", "nodes", "stages", "wall_s", "repair_s", "parts"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.spares is not None and self.spares < 0:
+            raise ValueError(f"there cannot be {self.spares} spare nodes")
+
+
+def simulate(job: Job, faults: Faults, strategy: Strategy | Saving) -> Result:
+    """Runs a job against failures.
+
+    Time and memory follow from the number of failures alone, not from ranks or iterations.  The same arguments give
+    the same result; a strategy remembers, so take a new one for each run.
+
+    Args:
+        job: what runs.
+        faults: what happens to it.
+        strategy: what it does about that.
+    """
+    if isinstance(strategy, Saving):
+        strategy = Strategy(strategy)
+    run = _Run(job, faults, strategy)
+    while run.now < job.wall_s:
+        run.step()
+    return run.result()
+
+
+class _Run:
+    def __init__(self, job: Job, faults: Faults, strategy: Strategy):
+        self.job, self.faults, self.strategy = job, faults, strategy
+        self.rng = random.Random(job.seed)
+        self.events: Iterator[Event] = faults.events(random.Random(self.rng.random()))
+        self.event = next(self.events, None)
+        self.returns: list[tuple[float, int]] = []  # when lost nodes are back, and how many
+        self.now = self.exposed = 0.0
+        self.up = _at_the_start(job)
+        self.used = self._usable()
+        self.waits = self.used == 0
+        self.done = 0.0  # iterations, and how much of the next
+        self.way, self.base = strategy.saving, 0  # how a recovery goes, and from which iteration
+        self.replay_starts = self.ends = self.failed_at = 0.0
+        self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they are through
+        self.useful = self.saving = self.recovery = self.idle = self.longest = 0.0
+        self.failures = self.replayed = 0
+        self.saves = Traffic()
+        self.iterations = [0.0] * job.parts
+        self.plts, self.ks = [0.0] * job.parts, [0] * job.parts
+
+    def step(self) -> None:
+        """To the next thing that happens."""
+        event_s = self._event_s()
+        back_s = self.returns[0][0] if self.returns else math.inf
+        until = min(self.job.wall_s, event_s, back_s, self.ends if self._recovers() else math.inf)
+        self._pass(until)
+        if until == event_s:
+            event, self.event = self.event, next(self.events, None)
+            if event.gained:
+                self._gain(event.gained)
+            if event.lost:
+                self._lose(event.lost)
+        elif until == back_s:
+            self._gain(heapq.heappop(self.returns)[1])
+
+    def _recovers(self) -> bool:
+        return not self.waits and self.now < self.ends
+
+    def _event_s(self) -> float:
+        if self.event is None:
+            return math.inf
+        if not self.faults.while_training:
+            return self.event.at_s
+        if self.waits or self._recovers():
+            return math.inf
+        return max(self.now, self.now + self.event.at_s - self.exposed)
+
+    def _pass(self, until: float) -> None:
+        seconds, start = until - self.now, self.now
+        if self.waits:
+            self.idle += seconds
+        elif self._recovers():
+            self.recovery += seconds
+        else:
+            self.exposed += seconds
+            self._train(start, until)
+        self.now = until
+        self._note(start, until)
+
+    def _train(self, start: float, until: float) -> None:
+        saving, slower = self.strategy.saving, self.job.nodes / self.used
+        each_s = (self.job.iteration_s + saving.per_iteration_s()) * slower
+        iterations = (until - start) / each_s
+        self.done += iterations
+        self.useful += iterations * self.job.iteration_s * slower
+        self.saving += iterations * saving.per_iteration_s() * slower
+        self._count(iterations)
+        self._spread(iterations, start, until)
+
+    def _count(self, iterations: float) -> None:
+        saves, each, so_far = iterations / self.strategy.saving.interval, self.strategy.saving.traffic, self.saves
+        self.saves = Traffic(
+            so_far.host + saves * each.host,
+            so_far.network + saves * each.network,
+            so_far.storage + saves * each.storage,
+        )
+
+    def _spread(self, iterations: float, start: float, until: float) -> None:
+        part_s = self.job.wall_s / self.job.parts
+        part = first = min(int(start / part_s), self.job.parts - 1)
+        last = min(int(until / part_s), self.job.parts - 1)
+        for part in range(first, last + 1):
+            within = min(until, (part + 1) * part_s) - max(start, part * part_s)
+            self.iterations[part] += iterations * max(0.0, within) / (until - start) if until > start else 0.0
+
+    def _note(self, start: float, until: float) -> None:
+        part_s = self.job.wall_s / self.job.parts
+        first, last = (min(int(t / part_s), self.job.parts - 1) for t in (start, until))
+        for part in range(first, last + 1):
+            self.plts[part], self.ks[part] = self.strategy.plt, self.strategy.k or 0
+
+    def _lose(self, nodes: int) -> None:
+        hit = self._hit(nodes)
+        if self.up is not None:
+            self.up = max(0, self.up - nodes)
+            if not self.faults.trace and math.isfinite(self.job.repair_s):
+                heapq.heappush(self.returns, (self.now + self.job.repair_s, nodes))
+        if hit and not self.waits:
+            self._fail(nodes)
+
+    def _hit(self, nodes: int) -> bool:
+        """Whether the job loses something: an MTBF is the job's own, a trace knows nothing of it."""
+        if self.up is None or not self.faults.trace:
+            return True
+        return any(self.rng.random() * max(1, self.up - lost) < self.used for lost in range(nodes))
+
+    def _fail(self, nodes: int) -> None:
+        self.failures += 1
+        again, at = self._recovers(), self._drop_unfinished()
+        oldest = 0
+        if not again:
+            self.failed_at = self.now
+        elif self.way.local:
+            oldest = self.base  # what comes back was whole before the first failure
+        else:
+            oldest, at = self.base, min(at, self.base + int(self._replayed()))
+        self.strategy.failed(at)
+        self.way = self.strategy.saving.way_back(nodes)
+        self.base = max(oldest, self.way.restored(at))
+        self.used = self._usable()
+        self.waits = self.used == 0
+        if not self.waits:
+            self._recover(again)
+
+    def _drop_unfinished(self) -> int:
+        """The iteration that was cut short was not useful; the number of those that are complete."""
+        whole = math.floor(self.done + 1e-9)
+        part = max(0.0, self.done - whole)
+        slower = self.job.nodes / self.used
+        useful = part * self.job.iteration_s * slower
+        saving = part * self.strategy.saving.per_iteration_s() * slower
+        self.useful, self.saving, self.done = self.useful - useful, self.saving - saving, float(whole)
+        self.recovery += useful + saving
+        self.iterations[min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)] -= part
+        return whole
+
+    def _replayed(self) -> float:
+        """Iterations of the recovery that is under way."""
+        seconds = (self.now - self.replay_starts) * self.used / self.job.nodes
+        return self.way.replayed(seconds) if seconds > 0 else 0.0
+
+    def _recover(self, again: bool) -> None:
+        count = int(self.done) - self.base
+        self.replayed += count
+        self.replay_starts = self.now + self.way.restart_s
+        self.ends = self.replay_starts + self.way.replay_total_s(count) * self.job.nodes / self.used
+        if self.way.local:
+            self._join(again)
+        self.longest = max(self.longest, self.ends - self.failed_at)
+
+    def _join(self, again: bool) -> None:
+        """A stage beside one that replays joins it; others replay at the same time (MoEvement, Appendix A)."""
+        stage = self.rng.randrange(self.job.stages)
+        segment, apart = {stage}, []
+        for stages, through in self.segments if again else ():
+            if stages & {stage - 1, stage, stage + 1}:
+                segment |= stages
+            else:
+                apart.append((stages, through))
+        self.segments = [*apart, (segment, self.ends)]
+        self.ends = max(through for _, through in self.segments)
+
+    def _gain(self, nodes: int) -> None:
+        if self.up is None:
+            return
+        self.up += nodes
+        before, after = self.used, self._usable()
+        if after <= before or not (self.waits or self.strategy.saving.elastic):
+            return
+        if not self.waits:  # it grows: everybody stops for that, and nothing is lost but the iteration under way
+            self.base, self.failed_at = self._drop_unfinished(), self.now
+        self.used, self.waits = after, False
+        self._recover(again=False)
+
+    def _usable(self) -> int:
+        """Nodes that compute; 0: there are too few."""
+        if self.up is None or self.up >= self.job.nodes:
+            return self.job.nodes
+        multiple = self.strategy.saving.elastic
+        return self.up // multiple * multiple if multiple else 0
+
+    def result(self) -> Result:
+        part_s = self.job.wall_s / self.job.parts
+        strategy = self.strategy
+        return Result(
+            name=strategy.saving.name,
+            wall_s=self.job.wall_s,
+            useful_s=self.useful,
+            saving_s=self.saving,
+            recovery_s=self.recovery,
+            idle_s=self.idle,
+            iterations=int(self.done),
+            samples=self.done * self.job.samples,
+            failures=self.failures,
+            replayed=self.replayed,
+            longest_s=self.longest,
+            written=self.saves,
+            host_bytes=strategy.saving.host_bytes,
+            k=strategy.k,
+            plt=strategy.plt,
+            goodput=tuple(max(0.0, done) * self.job.samples / part_s for done in self.iterations),
+            plts=tuple(self.plts),
+            ks=tuple(self.ks) if strategy.k else (),
+        )
+
+
+def _at_the_start(job: Job) -> int | None:
+    if job.available is not None:
+        return job.available
+    return None if job.spares is None else job.nodes + job.spares

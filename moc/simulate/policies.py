@@ -1,0 +1,269 @@
+"""The policies of training on a model clock, with the sizes that their sharding rules and windows give."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moc.sharding import Layout
+from moc.simulate.closed_form import at_interval, best_interval, capped_interval
+from moc.simulate.cluster import Cluster
+from moc.simulate.cost import Timing, Work
+from moc.simulate.saving import PecStrategy, Saving, Strategy, Traffic
+from moc.simulate.sizes import MIXED, OperatorSize, Sizes, StateBytes, full_sizes, operator_sizes, pec_sizes
+from moc.simulate.window import find_window_size, first_bytes, window_bytes
+from moc.state.operators import Operator
+
+_VERSIONS = 2  # one checkpoint that is whole, and one under way (MoEvement, section 3.2)
+_B_WEIGHT = 1 / 3  # of forward and backward, which a frozen operator leaves out (MoEvement, sections 3.5 and 5.6)
+_CAP = 0.03  # CheckFreq's (MoEvement, section 5.2)
+_RECONFIGURE_S = 30.0  # 20 to 40 seconds (Lazarus, section 6.3)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on a cluster.
+
+    Attributes:
+        operators: of the unpartitioned model.
+        layout: where the ranks stand.
+        cluster: what they are.
+        timing: of an iteration.
+        work: what it computes.
+        state: bytes of each parameter.
+        total_iterations: of the whole training.
+    """
+
+    operators: Sequence[Operator]
+    layout: Layout
+    cluster: Cluster
+    timing: Timing
+    work: Work = Work()
+    state: StateBytes = MIXED
+    total_iterations: int = 100_000
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer."""
+        return 1 + max((o.expert for o in self.operators if o.expert is not None), default=-1)
+
+    @cached_property
+    def full(self) -> Sizes:
+        """A snapshot of everything."""
+        return full_sizes(self.operators, self.layout, self.state)
+
+    @cached_property
+    def by_operator(self) -> list[OperatorSize]:
+        """Of the busiest rank."""
+        return operator_sizes(self.operators, self.layout, self.state)
+
+    def stall_s(self, nbytes: float) -> float:
+        """Seconds for which training waits for a snapshot: what forward and backward do not hide (MoC, eq. 10)."""
+        return max(0.0, nbytes / self.cluster.host_bandwidth - self.timing.forward_backward_s)
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes per second of one rank to other nodes, when all of its node send."""
+        return self.cluster.inter_bandwidth / self.cluster.gpus_per_node
+
+    def iterations(self, seconds: float) -> int:
+        """That pass in so many seconds, rounded up."""
+        return math.ceil(seconds / self.timing.iteration_s)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may fix.
+
+    Attributes:
+        interval: iterations from one checkpoint to the next; None: what is best, or the policy's own rule.
+        mtbf_s: that intervals are chosen for.
+        k: experts of each layer in a partial checkpoint; None: one in eight.
+        dynamic: K is raised when faults have cost its share of ``plt_limit``.
+        plt_limit: see ``moc.policy.dynamic_k``.
+        window: W; None: what Algorithm 1 finds.
+        replicas: copies in peers' memory.
+        persist_interval: iterations from one checkpoint in storage to the next; None: as often as it can.
+    """
+
+    interval: int | None = None
+    mtbf_s: float = 3600.0
+    k: int | None = None
+    dynamic: bool = True
+    plt_limit: float = PLT_LIMIT
+    window: int | None = None
+    replicas: int = 2
+    persist_interval: int | None = None
+
+
+def none(setup: Setup, options: Options) -> Strategy:
+    """No checkpoints: a failure takes everything."""
+    return Strategy(_global(setup, "none"))
+
+
+def blocking(setup: Setup, options: Options) -> Strategy:
+    """Training waits until everything is in storage, as in Megatron-DeepSpeed."""
+    sizes = setup.full
+    stall_s = sizes.busiest / setup.cluster.host_bandwidth + sizes.total / setup.cluster.storage_bandwidth
+    saving = _global(setup, "blocking", stall_s, load_s=sizes.total / setup.cluster.storage_bandwidth)
+    saving = dataclasses.replace(saving, traffic=Traffic(host=sizes.total, storage=sizes.total))
+    return Strategy(_at_best_interval(setup, options, saving, 1))
+
+
+def checkfreq(setup: Setup, options: Options) -> Strategy:
+    """Snapshot beside training, then to storage; the interval caps the overhead at 3 % (CheckFreq)."""
+    sizes, timing = setup.full, setup.timing
+    write_s = sizes.total / setup.cluster.storage_bandwidth
+    stall_s = setup.stall_s(sizes.busiest)
+    least = setup.iterations(write_s)
+    interval = options.interval or capped_interval(stall_s, timing.iteration_s, _CAP, least)
+    saving = _global(setup, "checkfreq", stall_s, interval, setup.iterations(_copy_s(setup, sizes) + write_s), write_s)
+    traffic = Traffic(host=sizes.total, storage=sizes.total)
+    return Strategy(dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total))
+
+
+def full(setup: Setup, options: Options) -> Strategy:
+    """Everything, in the memory of this node and of peers, at the best interval (Gemini with an oracle)."""
+    sizes = setup.full
+    saving = _in_memory(setup, options, "full", sizes, sizes.total)
+    least = setup.iterations(_replicate_s(setup, options, sizes.busiest))
+    return Strategy(_at_best_interval(setup, options, saving, least))
+
+
+def pec(setup: Setup, options: Options) -> Strategy:
+    """K experts of each layer at a time (MoC-System), every iteration where no interval is given."""
+    count = setup.num_experts
+    if not count:
+        return Strategy(dataclasses.replace(full(setup, options).saving, name="pec"))
+    k = options.k or max(1, count // 8)
+    by_k, key = {}, k
+    while key not in by_k:
+        by_k[key] = _partial(setup, options, key)
+        key = min(2 * key, count)
+    lost = min(1.0, 1 / setup.cluster.nodes)
+    dynamic = DynamicK(k, count, options.plt_limit)
+    return PecStrategy(by_k, dynamic, lost, setup.total_iterations, fixed=not options.dynamic)
+
+
+def sparse(setup: Setup, options: Options) -> Strategy:
+    """Every operator once per window, and only what was lost replays (MoEvement)."""
+    sizes, timing, cluster = setup.by_operator, setup.timing, setup.cluster
+    bandwidth = cluster.host_bandwidth
+    if options.replicas:
+        bandwidth = min(bandwidth, setup.network_rate / options.replicas)
+    window = options.window or find_window_size(sizes, timing.forward_backward_s, bandwidth).length
+    largest_s = first_bytes(sizes, window) / cluster.host_bandwidth
+    stall_s = window * max(0.0, largest_s - timing.forward_backward_s)
+    held = window_bytes(sizes, window) * window * setup.layout.world
+    logs = _log_bytes(setup)
+    saving = Saving(
+        name="sparse",
+        stall_s=stall_s,
+        restart_s=cluster.detect_s + window_bytes(sizes, window) * window / setup.network_rate,
+        traffic=Traffic(host=held + logs * window, network=options.replicas * held),
+        host_bytes=_VERSIONS * (held * (1 + options.replicas) + logs * window),
+    )
+    saving = sparse_replay(saving, window, timing.iteration_s * timing.without_bubbles)
+    return Strategy(_with_storage(setup, options, saving))
+
+
+def sparse_replay(saving: Saving, window: int, replay_s: float) -> Saving:
+    """With a window of checkpoints, and the W iterations and those since that a lost stage replays (MoEvement, 3.6).
+
+    Args:
+        saving: what does not follow from these.
+        window: W.
+        replay_s: of one iteration of a stage alone, nothing frozen.
+    """
+    frozen = (window - 1) / (2 * window)  # of the operators, in the mean over a conversion
+    return dataclasses.replace(
+        saving,
+        interval=window,
+        lag=window,
+        replay_s=replay_s,
+        conversion_s=replay_s * (1 - frozen * _B_WEIGHT),
+        conversion=window,
+        local=True,
+    )
+
+
+def elastic(setup: Setup, options: Options) -> Strategy:
+    """Experts are replicated, and training goes on with the nodes that are left (Lazarus)."""
+    cluster = setup.cluster
+    saving = Saving("elastic", interval=1, restart_s=cluster.detect_s + _RECONFIGURE_S, elastic=1)
+    saving = dataclasses.replace(saving, replay_s=setup.timing.iteration_s, survives=1)
+    return Strategy(_with_storage(setup, options, saving))
+
+
+POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
+    policy.__name__: policy for policy in (none, blocking, checkfreq, full, pec, sparse, elastic)
+}
+"""By name."""
+
+
+def _global(
+    setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: int = 0, load_s: float = 0.0
+) -> Saving:
+    """Everybody rolls back."""
+    cluster, iteration_s = setup.cluster, setup.timing.iteration_s
+    if name == "none":
+        saving = Saving(name)
+    else:
+        saving = Saving(name, interval=interval, stall_s=stall_s, lag=lag)
+    return dataclasses.replace(
+        saving,
+        restart_s=cluster.detect_s + cluster.restart_s + load_s,
+        replay_s=cluster.replay_slowdown * (iteration_s + saving.per_iteration_s()),
+    )
+
+
+def _in_memory(setup: Setup, options: Options, name: str, sizes: Sizes, kept: float) -> Saving:
+    stall_s = setup.stall_s(sizes.busiest)
+    lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
+    saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
+    saving = dataclasses.replace(
+        saving,
+        traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
+        host_bytes=_VERSIONS * (1 + options.replicas) * kept,
+    )
+    return _with_storage(setup, options, saving)
+
+
+def _partial(setup: Setup, options: Options, k: int) -> Saving:
+    sizes = pec_sizes(setup.operators, setup.layout, k, setup.state)
+    saving = _in_memory(setup, options, "pec", sizes, setup.full.total)
+    return dataclasses.replace(saving, exact=k == setup.num_experts)
+
+
+def _with_storage(setup: Setup, options: Options, saving: Saving) -> Saving:
+    """Where memory does not survive, the newest checkpoint in storage does."""
+    write_s = setup.full.total / setup.cluster.storage_bandwidth
+    interval = options.persist_interval or max(1, setup.iterations(write_s))
+    beyond = _global(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
+    survives = options.replicas if saving.elastic == 0 else saving.survives
+    return dataclasses.replace(saving, survives=survives, beyond=beyond)
+
+
+def _at_best_interval(setup: Setup, options: Options, saving: Saving, least: int) -> Saving:
+    iteration_s = setup.timing.iteration_s
+    interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, least))
+    return at_interval(saving, interval, iteration_s)
+
+
+def _copy_s(setup: Setup, sizes: Sizes) -> float:
+    return sizes.busiest / setup.cluster.host_bandwidth
+
+
+def _replicate_s(setup: Setup, options: Options, nbytes: float) -> float:
+    return options.replicas * nbytes / setup.network_rate
+
+
+def _log_bytes(setup: Setup) -> float:
+    """Of an iteration: activations and gradients at every border between stages, 16-bit (MoEvement, section 3.4)."""
+    work = setup.work
+    tokens = work.global_batch * work.seq_length
+    return 2 * 2 * tokens * work.hidden_size * (setup.layout.pp - 1)

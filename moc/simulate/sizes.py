@@ -1,0 +1,116 @@
+"""Bytes that ranks save: by the sharding rules and the rotation of experts that training uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from moc.policy.sequential import sequential_experts
+from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
+from moc.simulate.stages import split_stages
+from moc.state.operators import Operator
+
+MIXED = StateBytes()
+"""16-bit compute weights, fp32 master weights and Adam's moments: 2 + 4 + 8 bytes."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one snapshot holds.
+
+    Attributes:
+        busiest: bytes of the rank that saves most.
+        total: bytes of all ranks.
+    """
+
+    busiest: int
+    total: int
+
+
+@dataclass(frozen=True)
+class OperatorSize:
+    """An operator on one rank.
+
+    Attributes:
+        name: of the operator.
+        full: bytes of master weights and moments.
+        compute: bytes of the compute weights.
+    """
+
+    name: str
+    full: int
+    compute: int
+
+
+def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Sizes:
+    """A snapshot of everything: master weights and moments, from which compute weights follow.
+
+    Args:
+        operators: of the unpartitioned model.
+        layout: where the ranks stand; the layers need not divide by its stages.
+        state: bytes of each parameter.
+
+    Raises:
+        ValueError: layers or experts cannot be spread over the ranks.
+    """
+    if state.master:
+        state = dataclasses.replace(state, weights=0)
+    return _sizes(operators, layout, state, None)
+
+
+def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: StateBytes = MIXED) -> Sizes:
+    """A snapshot of what is no expert and of K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
+    if state.master:
+        state = dataclasses.replace(state, weights=0)
+    layers = sorted({o.layer for o in operators if o.kind == "expert"})
+    experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
+    chosen = {
+        f"layers.{layer}.expert.{expert}"
+        for place, layer in enumerate(layers)
+        for expert in sequential_experts(0, place, k, experts, layout.ep)
+    }
+    return _sizes(operators, layout, state, chosen)
+
+
+def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> list[OperatorSize]:
+    """The operators of the busiest rank, with its share of each: what a sparse window is made of."""
+    parts = (dataclasses.replace(state, weights=0), dataclasses.replace(state, master=0, moments=0))
+    busiest: list[OperatorSize] = []
+    for stage, _ in _distinct_stages(operators, layout):
+        full, compute = (_shares(stage, layout, part) for part in parts)
+        rank = max(full, key=lambda r: sum(full[r].values()))
+        held = [OperatorSize(o.name, full[rank][o.name], compute[rank][o.name]) for o in stage]
+        held = [size for size in held if size.full or size.compute]
+        busiest = max(busiest, held, key=lambda sizes: sum(size.full for size in sizes))
+    return busiest
+
+
+def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:
+    busiest = total = 0
+    for stage, times in _distinct_stages(operators, layout):
+        loads = [sum(share.values()) for share in _shares(stage, layout, state, chosen).values()]
+        busiest, total = max(busiest, *loads), total + times * sum(loads)
+    return Sizes(busiest, total)
+
+
+def _shares(
+    stage: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None = None
+) -> dict[int, Counter[str]]:
+    """By rank of one stage, the bytes that it saves of each operator."""
+    alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
+    items: list[Item] = cut_large(contents(stage, alone, state, chosen=chosen))
+    shares = {rank: Counter() for rank in range(alone.world)}
+    for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
+        shares[rank][item.operator] += item.nbytes
+    return shares
+
+
+def _distinct_stages(operators: Sequence[Operator], layout: Layout) -> Iterator[tuple[list[Operator], int]]:
+    """Stages that hold other sizes than those before, each with how many are alike."""
+    alike: dict[tuple, list[list[Operator]]] = {}
+    for stage in split_stages(operators, layout.pp):
+        alike.setdefault(tuple((o.kind, o.parameters) for o in stage), []).append(stage)
+    for stages in alike.values():
+        yield stages[0], len(stages)

@@ -1,0 +1,35 @@
+"""The program, which waits before its last two iterations until a file is there; for tests that kill its workers.
+
+However slow a test is, it finds the job running.  Workers wait in a collective, so they can be lost and woken there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pretrain_gpt_moe as program
+from pretrain_gpt_moe import warm_up
+
+
+def hold(may_end: Path) -> None:
+    """Makes the training loop wait for a file before its last two iterations."""
+    from megatron.training import loop
+    from megatron.training.agreement import on_first
+
+    iterate = loop.iterate
+
+    def held(run, stop):
+        while run.position.iteration == run.train_iters - 2 and not on_first(may_end.exists, "waiting"):
+            time.sleep(0.05)
+        return iterate(run, stop)
+
+    loop.iterate = held
+
+
+if __name__ == "__main__":
+    warm_up()
+    hold(Path(os.environ["TEST_MAY_END"]))
+    sys.exit(program.main())

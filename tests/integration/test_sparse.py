@@ -1,0 +1,87 @@
+"""Sparse checkpoints: who goes on from a window has never stopped, to the last bit."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from moc.store.store import directory_of, file_of
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import events, start, stores, train
+from tests.integration.test_determinism import DROPOUT
+from tests.integration.test_precision import BF16
+from tests.integration.tiny import EXPERT_BIAS
+
+HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=9)
+SPARSE = dict(ckpt_policy="sparse", ckpt_blocking=True)
+REPLICATED, TIED = dict(use_distributed_optimizer=False), dict(untie_embeddings_and_output_weights=False)
+SCALING = dict(fp16=True, initial_loss_scale=2.0**18, hysteresis=1, loss_scale_window=2)  # rises, and overflows
+SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, train_iters=14)
+RUNS = {  # layout, flags, window, killed after
+    "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
+    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 6),
+    "fp32, recomputed": (
+        "EP2",
+        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        3,
+        8,
+    ),
+}
+
+
+@pytest.fixture
+def flags(data, tmp_path):
+    """Of a run with sparse checkpoints."""
+    return data | SPARSE | dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("run", RUNS)
+def test_recovery_is_bit_identical(run, data, flags):
+    layout, changes, window, killed_after = RUNS[run]
+    plain = {name: value for name, value in changes.items() if not name.startswith("sparse_")}
+    straight = train(layout, data | HARD | plain, "sparse_bodies:train")
+    assert min(straight.norms) > HARD["clip_grad"]
+    if "fp16" in changes:
+        assert any(record["skipped"] for record in straight.records[1:window])
+    flags = flags | HARD | changes | dict(sparse_window=window)
+    killed = start(layout, flags, "sparse_bodies:die_after", iteration=killed_after).wait()
+    assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-2000:]
+    resumed = train(layout, flags, "sparse_bodies:train")
+    end = killed_after // window * window
+    assert resumed.start == end
+    repeated = range(end - window + 2, end + 1)
+    assert [(event["iteration"], event["exact"]) for event in events(flags, "replay")] == [(i, True) for i in repeated]
+    assert resumed.records == straight.records[end:]
+    assert [worker["state"] for worker in resumed.workers] == [worker["state"] for worker in straight.workers]
+
+
+@pytest.mark.recovery
+def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, flags):
+    flags = flags | SMALL | dict(sparse_window=3, ckpt_keep=2)
+    straight = train("1", data | SMALL)
+    start("1", flags, "sparse_bodies:die_after", iteration=11).wait()
+    store = stores(flags)["storage"]
+    assert store.iterations() == [4, 5, 6, 7, 8, 9, 10, 11]
+    path = Path(flags["ckpt_dir"], directory_of(8), file_of(0))
+    path.write_bytes(path.read_bytes()[:-1])
+    resumed = train("1", flags | dict(ckpt_keep=1))
+    assert resumed.start == 6 and resumed.records == straight.records[6:]
+    assert resumed.weights == straight.weights
+    assert store.iterations() == [14]  # of everything: the run has ended in good order
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(300)
+def test_survivors_go_on_from_a_window(data, flags, tmp_path):
+    flags = flags | SMALL | dict(sparse_window="3", train_iters=20)
+    straight = train("EP2", data | SMALL | dict(train_iters=20))
+    with Launched("EP2", flags, tmp_path / "job") as job:
+        for iteration, rank in ((7, 1), (13, 0)):
+            job.reach(iteration)
+            job.kill(rank)
+            job.reach(iteration + 3)
+        assert job.wait() == 0, job.console[-4000:]
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert len(job.events("generation")) == 2
+    assert [event["exact"] for event in job.events("replay")] == [True] * 4

@@ -1,0 +1,145 @@
+"""From what jobs tell to the figures of the benchmarks that kill their workers, attack them, or leave them alone."""
+
+import json
+
+import pytest
+
+from benchmarks import generations, launch_overhead, wire_fuzz
+from benchmarks.live.dcp_job import complete
+from benchmarks.live.job import Events
+from benchmarks.live.recoveries import NOTICED, OUTSIDE, claims, medians, recovery
+
+KILLED, USUAL = 100.25, 0.5
+
+
+def iteration(number: int, time: float) -> dict:
+    return {"type": "iteration", "iteration": number, "time": time}
+
+
+EVENTS = [
+    {"type": "resume", "time": 90.0, "iteration": 0, "seconds": 0.1},  # after an earlier kill
+    iteration(6, 99.5),
+    iteration(7, 100.0),
+    {"type": "generation", "time": 100.5, "noticed_s": 0.01, "met_s": 0.2},
+    {"type": "resume", "time": 101.0, "iteration": 6, "seconds": 0.1},
+    {"type": "start", "time": 101.1, "startup_s": {"meet": 9.0, "load": 0.4}},
+    iteration(7, 101.75),
+    iteration(8, 102.25),
+]
+SAID = [
+    (99.0, "mocrun: generation 1: worker 0 was killed by signal 9"),
+    (100.3, "mocrun: generation 2: worker 3 was killed by signal 9"),
+]
+
+
+def of(events, said=SAID, killed=KILLED) -> dict | None:
+    return recovery(events, said, NOTICED["ours"], killed, USUAL)
+
+
+def test_the_chain_from_a_kill_to_something_new():
+    told = of(EVENTS)
+    assert told == pytest.approx(
+        {
+            "detected": 0.05,
+            "survivors unblocked": 0.05,
+            "first collective": 0.45,
+            "planned": 0.65,
+            "loaded": 0.75,
+            "first iteration": 1.5,
+            OUTSIDE: 2.25 - USUAL,  # from the end of 7 to the end of 8, for the first time
+            "iterations again": 1,
+        }
+    )
+
+
+def test_a_chain_that_is_not_complete_is_none():
+    for end in range(len(EVENTS)):
+        assert of(EVENTS[:end]) is None
+    assert of(EVENTS, SAID[:1]) is None
+
+
+def test_an_iteration_that_ends_after_the_kill_is_useful_work():
+    late = [*EVENTS[:3], iteration(8, 100.4), *EVENTS[3:], iteration(9, 103.0)]
+    assert of(EVENTS[:3] + [iteration(8, 100.4)] + EVENTS[3:]) is None  # 8 has been there before
+    assert of(late)[OUTSIDE] == pytest.approx(103.0 - 100.4 - USUAL)
+    assert of(late)["iterations again"] == 2
+
+
+def test_the_first_worker_was_killed():
+    told = of([event for event in EVENTS if event["type"] != "generation"])
+    assert "survivors unblocked" not in told and told["detected"] == pytest.approx(0.05)
+    assert medians([told, of(EVENTS)])["survivors unblocked"] == pytest.approx(0.05)
+
+
+def test_lines_by_which_launchers_tell_of_a_loss():
+    assert not NOTICED["ours"].search(" [2026-01-01 00:00:00] generation 2: worker 1 was killed by signal 9; all met")
+    line = "E0101 00:00:00.000000 7 torch/api.py:900] failed (exitcode: -9) local_rank: 1 (pid: 8) of binary: python"
+    assert NOTICED["torchrun"].search(line)
+
+
+def test_claims_are_made_of_the_cases_that_were_run():
+    ours = {"detected": 0.05, "first collective": 0.4, OUTSIDE: 0.7}
+    assert set(claims({"ours, memory": ours}).values()) == {True} and len(claims({"ours, memory": ours})) == 2
+    assert all(claims({"ours, memory": ours, "torchrun, disk": {OUTSIDE: 7.0}}).values())
+    slow = {"detected": 0.2, "first collective": 1.0, OUTSIDE: 0.71}
+    assert not any(claims({"ours, memory": slow, "torchrun, disk": {OUTSIDE: 7.0}}).values())
+
+
+def test_events_are_read_as_they_come_and_torn_lines_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    events = Events(path)
+    assert events.all() == []
+    with open(path, "ab", buffering=0) as file:
+        file.write(json.dumps(iteration(1, 1.0)).encode() + b'\n{"type": "iter')
+        assert [e["iteration"] for e in events.of("iteration")] == [1]
+        file.write(b'\n{"type": "iteration", "iteration": 2')
+        assert len(events.all()) == 1
+        file.write(b', "time": 2.0}\n')
+    assert [e["iteration"] for e in events.of("iteration")] == [1, 2] and events.of("resume") == []
+
+
+def test_a_checkpoint_of_torch_counts_when_it_is_described(tmp_path):
+    for number in (2, 1, 3):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    for number in (1, 2):
+        (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
+    assert [path.name for path in complete(tmp_path)] == ["iter_0000001", "iter_0000002"]
+
+
+def test_what_creeps_is_named_and_what_was_warming_up_is_not():
+    flat = [{"uss_mb": 100.0 + min(i, 10) * 5, "rss_mb": 300.0, "threads": 40, "descriptors": 20} for i in range(41)]
+    leaking = [one | {"descriptors": 20 + i} for i, one in enumerate(flat)]
+    found = {who: generations.slopes(samples) for who, samples in {"agent": flat, "worker": leaking}.items()}
+    assert found["worker"]["descriptors"] == pytest.approx(1.0)
+    assert generations.creeping(found) == ["worker: descriptors"]
+
+
+def test_a_ratio_is_of_rounds_with_themselves():
+    rounds = [
+        {"torchrun": [1.0, 1.0, 1.0], "ours, interval 1": [2.0, 2.0, 2.0], "ours, interval 50": [1.0, 1.0, 4.0]},
+        {"torchrun": [3.0, 3.0, 3.0], "ours, interval 1": [3.0, 3.0, 3.0], "ours, interval 50": [3.0, 3.0, 3.0]},
+    ]
+    told = launch_overhead.ratios(rounds)
+    assert told["torchrun"]["median"] == {"median": 1.0, "rounds": [1.0, 1.0]}
+    assert told["ours, interval 1"]["median"] == {"median": 0.75, "rounds": [0.5, 1.0]}
+    assert told["ours, interval 50"]["median"]["median"] == 1.0  # what few iterations pay is not in medians
+    assert told["ours, interval 50"]["sum"]["rounds"] == [0.5, 1.0]
+
+
+SERVER = [{"uss_mb": 9, "descriptors": 9}, {"uss_mb": 10, "descriptors": 12}, {"uss_mb": 10, "descriptors": 12}]
+
+
+@pytest.mark.parametrize(
+    ("generation", "last", "broken"),
+    [
+        ((2, "worker 1 was killed by signal 9"), {}, set()),
+        ((2, "worker 1 has lost connections"), {}, {"the job went on after each kill"}),
+        ((1_000_000, "worker 1 was killed by signal 9"), {}, {"no other generation began"}),
+        ((2, "worker 1 was killed by signal 9"), {"descriptors": 13}, {"no descriptors are left"}),
+        ((2, "worker 1 was killed by signal 9"), {"uss_mb": 18}, {"memory grew by less than 8 MB"}),
+    ],
+)
+def test_what_an_attack_must_not_bring_about(generation, last, broken):
+    told = {"kills": 2, "samples": {"agent": [*SERVER[:-1], SERVER[-1] | last]}}
+    held = wire_fuzz.verdict(told, [(1, "worker 1 was killed by signal 9"), generation])
+    assert {what for what, holds in held.items() if not holds} == broken

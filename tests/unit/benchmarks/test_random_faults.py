@@ -1,0 +1,43 @@
+"""What a campaign of random faults takes for a failure."""
+
+import random
+
+import pytest
+
+from benchmarks.random_faults import LAYOUTS, End, Row, _differences, _stop, parse, summary
+
+EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
+
+
+@pytest.mark.parametrize(
+    "ended, wrong",
+    [
+        (End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"}), []),
+        (End({1: (2.0, 0.5), 2: (1.5, 0.41)}, EXPECTED.hashes), ["losses differ in iterations [2]"]),
+        (End({2: (1.5, 0.4)}, EXPECTED.hashes), ["losses differ in iterations [1]"]),
+        (End(EXPECTED.losses, {"box": "a", "other": "c"}), ["1 of 2 tensors differ"]),
+        (End(EXPECTED.losses, {}), ["2 of 2 tensors differ"]),
+        (End(EXPECTED.losses, EXPECTED.hashes | {"third": "c"}), ["1 of 3 tensors differ"]),
+    ],
+)
+def test_a_run_that_ends_otherwise_has_failed(ended, wrong):
+    assert _differences(ended, EXPECTED) == wrong
+
+
+def test_all_faults_are_counted():
+    rows = [
+        Row("PP2xEP2", "disk", 0, ["kill 1 at 3, start", "stop 0 at 5, start"]),
+        Row("PP2xEP2", "memory", 1, ["kill 1 at 4, loading"], wrong=["exit code 1"]),
+    ]
+    assert summary(rows) == {
+        "runs": 2,
+        "equal": 1,
+        "faults": 3,
+        "by_point": {"start": 2, "loading": 1},
+        "by_action": {"kill": 2, "stop": 1},
+    }
+
+
+def test_the_same_seed_stops_the_same_worker():
+    assert _stop(random.Random(3), 4, 20) == _stop(random.Random(3), 4, 20)
+    assert parse([]).layouts == list(LAYOUTS)

@@ -1,0 +1,207 @@
+"""The sparse policy over a run: windows, orders, what changes them, and what is told and stored."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.policy import Observed, Transfer
+from moc.policy.interval import BLOCK, WARM_UP
+from moc.policy.sparse import ORDERS, Sparse
+from moc.state.detail import Detail
+from moc.state.shape import ModelShape, model_operators
+
+SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
+OPERATORS = model_operators(SHAPE)
+NAMES = [operator.name for operator in OPERATORS]
+FLAT = {0: [1, 1, 1, 1], 2: [1, 1, 1, 1]}
+
+
+def run(policy: Sparse, iterations, loads=lambda iteration: None) -> list:
+    """The plans of some iterations, as training asks for them."""
+    plans = []
+    for iteration in iterations:
+        plan = policy.plan(iteration, loads(iteration))
+        if plan is not None:
+            policy.taken(plan, loads(iteration))
+        plans.append(plan)
+    return plans
+
+
+def grown(per_iteration: dict) -> callable:
+    """Loads of a run in which experts get as much in every iteration."""
+    return lambda iteration: {layer: [n * iteration for n in row] for layer, row in per_iteration.items()}
+
+
+def check_window(plans) -> None:
+    """Each operator in full once; compute weights before it, and nothing after it."""
+    for name in NAMES:
+        details = [plan.operators.get(name) for plan in plans]
+        place = details.index(Detail.FULL)
+        assert details == [Detail.COMPUTE] * place + [Detail.FULL] + [None] * (len(plans) - place - 1), name
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.sampled_from(ORDERS), st.sampled_from([(), (0, 0, 1), (0, 1, 2)]), st.randoms())
+def test_every_window_has_every_operator(window, order, stages, random):
+    policy = Sparse(OPERATORS, None, window=window, order=order, ep=2, stages=stages)
+    tokens, loads = {0: [0] * 4, 2: [0] * 4}, {}
+    for iteration in range(1, 41):
+        if iteration % 7 == 0:
+            add = {layer: [random.randrange(10) for _ in range(4)] for layer in tokens}
+            tokens = {layer: [a + b for a, b in zip(row, add[layer], strict=True)] for layer, row in tokens.items()}
+        loads[iteration] = tokens
+    plans = run(policy, range(1, 41), loads.get)
+    length = len(policy.told.current.turns)
+    assert length <= window
+    for start in range(0, 40 - length + 1, length):
+        check_window(plans[start : start + length])
+    assert all(plan.complete == (length == 1) for plan in plans)
+
+
+def test_asking_changes_nothing():
+    policy = Sparse(OPERATORS, None, window=3)
+    run(policy, range(1, 4), grown(FLAT))
+    before = json.dumps(policy.state_dict())
+    assert policy.plan(4, {0: [9, 1, 1, 1], 2: [1, 1, 1, 9]}) == policy.plan(4, {0: [9, 1, 1, 1], 2: [1, 1, 1, 9]})
+    assert json.dumps(policy.state_dict()) == before
+
+
+def first_experts(policy, iteration, load) -> list[str]:
+    return [name for name in policy.plan(iteration, load).of(Detail.FULL) if ".expert." in name]
+
+
+def test_the_order_follows_popularity_at_the_border_of_a_window_only():
+    policy = Sparse(OPERATORS, None, window=9)
+    run(policy, range(1, 9), grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 4]}))
+    assert policy.told.current.turns[0].full[:2] == ("layers.0.expert.3", "layers.2.expert.0")
+    turns = policy.told.current.turns
+    run(policy, [9], grown({0: [1, 3, 2, 40], 2: [40, 2, 3, 4]}))
+    assert policy.told.current.turns == turns
+    run(policy, [10], grown({0: [1, 3, 2, 40], 2: [40, 2, 3, 4]}))
+    assert policy.told.current.start == 10 and policy.told.current.turns[0].full[:2] != turns[0].full[:2]
+    assert policy.told.current.turns[0].full[0] == "layers.0.expert.0"
+
+
+def test_a_small_change_leaves_the_order_alone():
+    policy = Sparse(OPERATORS, None, window=1)
+    run(policy, [1], grown({0: [100, 101, 102, 103], 2: [103, 102, 101, 100]}))
+    order = policy.told.current.order
+    run(policy, [2], grown({0: [103, 102, 101, 100], 2: [100, 101, 102, 103]}))
+    assert policy.told.current.order == order
+    run(policy, [3], grown({0: [200, 102, 101, 100], 2: [100, 101, 102, 200]}))
+    assert policy.told.current.order != order
+
+
+def test_orders_differ_in_what_they_look_at():
+    def least(order, **more):
+        policy = Sparse(OPERATORS, None, window=len(OPERATORS), order=order, **more)
+        policy.routed({0: [9, 9, 1, 9], 2: [9, 9, 9, 9]})
+        loads = {1: {0: [90, 50, 60, 70], 2: [99] * 4}, 2: {0: [91, 150, 160, 170], 2: [199] * 4}}
+        run(policy, [1], loads.get)
+        policy.told.current = type(policy.told.current)()  # a window begins
+        return first_experts(policy, 2, loads[2])[0]
+
+    assert least("popularity") == "layers.0.expert.0"
+    assert least("decayed") == "layers.0.expert.0"
+    assert least("soft") == "layers.0.expert.2"
+    assert least("index") == "layers.0.expert.0"
+    assert least("capacity", capacities={0: (1, 1, 1, 10), 2: (1,) * 4}) == "layers.0.expert.3"
+
+
+def test_decayed_popularity_forgets_what_popularity_does_not():
+    early, late = {0: [1000, 0, 5, 5], 2: [5] * 4}, {0: [0, 30, 5, 5], 2: [5] * 4}
+
+    def loads(iteration):
+        first, then = min(iteration, 10), max(0, iteration - 10)
+        return {k: [a * first + b * then for a, b in zip(early[k], late[k], strict=True)] for k in early}
+
+    def most(order):
+        policy = Sparse(OPERATORS, None, window=1, order=order)
+        run(policy, range(1, 101), loads)
+        ranked = [OPERATORS[place].name for place in policy.told.current.order]
+        return [name for name in ranked if name.startswith("layers.0.expert.")][-1]
+
+    assert most("popularity") == "layers.0.expert.0" and most("decayed") == "layers.0.expert.1"
+
+
+def test_a_run_that_goes_on_behind_a_window_plans_what_it_would_have():
+    loads = grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 40]})
+    for order in ORDERS:
+        straight, first = (Sparse(OPERATORS, None, window=3, order=order) for _ in range(2))
+        plans = run(straight, range(1, 13), loads)
+        run(first, range(1, 7), loads)
+        other = Sparse(OPERATORS, None, window=3, order=order)
+        other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert run(other, range(7, 13), loads) == plans[6:]
+
+
+def test_everything_ends_a_window():
+    policy = Sparse(OPERATORS, None, window=4)
+    run(policy, range(1, 3))
+    policy.taken(policy.everything(2))
+    check_window(run(policy, range(3, 7)))
+
+
+@pytest.mark.parametrize("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])
+def test_no_state_of_this_policy(state):
+    with pytest.raises(ValueError, match="no state of sparse checkpoints"):
+        Sparse(OPERATORS, None).load_state_dict(state)
+
+
+@pytest.mark.parametrize("bad", [dict(window=-1), dict(order="luck")])
+def test_settings_that_are_not_possible(bad):
+    with pytest.raises(ValueError, match="not possible|no order"):
+        Sparse(OPERATORS, None, **bad)
+
+
+def busiest(operators) -> int:
+    """A rank that saves 12 bytes of each parameter in full, and 2 of each compute weight."""
+    size = {operator.name: operator.parameters for operator in OPERATORS}
+    return sum(size[name] * (12 if detail is Detail.FULL else 2) for name, detail in operators.items())
+
+
+def measured(policy: Sparse, seconds: float, bandwidth: float, iterations: int) -> list[bool]:
+    """By iteration, whether there was a snapshot; those are copied by the next iteration."""
+    taken = []
+    for iteration in range(1, iterations + 1):
+        plan = policy.plan(iteration)
+        if plan is not None:
+            policy.taken(plan)
+        amount = 0 if plan is None else busiest(plan.operators)
+        copied = Transfer(amount, amount / bandwidth)
+        policy.interval.observe(Observed(2 * seconds, forward_backward_s=seconds, copied=copied))
+        taken.append(plan is not None)
+    return taken
+
+
+def test_a_window_that_finds_itself():
+    policy, dense = Sparse(OPERATORS, None), busiest(dict.fromkeys(NAMES, Detail.FULL))
+    policy.sized(busiest)
+    taken = measured(policy, seconds=1.0, bandwidth=dense / 2, iterations=40)
+    assert taken == [False] * (WARM_UP + BLOCK) + [True] * (40 - WARM_UP - BLOCK)
+    length = policy.gauges()["sparse_window"]
+    assert length > 1 and "GB/s" in policy.reason()
+    plans = run(policy, range(41, 41 + 2 * length))
+    assert max(busiest(plan.operators) for plan in plans) <= dense / 2
+    other = Sparse(OPERATORS, None)
+    other.sized(busiest)
+    other.interval.load_state_dict(json.loads(json.dumps(policy.interval.state_dict())))
+    assert other.plan(1) is not None and not other.plan(1).complete
+
+
+def test_a_fast_machine_takes_everything_each_time():
+    policy = Sparse(OPERATORS, None)
+    policy.sized(busiest)
+    measured(policy, seconds=1.0, bandwidth=1e12, iterations=30)
+    assert policy.gauges()["sparse_window"] == 1 and policy.plan(31).complete
+
+
+def test_gauges_show_how_unequal_experts_are_of_late():
+    policy = Sparse(OPERATORS, None, window=2)
+    assert policy.gauges() == {}
+    loads = {1: {0: [4, 4, 4, 4], 2: [4, 4, 4, 4]}, 2: {0: [8, 4, 4, 4], 2: [5, 5, 5, 5]}}
+    run(policy, [1, 2], loads.get)
+    assert policy.gauges() == {"sparse_window": 2, "hhi": (1 + 0.25) / 2, "skewness": 0.5}
+    assert policy.reason() is None

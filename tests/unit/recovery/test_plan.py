@@ -1,0 +1,129 @@
+"""How a job goes on, whatever is left: exact, or a reason why not."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.recovery.plan import Copy, Inventory, plans, reason
+from moc.recovery.sources import MEMORY, STORAGE, Held
+from moc.state.operators import Operator
+
+OPERATORS = [Operator("embedding", "embedding", 0, None, 10), Operator("layers.0.expert.0", "expert", 0, 0, 10)]
+NAMES = tuple(operator.name for operator in OPERATORS)
+ALIKE = dict.fromkeys(NAMES, "same")
+"""What two data-parallel ranks hold."""
+
+
+def holds(iteration: int, tier: str = MEMORY, names=NAMES) -> Held:
+    return Held(iteration, tier, dict.fromkeys(names, "full"))
+
+
+def sharded(size: int) -> dict:
+    """What ranks hold with ZeRO: each something of its own."""
+    return {rank: dict.fromkeys(NAMES, str(rank)) for rank in range(size)}
+
+
+def first(inventory: Inventory, exact: bool = True, only=None):
+    return next(plans(inventory, OPERATORS, exact, only), None)
+
+
+def test_survivors_keep_their_state_and_the_new_worker_loads():
+    plan = first(Inventory([holds(4), holds(5)], {0: 5, 2: 5}, sharded(3)))
+    assert plan.iteration == 5 and plan.keep == {0, 2} and plan.way.base.iteration == 5
+
+
+def test_without_a_snapshot_of_their_iteration_all_go_back():
+    plan = first(Inventory([holds(4)], {0: 5, 2: 5}, sharded(3)))
+    assert plan.iteration == 4 and not plan.keep and plan.way is not None
+
+
+def test_a_replica_gives_what_it_has():
+    plan = first(Inventory([holds(4)], {0: 7, 1: 7}, dict.fromkeys(range(3), ALIKE)))
+    assert plan.iteration == 7 and plan.way is None
+    assert plan.copies == (Copy(NAMES[0], 0, 2), Copy(NAMES[1], 1, 2))  # each of them gives a part
+
+
+def test_a_replica_of_half_of_the_state_is_not_enough():
+    pieces = {0: ALIKE, 1: ALIKE | {NAMES[1]: "another"}}
+    assert first(Inventory([], {0: 7}, pieces)) is None
+    assert first(Inventory([holds(7, STORAGE)], {0: 7}, pieces)).way is not None
+
+
+def test_memory_before_replicas_before_storage():
+    live, pieces = {0: 7}, dict.fromkeys(range(2), ALIKE)
+    assert first(Inventory([holds(7, MEMORY)], live, pieces)).way is not None
+    assert first(Inventory([holds(7, STORAGE)], live, pieces)).way is None
+
+
+def test_whoever_has_not_seen_the_vote_rolls_forward_to_a_replica():
+    plan = first(Inventory([holds(6)], {0: 7, 1: 6}, dict.fromkeys(range(3), ALIKE)))
+    assert plan.iteration == 7 and plan.keep == {0} and {copy.target for copy in plan.copies} == {1, 2}
+
+
+def test_whoever_has_seen_it_goes_back_where_there_is_none():
+    plan = first(Inventory([holds(6)], {0: 7, 1: 6}, sharded(3)))
+    assert plan.iteration == 6 and plan.keep == {1} and plan.way is not None
+
+
+def test_nobody_is_lost():
+    plan = first(Inventory([], {0: 7, 1: 7}, sharded(2)))
+    assert (plan.iteration, plan.keep, plan.copies, plan.way) == (7, {0, 1}, (), None)
+
+
+@pytest.mark.parametrize("exact, only", [(False, None), (True, 4)])
+def test_live_state_is_left_alone(exact, only):
+    """Of partial snapshots, whose losses are counted by checkpoints; and where the user names an iteration."""
+    plan = first(Inventory([holds(4)], {0: 5, 1: 5}, sharded(2)), exact, only)
+    assert plan.iteration == 4 and not plan.keep
+
+
+def test_what_is_missing_is_named():
+    assert reason(Inventory([]), OPERATORS) == "there is none"
+    assert (
+        reason(Inventory([holds(4), holds(5, names=NAMES[:1])]), OPERATORS) == "that of iteration 5 lacks " + NAMES[1]
+    )
+    assert "weights or moments" in reason(Inventory([Held(5, STORAGE, dict.fromkeys(NAMES, "compute"))]), OPERATORS)
+
+
+@st.composite
+def inventories(draw):
+    size = draw(st.integers(1, 6))
+    tiers = st.sampled_from([MEMORY, STORAGE])
+    held = draw(
+        st.lists(st.builds(holds, st.integers(1, 4), tiers, st.sets(st.sampled_from(NAMES)).map(tuple)), max_size=5)
+    )
+    live = draw(st.dictionaries(st.integers(0, size - 1), st.integers(1, 4), max_size=size))
+    named = st.fixed_dictionaries({name: st.sampled_from("ab") for name in NAMES})
+    return Inventory(held, live, {rank: draw(named) for rank in range(size)})
+
+
+@settings(deadline=None, max_examples=300)
+@given(inventories())
+def test_every_rank_has_all_of_its_state_at_one_iteration(inventory):
+    for plan in plans(inventory, OPERATORS, exact=True):
+        assert all(inventory.live[rank] == plan.iteration for rank in plan.keep)
+        assert plan.way is None or {source.iteration for source in plan.way.sources.values()} == {plan.iteration}
+        for copy in plan.copies:
+            assert copy.source in plan.keep and copy.target not in plan.keep
+            assert inventory.pieces[copy.source][copy.operator] == inventory.pieces[copy.target][copy.operator]
+        if plan.way is None:
+            given = {(copy.target, copy.operator) for copy in plan.copies}
+            assert given == {(rank, name) for rank in set(inventory.pieces) - plan.keep for name in NAMES}
+
+
+@settings(deadline=None, max_examples=300)
+@given(inventories())
+def test_there_is_a_plan_for_whatever_a_checkpoint_or_a_replica_has(inventory):
+    found = [plan.iteration for plan in plans(inventory, OPERATORS, exact=True)]
+    assert found == sorted(set(found), reverse=True)
+    for iteration in range(1, 5):
+        stored = {name for held in inventory.held if held.iteration == iteration for name in held.operators}
+        alive = [rank for rank, at in inventory.live.items() if at == iteration]
+        copied = alive and all(
+            any(inventory.pieces[rank][name] == pieces[name] for rank in alive)
+            for pieces in inventory.pieces.values()
+            for name in NAMES
+        )
+        assert (iteration in found) == bool(stored == set(NAMES) or copied)
+    if not found:
+        assert reason(inventory, OPERATORS)

@@ -1,0 +1,48 @@
+"""The launcher's command line."""
+
+import pytest
+
+from moc.launch import parse
+from moc.runtime.hangs import CAPS
+
+ENDPOINT = ("--rdzv-endpoint", "node0:29500")
+
+
+def parsed(*flags):
+    return parse([*flags, __file__, "--nnodes", "9"])
+
+
+def test_one_machine_needs_no_flags():
+    flags = parsed()
+    assert (flags.nnodes, flags.nproc_per_node, flags.spares, flags.node_rank) == (1, 1, 0, 0)
+    assert flags.alone and flags.endpoint == "127.0.0.1:0"
+    assert flags.command == [__file__, "--nnodes", "9"] and flags.hang_caps == CAPS
+
+
+def test_spares_are_numbered_behind_the_nodes():
+    assert parsed("--nnodes", "2", "--spares", "1", "--node-rank", "2", *ENDPOINT).node_rank == 2
+    with pytest.raises(SystemExit):
+        parsed("--nnodes", "2", "--spares", "1", "--node-rank", "3", *ENDPOINT)
+
+
+def test_what_spares_of_this_machine_are_started_with():
+    flags = parsed("--standalone", "--nproc-per-node", "4", "--spares", "1", "--")
+    assert flags.alone and flags.own == ["--nproc-per-node", "4", "--spares", "1"]
+    spare = parse([*flags.own, "--node-rank", "1", "--rdzv-endpoint", "127.0.0.1:5", *flags.command])
+    assert not spare.alone and (spare.node_rank, spare.nproc_per_node, spare.endpoint) == (1, 4, "127.0.0.1:5")
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (("--nnodes", "2"), "--rdzv-endpoint"),
+        (("--spares", "1", "--node-rank", "1"), "--rdzv-endpoint"),
+        (("--spares", "-1"), "--spares"),
+        (("--node-rank", "1"), "--node-rank must be from 0 to 0"),
+        (("--hang-timeout", "stop=3"), "there is no section 'stop'"),
+    ],
+)
+def test_a_mistake_is_named(flags, complaint, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parsed(*flags)
+    assert leaving.value.code == 2 and complaint in capsys.readouterr().err

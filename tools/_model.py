@@ -1,0 +1,60 @@
+"""From a preset and the program's own flags to the operators of a model, for tools that need no GPU."""
+
+from __future__ import annotations
+
+from megatron.training.arguments import parse_config
+from megatron.training.config import Config
+from megatron.training.model_shape import model_shape
+from megatron.training.presets import PRESETS
+from moc.state.operators import Operator
+from moc.state.shape import model_operators
+
+# What parse_config asks for and the shape of the model does not depend on.
+_RUN = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--mock-data", "--sequence-parallel"]
+
+
+def config_of(
+    model: str | None,
+    model_flags: list[str],
+    *,
+    vocab_size: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+) -> Config:
+    """The configuration that these flags of pretrain_gpt_moe.py give.
+
+    Args:
+        model: a preset's name, or None.
+        model_flags: further flags that shape the model.
+        vocab_size: tokens before padding.
+        tp: tensor parallelism.
+        pp: pipeline stages.
+        ep: expert parallelism.
+    """
+    flags = [*_RUN, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size or 1)]
+    for flag, value in (
+        ("--model", model),
+        ("--tensor-model-parallel-size", tp),
+        ("--pipeline-model-parallel-size", pp),
+        ("--expert-model-parallel-size", ep),
+    ):
+        flags += [] if value is None else [flag, str(value)]
+    return parse_config([*flags, *model_flags])
+
+
+def operators_of(config: Config, vocab_size: int | None) -> list[Operator]:
+    """Every operator of the model.
+
+    Args:
+        config: of :func:`config_of`.
+        vocab_size: tokens before padding; by default the preset's.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if vocab_size is None and config.model is None:
+        raise ValueError("--vocab-size is missing: give it, or a --model")
+    size = vocab_size or PRESETS[config.model].vocab_size
+    multiple = config.network.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    return model_operators(model_shape(config.network, config.moe, -(-size // multiple) * multiple))
