@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron.training.agreement import agreed, gather
 from megatron.training.config import Config, ConfigError
+from megatron.training.config.flag import refuse
 from megatron.training.logging import Log
 from megatron.training.snapshot_tiers import Tiers
 from moc.recovery.inventory import look
@@ -36,7 +37,7 @@ class Copied(NamedTuple):
 
     Attributes:
         bytes: that came from other nodes.
-        seconds: from the first order to the last answer.
+        seconds: that copying took.
     """
 
     bytes: int = 0
@@ -67,24 +68,38 @@ def join_peers(config: Config, tiers: Tiers, log: Log, again: bool) -> Peers | N
             "--ckpt-tier peers needs a process on each node that outlives workers and keeps copies: start the job with "
             "python -m moc.launch in place of torchrun."
         )
-    if (snapshot.replicas or 0) > len(nodes) - 1:
-        raise ConfigError(
-            f"--replicas {snapshot.replicas} is more than the {len(nodes) - 1} other nodes that could keep copies: "
-            "lower it, or leave it out for as many as there are, up to 2."
-        )
-    if len(nodes) == 1:
+    replicas = copies_wanted(snapshot.replicas, len(nodes))
+    if not replicas:
         if not again:
             log.message(
                 "--ckpt-tier peers: with one node there are no peers, so snapshots are in its own memory alone, and "
                 "after the loss of the node the run goes on from --ckpt-dir"
             )
         return None
-    placement = place(len(nodes), snapshot.replicas or min(DEFAULT_REPLICAS, len(nodes) - 1))
+    placement = place(len(nodes), replicas)
     peers = Peers(tiers, nodes, placement, snapshot.replication_rate)
     peers.join()
     if not again:
         _tell(placement, nodes, log)
     return peers
+
+
+def copies_wanted(told: int | None, nodes: int) -> int:
+    """How many other nodes keep copies of each node's snapshots.
+
+    Args:
+        told: ``--replicas``.
+        nodes: of the job.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    refuse(
+        told is not None and told > nodes - 1,
+        f"--replicas {told} is more than the {nodes - 1} other nodes that could keep copies: lower it, or leave it out "
+        f"for as many as there are, up to {DEFAULT_REPLICAS}.",
+    )
+    return min(DEFAULT_REPLICAS, nodes - 1) if told is None else told
 
 
 def _tell(placement: Placement, nodes: list[str], log: Log) -> None:

@@ -174,7 +174,7 @@ def _tiers(config: Config, world: World) -> Tiers:
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
     memory = None
     if snapshot.ckpt_tier != "disk":
-        several = len(set(nodes)) > 1 and environment.NODE in os.environ  # perhaps on one machine
+        several = len(set(nodes)) > 1 and environment.AGENT in os.environ  # perhaps on one machine
         emulated = nodes[world.rank] if snapshot.node_of_rank or several else None
         memory = Store(memory_place(snapshot.ckpt_memory_dir, directory, emulated), slack=True)
     return Tiers(
@@ -189,9 +189,12 @@ def _tiers(config: Config, world: World) -> Tiers:
 
 
 def _nodes(told: str | None, world: World) -> list[str]:
-    """By rank the node on which it is: what is told, the number that the launcher gives it, or the name of its host."""
+    """By rank the node on which it is: what is told, its place in the job under our launcher, or the name of its host.
+
+    Whoever takes the place of a lost node has the same ranks, and is given what others keep for them.
+    """
     if told is None:
-        return gather(os.environ.get(environment.NODE) or socket.gethostname())
+        return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
     nodes = told.split(",")
     if len(nodes) != world.size:
         raise ConfigError(

@@ -33,12 +33,24 @@ class Node:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         os.environ[job_token.VARIABLE] = "ab" * 32
         os.environ[environment.KEEPER] = f"unix:{directory}/{self.rank}"
-        command = "-m", "moc.runtime.keeper", "--listen", "127.0.0.1:0", "--orders", os.environ[environment.KEEPER]
-        self.keeper = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+        self.address = "127.0.0.1:0"
+        self.start_keeper()
         self.store = Store(LocalPlace(memory / str(self.rank), in_memory=True), slack=True)
         self.messages: list[str] = []
         self.events, self.written = self, []
         self.peers: Peers | None = None
+
+    def start_keeper(self) -> None:
+        """The first time, or again where it was."""
+        command = "-m", "moc.runtime.keeper", "--listen", self.address, "--orders", os.environ[environment.KEEPER]
+        self.keeper = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        self.address = self.keeper.stdout.readline().strip()
+
+    def end_keeper(self) -> None:
+        """It dies."""
+        self.keeper.kill()
+        self.keeper.wait()
+        self.keeper.stdout.close()
 
     def message(self, text: str) -> None:
         """As a log."""
@@ -94,7 +106,7 @@ class Node:
 
 
 def lose_and_restore(memory: str, directory: str) -> dict:
-    """Three nodes keep copies for each other; the first loses its memory, and some copies are damaged.
+    """Three nodes keep copies for each other; the first loses its memory, some copies are damaged, and keepers die.
 
     Returns:
         What this node had at each stage, and what was said.
@@ -112,14 +124,15 @@ def lose_and_restore(memory: str, directory: str) -> dict:
     node.peers.goes_on_from(2, node)
     told["gone on"] = node.has()
 
+    node.end_keeper()
+    node.start_keeper()
     node.publish(3)
     node.peers.replicate(3).result(60)
     _all_are_here()
     _lose_first(node, damaged={1: 3, 2: 3})
     told["an older one"] = node.has() | {"value": node.value(2)}
 
-    node.keeper.kill()
-    node.keeper.wait()
+    node.end_keeper()
     told["messages"], told["events"] = node.messages, node.written
     return told
 

@@ -40,6 +40,9 @@ class Setting:
         slots: number of buffers.
         removes_at_once: a leader removes the older snapshot together with publishing, rather than after the next vote.
         waits: the update waits for copies of what it changes.
+        peers: each node keeps a copy of what the node before it has published; a snapshot is complete when all have,
+            and then any node may be lost with its memory.
+        impatient: with peers, a snapshot is complete when it is published.
     """
 
     nodes: tuple[tuple[int, ...], ...] = ((0, 1),)
@@ -50,6 +53,8 @@ class Setting:
     slots: int = 3
     removes_at_once: bool = False
     waits: bool = True
+    peers: bool = False
+    impatient: bool = False
 
     @property
     def leaders(self) -> set[int]:
@@ -69,7 +74,8 @@ class Setting:
         manifests = tuple(
             ((0, tuple((rank, self.slots) for rank in node)),) if self.recovered else () for node in self.nodes
         )
-        return State((Rank("vote", rotation, buffers),) * self.size, manifests, begun=self.recovered)
+        copies = ((0,) if self.recovered else (),) * len(self.nodes) if self.peers else ()
+        return State((Rank("vote", rotation, buffers),) * self.size, manifests, copies, begun=self.recovered)
 
 
 class Taken(NamedTuple):
@@ -87,12 +93,14 @@ class Rank(NamedTuple):
     buffers: tuple[tuple[int, str], ...]
     newest: int = 0
     copying: tuple[Taken, ...] = ()
+    replicating: tuple[int, ...] = ()
     writing: tuple[Taken, ...] = ()
     written: int = 0  # of those, by this rank
     then: str = "go on"  # what to do after the vote; or "take", "take, to storage too", "store" the newest, or "end"
     waiting: bool = False  # a snapshot is due and there was no buffer
     publishes: int | None = None
-    removes: bool = False  # a newer one was published since
+    removes: bool = False  # a newer one was published since, or with peers is safe since
+    safe: int = 0  # with peers, the newest that is
 
 
 class State(NamedTuple):
@@ -100,6 +108,7 @@ class State(NamedTuple):
 
     ranks: tuple[Rank, ...]
     manifests: tuple[tuple[tuple[int, tuple[tuple[int, int], ...]], ...], ...]
+    copies: tuple[tuple[int, ...], ...] = ()  # by node, of the one before it
     begun: bool = False  # a snapshot was published
     to_publish: tuple[int, ...] = ()  # in storage, by rank 0
     stored: int | None = None
@@ -111,19 +120,33 @@ def check(state: State, setting: Setting) -> None:
     Raises:
         Violation: there is none.
     """
-    if state.begun and not (any_whole_in_memory(state) if setting.memory else state.stored is not None):
+    if state.begun and not (is_safe(state) if setting.memory else state.stored is not None):
         ended = any(rank.at == "ended" for rank in state.ranks)
         if not (ended and state.stored == state.ranks[0].newest):
             raise Violation("no published snapshot is whole")
 
 
-def any_whole_in_memory(state: State) -> bool:
-    """Whether the manifests of all nodes name a snapshot that all of their buffers hold."""
-    common = set.intersection(*({number for number, _ in manifests} for manifests in state.manifests))
+def is_safe(state: State) -> bool:
+    """Whether a snapshot is whole in memory, with peers whichever node is lost."""
+    lost = range(len(state.manifests)) if state.copies else ()
+    return any_whole_in_memory(state) and all(any_whole_in_memory(state, node) for node in lost)
+
+
+def any_whole_in_memory(state: State, lost: int | None = None) -> bool:
+    """Whether the manifests of all nodes name a snapshot that all of their buffers hold.
+
+    Args:
+        state: of all.
+        lost: a node without which it has to be so, but for the copy on the next one.
+    """
+    left = [manifests for node, manifests in enumerate(state.manifests) if node != lost]
+    common = set.intersection(*({number for number, _ in manifests} for manifests in left))
+    if lost is not None:
+        common &= set(state.copies[(lost + 1) % len(state.copies)])
     return any(
         all(
             state.ranks[rank].buffers[slot] == (number, WHOLE)
-            for manifests in state.manifests
+            for manifests in left
             for published, files in manifests
             if published == number
             for rank, slot in files
@@ -141,6 +164,8 @@ def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
     for number, rank in enumerate(state.ranks):
         for what, after in _beside(rank):
             yield f"{number} {what}", _with(state, number, after)
+    for node in range(len(state.copies)):
+        yield from _copied(state, setting, node)
     if state.to_publish:
         first, *others = state.to_publish
         yield "stored", state._replace(to_publish=tuple(others), stored=first, begun=state.begun or not setting.memory)
@@ -167,6 +192,25 @@ def _beside(rank: Rank) -> Iterator[tuple[str, Rank]]:
             yield "written", rank._replace(written=rank.written + 1)
 
 
+def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, State]]:
+    """The keeper of a node copies what its leader wants, as soon as the node before it has published that."""
+    wanted, before = state.ranks[setting.nodes[node][0]].replicating, (node - 1) % len(setting.nodes)
+    number = next((number for number in wanted if number not in state.copies[node]), None)
+    files = dict(state.manifests[before]).get(number)
+    if files is not None:
+        if any(state.ranks[rank].buffers[slot] != (number, WHOLE) for rank, slot in files):
+            raise Violation("a peer copies what is not whole")
+        copies = _each(state.copies, node, lambda kept: (*kept, number))
+        after = state._replace(copies=copies)
+        yield f"node {node} copies", after._replace(begun=after.begun or is_safe(after))
+
+
+def _has_copies(state: State, setting: Setting) -> bool:
+    """Whether all nodes have their copies of the oldest snapshot that waits for them."""
+    wanted = state.ranks[0].replicating[:1]
+    return bool(wanted) and all(wanted[0] in kept for kept in state.copies)
+
+
 def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
     """All vote, and hear what all say; what is done too late for the ballot is as good as done after the vote.
 
@@ -177,12 +221,13 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
         raise Violation("the ranks disagree")
     copied = bool(first.copying) and all(_sealed(rank, rank.copying[0]) for rank in state.ranks)
     written = all(rank.written for rank in state.ranks)
+    replicated = _has_copies(state, setting)
     taking = ["take"] + ["take, to storage too"] * (setting.stores and not first.rotation.persisting)
     if first.waiting:
         choices = taking
     else:
         choices = ["go on", *taking]
-        if setting.memory and not (first.copying or first.writing or state.to_publish):
+        if setting.memory and not (first.copying or first.replicating or first.writing or state.to_publish):
             choices += ["end"] * (state.stored == first.newest)
             own = first.rotation.recovery == first.newest and (first.newest, WHOLE) in first.buffers[: setting.slots]
             choices += ["store"] * (own and setting.stores)
@@ -190,19 +235,29 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
         to_publish = (first.writing[0].number,) if written else state.to_publish  # others come before it
         for then in choices:
             ranks = tuple(
-                _heard(rank._replace(then=then), says_copied, written, number in setting.leaders)
+                _heard(rank._replace(then=then), says_copied, replicated, written, number in setting.leaders, setting)
                 for number, rank in enumerate(state.ranks)
             )
-            what = f"vote{' copied' * says_copied}{' written' * written}, {then}"
+            heard = " copied" * says_copied + " replicated" * replicated + " written" * written
+            what = f"vote{heard}, {then}"
             yield what, state._replace(ranks=ranks, to_publish=to_publish)
 
 
-def _heard(rank: Rank, copied: bool, written: bool, leads: bool) -> Rank:
+def _heard(rank: Rank, copied: bool, replicated: bool, written: bool, leads: bool, setting: Setting) -> Rank:
     rotation, copying, writing, publishes = rank.rotation.voted(), rank.copying, rank.writing, None
+    replicating, safe = rank.replicating, []
     if copied:
         (taken, *copying) = copying
-        rotation = rotation.complete(taken.number)
         publishes = taken.number if leads else None
+        if setting.peers:
+            replicating = (*replicating, taken.number)
+        if not setting.peers or setting.impatient:
+            safe.append(taken.number)
+    if replicated:
+        (number, *replicating) = replicating
+        safe += [number] * (not setting.impatient)
+    for number in safe:
+        rotation = rotation.complete(number)
     if written:
         (taken, *writing) = writing
         rotation = rotation.persisted(taken.number)
@@ -212,7 +267,10 @@ def _heard(rank: Rank, copied: bool, written: bool, leads: bool) -> Rank:
         copying=tuple(copying),
         writing=tuple(writing),
         written=rank.written - written,
+        replicating=tuple(replicating),
         publishes=publishes,
+        removes=setting.peers and leads and bool(safe),
+        safe=max(safe, default=rank.safe) if setting.peers else 0,
     )
 
 
@@ -221,16 +279,18 @@ def _led(state: State, setting: Setting, number: int) -> State:
     rank = state.ranks[number]
     which = next(i for i, node in enumerate(setting.nodes) if node[0] == number)
     manifests = state.manifests[which]
+    copies = state.copies
     if rank.at == "remove":
-        manifests = manifests[-1:]
+        manifests = tuple(one for one in manifests if one[0] >= rank.safe) if setting.peers else manifests[-1:]
+        copies = _each(copies, which, lambda kept: tuple(number for number in kept if number >= rank.safe))
         rank = rank._replace(removes=False, at=_act(rank) if rank.publishes is None else "publish")
     else:
         files = tuple((other, _slot_of(state.ranks[other], rank.publishes)) for other in setting.nodes[which])
         manifests, at = (*manifests, (rank.publishes, files)), "remove" if setting.removes_at_once else _act(rank)
-        rank = rank._replace(publishes=None, removes=len(manifests) > 1, at=at)
-    all_manifests = tuple(manifests if i == which else other for i, other in enumerate(state.manifests))
-    after = _with(state, number, rank)._replace(manifests=all_manifests)
-    return after._replace(begun=after.begun or any_whole_in_memory(after))
+        rank = rank._replace(publishes=None, removes=rank.removes if setting.peers else len(manifests) > 1, at=at)
+    all_manifests = _each(state.manifests, which, lambda _: manifests)
+    after = _with(state, number, rank)._replace(manifests=all_manifests, copies=copies)
+    return after._replace(begun=after.begun or is_safe(after))
 
 
 def _act(rank: Rank) -> str:
@@ -244,7 +304,10 @@ def _acted(state: State, setting: Setting, number: int) -> State:
         manifests = tuple(
             () if node[0] == number else left for node, left in zip(setting.nodes, state.manifests, strict=True)
         )
-        return _with(state, number, rank._replace(at="ended"))._replace(manifests=manifests)
+        copies = tuple(
+            () if node[0] == number else kept for node, kept in zip(setting.nodes, state.copies, strict=False)
+        )
+        return _with(state, number, rank._replace(at="ended"))._replace(manifests=manifests, copies=copies)
     if rank.then == "store":
         taken = Taken(rank.newest, rank.rotation.holding(rank.newest))
         rotation = rank.rotation.persist(rank.newest)
@@ -271,6 +334,8 @@ def _acted(state: State, setting: Setting, number: int) -> State:
 def _has_waited(rank: Rank) -> bool:
     if rank.copying:
         return _sealed(rank, rank.copying[0])
+    if rank.replicating:
+        return True  # it votes now and then, to hear of losses
     return rank.written > 0 or not rank.writing
 
 
@@ -291,6 +356,10 @@ def _filled(rank: Rank, taken: Taken, stage: str) -> Rank:
     return rank._replace(buffers=tuple(buffers))
 
 
+def _each(values: tuple, which: int, change) -> tuple:
+    return tuple(change(value) if i == which else value for i, value in enumerate(values))
+
+
 def _with(state: State, number: int, rank: Rank) -> State:
     return state._replace(ranks=(*state.ranks[:number], rank, *state.ranks[number + 1 :]))
 
@@ -298,8 +367,9 @@ def _with(state: State, number: int, rank: Rank) -> State:
 def canonical(state: State, setting: Setting) -> State:
     """The same state with snapshots numbered anew, and without what makes no difference any more."""
     alive = {number for node in state.manifests for number, _ in node}
+    alive |= {number for kept in state.copies for number in kept}
     for rank in state.ranks:
-        alive |= {rank.newest, *(taken.number for taken in rank.copying + rank.writing)}
+        alive |= {rank.newest, rank.safe, *rank.replicating, *(taken.number for taken in rank.copying + rank.writing)}
         alive |= {slot.iteration for slot in rank.rotation.slots if not slot.free}
     numbers = {old: new for new, old in enumerate(sorted(alive))}
     renumbering = tuple(numbers.items())
@@ -310,6 +380,7 @@ def canonical(state: State, setting: Setting) -> State:
     return State(
         tuple(_renumbered(rank, renumbering) for rank in state.ranks),
         tuple(tuple((numbers[number], files) for number, files in node) for node in state.manifests),
+        tuple(tuple(numbers[number] for number in kept) for kept in state.copies),
         state.begun,
         tuple(stored.get(number, -1) for number in state.to_publish),
         stored.get(state.stored, -1),
@@ -326,7 +397,9 @@ def _renumbered(rank: Rank, renumbering: tuple[tuple[int, int], ...]) -> Rank:
         newest=numbers[rank.newest],
         copying=tuple(Taken(numbers[number], slot) for number, slot in rank.copying),
         writing=tuple(Taken(numbers[number], slot) for number, slot in rank.writing),
+        replicating=tuple(numbers[number] for number in rank.replicating),
         publishes=numbers.get(rank.publishes),
+        safe=numbers[rank.safe],
     )
 
 

@@ -18,6 +18,7 @@ SETTINGS = {
     "memory of two nodes, after an earlier job": Setting(nodes=TWO_NODES, recovered=True),
     "memory, and some to storage": Setting(stores=True),
     "disk": Setting(memory=False, slots=2),
+    "peers": Setting(nodes=TWO_NODES, peers=True),
 }
 
 
@@ -74,6 +75,10 @@ BROKEN = {
     "the same without a memory tier": (Setting(machine=ForgetsWriting, memory=False, slots=2), NOT_STORED),
     "the update does not wait for copies": (Setting(waits=False), NOT_WHOLE),
     "a node gives up what the others need": (Setting(nodes=TWO_NODES, removes_at_once=True), NOT_WHOLE),
+    "older ones are given up before all have their copies": (
+        Setting(nodes=TWO_NODES, peers=True, impatient=True),
+        NOT_WHOLE,
+    ),
 }
 
 
