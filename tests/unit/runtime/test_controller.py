@@ -89,9 +89,10 @@ def test_an_agent_that_was_away_at_the_end_hears_of_it(tmp_path):
             await ends(first, workers[0], 3)
             assert (await hears(first, "end"))["code"] == 3
             await tell(first, "heard")
+            await asyncio.sleep(0.5)  # in which a controller that waits for nobody would have left
+            assert not serving.done()
             second = await job.agent(1)
             assert (await hears(second, "end"))["code"] == 3
-            assert not serving.done()
             await tell(second, "heard")
             await asyncio.wait_for(serving, 60)
 

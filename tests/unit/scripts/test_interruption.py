@@ -165,20 +165,27 @@ def test_with_mocrun_each_node_has_the_token_and_spares_are_beyond_the_nodes(tmp
     assert with_mocrun(tmp_path, seen).submit(SPARES="2").wait(120) == 1
 
 
-def test_launchers_meet_under_slurm(tmp_path):
-    (tmp_path / "work.py").write_text(
-        "import os, pathlib\n"
-        "if __name__ == '__main__':\n"
-        "    pathlib.Path('told').write_text(' '.join(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'MOC_NODE')))\n"
-    )
+WORK = """
+import os, pathlib, signal, time
+if __name__ == "__main__":
+    if os.environ["MOC_NODE"] == "0":
+        while "waits as a spare" not in pathlib.Path("console0").read_text():
+            time.sleep(0.02)
+        os.kill(os.getppid(), signal.SIGKILL)  # what workers of this node are forked from, and so the node
+    pathlib.Path("told").write_text(" ".join(os.environ[name] for name in ("RANK", "GROUP_RANK", "MOC_NODE")))
+"""
+
+
+def test_launchers_meet_under_slurm_and_a_spare_takes_over(tmp_path):
+    (tmp_path / "work.py").write_text(WORK)
     training = (
-        'exec python -m moc.launch --nnodes "$NNODES" --spares "$SPARES" --node-rank "$NODE_RANK" \\\n'
-        '    --nproc-per-node 1 --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" work.py'
+        'exec python -m moc.launch --nnodes "$NNODES" --spares "$SPARES" --node-rank "$NODE_RANK" --nproc-per-node 1 '
+        '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" work.py 2>"console$NODE_RANK"'
     )
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = dict(SPARES="1", SLURM_JOB_ID=str(free_port() - 20000), PYTHONPATH=str(ROOT), PATH=path)
     assert with_mocrun(tmp_path, training).submit(**environment).wait(120) == 0
-    assert (tmp_path / "told").read_text() == "0 0 0"
+    assert (tmp_path / "told").read_text() == "0 0 1"
 
 
 def free_port() -> int:
