@@ -32,8 +32,8 @@ def figure_10() -> Reproduction:
         for which, figure, ours in (("least", paper[0], min(saved)), ("most", paper[1], max(saved))):
             rows.append(Row(f"{label}, the case with the {which}", figure, ours, "percent", "least"))
     notes = (
-        "Percent of bytes, GPT-350M-16E; least and most of Table 2's three cases.  The total has the fp32 master",
-        "weights of all experts, as Table 3 has (docs/sharding.md says more).  Nothing is calibrated.",
+        "Percent of bytes, GPT-350M-16E, over the cases of Table 2.  The total has fp32 master weights of all experts,",
+        "as Table 3 has (docs/sharding.md says more).  Nothing is calibrated.",
     )
     return Reproduction("MoC-System (ASPLOS '25), Figure 10: bytes of a checkpoint", tuple(rows), notes)
 

@@ -36,7 +36,7 @@ def best_interval(saving: Saving, iteration_s: float, mtbf_s: float, at_least: i
     """The interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
 
     Args:
-        saving: the policy, at any interval.
+        saving: the policy, at any interval; one where everybody rolls back.
         iteration_s: seconds of an iteration without checkpoints.
         mtbf_s: mean seconds from one failure to the next.
         at_least: shorter is not possible, because a checkpoint takes so long.
@@ -44,8 +44,16 @@ def best_interval(saving: Saving, iteration_s: float, mtbf_s: float, at_least: i
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / iteration_s
     if not math.isfinite(young):
         raise ValueError("without failures no interval is best: the longer the better")
-    intervals = range(at_least, max(at_least, int(4 * young)) + 2)
-    return max(intervals, key=lambda n: expected_ettr(at_interval(saving, n, iteration_s), iteration_s, mtbf_s))
+
+    def ettr(interval: int) -> float:
+        return expected_ettr(at_interval(saving, interval, iteration_s), iteration_s, mtbf_s)
+
+    # 1 / ETTR is a + b n + c / n + d / n^2 with positive coefficients: it falls, and then it rises.
+    low, high = at_least, max(at_least, math.ceil(4 * young))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if ettr(middle + 1) > ettr(middle) else (low, middle)
+    return low
 
 
 def at_interval(saving: Saving, interval: int, iteration_s: float) -> Saving:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from moc.state.operators import Operator
 
 MIXED = StateBytes()
 """16-bit compute weights, fp32 master weights and Adam's moments: 2 + 4 + 8 bytes."""
+
+_REPLICAS = 32  # of an expert-parallel group that are reckoned one by one; of more, each saves as much less
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class OperatorSize:
     """
 
     name: str
-    full: int
-    compute: int
+    full: float
+    compute: float
 
 
 def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Sizes:
@@ -79,9 +82,10 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
     parts = (dataclasses.replace(state, weights=0), dataclasses.replace(state, master=0, moments=0))
     busiest: list[OperatorSize] = []
     for stage, _ in _distinct_stages(operators, layout):
-        full, compute = (_shares(stage, layout, part) for part in parts)
+        alone, fewer = _stage_layout(layout)
+        full, compute = (_shares(stage, alone, part) for part in parts)
         rank = max(full, key=lambda r: sum(full[r].values()))
-        held = [OperatorSize(o.name, full[rank][o.name], compute[rank][o.name]) for o in stage]
+        held = [OperatorSize(o.name, full[rank][o.name] / fewer, compute[rank][o.name] / fewer) for o in stage]
         held = [size for size in held if size.full or size.compute]
         busiest = max(busiest, held, key=lambda sizes: sum(size.full for size in sizes))
     return busiest
@@ -90,16 +94,30 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
 def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:
     busiest = total = 0
     for stage, times in _distinct_stages(operators, layout):
-        loads = [sum(share.values()) for share in _shares(stage, layout, state, chosen).values()]
-        busiest, total = max(busiest, *loads), total + times * sum(loads)
+        alone, fewer = _stage_layout(layout)
+        loads = [sum(share.values()) for share in _shares(stage, alone, state, chosen).values()]
+        busiest, total = max(busiest, math.ceil(max(loads) / fewer)), total + times * sum(loads)
     return Sizes(busiest, total)
 
 
+def _stage_layout(layout: Layout) -> tuple[Layout, int]:
+    """One stage alone with a sensible number of replicas, and how many times more there really are."""
+    fewer = max((d for d in range(1, layout.expert_dp + 1) if _divides(layout, d)), default=1)
+    world = layout.world // layout.pp // fewer
+    return dataclasses.replace(layout, world=world, pp=1, vpp=1), fewer
+
+
+def _divides(layout: Layout, by: int) -> bool:
+    """Whether as many times fewer replicas are a layout too, with no fewer than are reckoned one by one."""
+    ranks = layout.world // layout.pp
+    whole = layout.expert_dp % by == 0 and ranks % by == 0 and ranks // by % layout.tp == 0
+    return by == 1 or whole and layout.expert_dp // by >= _REPLICAS
+
+
 def _shares(
-    stage: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None = None
+    stage: Sequence[Operator], alone: Layout, state: StateBytes, chosen: Collection[str] | None = None
 ) -> dict[int, Counter[str]]:
     """By rank of one stage, the bytes that it saves of each operator."""
-    alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
     items: list[Item] = cut_large(contents(stage, alone, state, chosen=chosen))
     shares = {rank: Counter() for rank in range(alone.world)}
     for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):

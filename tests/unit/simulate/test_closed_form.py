@@ -1,0 +1,64 @@
+"""The formula, and intervals that are best by it."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.simulate.closed_form import at_interval, best_interval, capped_interval, expected_ettr, recovery_s
+from moc.simulate.saving import Saving
+
+
+def test_the_formula_of_section_2_4():
+    saving = Saving("full", interval=20, stall_s=6, replay_s=3)
+    expected = 1 / (1 + 6 / (3 * 20)) / (1 + 0.5 * 20 * 3 / 600)
+    assert expected_ettr(saving, 3, 600) == pytest.approx(expected)
+    assert expected_ettr(saving, 3, math.inf) == pytest.approx(1 / 1.1)
+
+
+def test_a_sparse_window_recovers_in_one_and_a_half_of_it():
+    assert recovery_s(Saving("sparse", 6, lag=6, replay_s=2)) == 1.5 * 6 * 2
+
+
+@settings(deadline=None)
+@given(st.floats(0.1, 60), st.floats(0.5, 10), st.floats(120, 1e5), st.floats(0, 600))
+def test_no_other_interval_is_better_and_young_is_near(stall_s, iteration_s, mtbf_s, restart_s):
+    saving = Saving("full", 1, stall_s, restart_s=restart_s, replay_s=iteration_s + stall_s)
+    best = best_interval(saving, iteration_s, mtbf_s)
+
+    def ettr(interval):
+        return expected_ettr(at_interval(saving, interval, iteration_s), iteration_s, mtbf_s)
+
+    for other in (1, best // 2, best - 1, best + 1, 2 * best, 10 * best):
+        assert other < 1 or ettr(other) <= ettr(best) + 1e-12
+    young = math.sqrt(2 * stall_s * mtbf_s) / iteration_s
+    if young > 20 and restart_s < mtbf_s / 10:
+        assert young / 1.2 < best < 1.2 * young
+
+
+def test_an_interval_is_not_shorter_than_a_checkpoint_takes():
+    saving = Saving("full", 1, 0.0, replay_s=1)
+    assert best_interval(saving, 1, 600, at_least=7) == 7
+    with pytest.raises(ValueError, match="without failures no interval is best"):
+        best_interval(saving, 1, math.inf)
+
+
+def test_the_cap_on_overhead():
+    interval = capped_interval(stall_s=9, iteration_s=3, cap=0.03)
+    assert interval == 100 and 9 / (99 * 3) > 0.03 >= 9 / (100 * 3)
+    assert capped_interval(0, 3, 0.03, at_least=14) == 14
+    with pytest.raises(ValueError, match="leaves no interval"):
+        capped_interval(9, 3, 0)
+
+
+@pytest.mark.parametrize("change", [{"interval": 0}, {"lag": -1}, {"stall_s": -1}, {"restart_s": math.nan}], ids=str)
+def test_a_policy_that_cannot_be_is_refused(change):
+    with pytest.raises(ValueError, match="full: "):
+        Saving("full", **change)
+
+
+@given(st.integers(0, 40), st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0, 300))
+def test_replayed_iterations_and_their_seconds_agree(conversion, conversion_s, replay_s, iterations):
+    saving = Saving("sparse", 10, replay_s=replay_s, conversion_s=conversion_s, conversion=conversion)
+    assert saving.replayed(saving.replay_total_s(iterations)) == pytest.approx(iterations, abs=1e-6)

@@ -1,0 +1,82 @@
+"""The cost of an iteration against formulas."""
+
+import dataclasses
+
+import pytest
+
+from moc.sharding import Layout
+from moc.simulate.cluster import CLUSTERS, cluster_named
+from moc.simulate.cost import Work, estimate, measured_timing, message_s
+from moc.simulate.stages import split_stages
+from tests.unit.simulate.setups import OPERATORS, small_cluster
+
+WORK = Work(global_batch=64, micro_batch=4, seq_length=512, hidden_size=256, topk=2, pipelines=1)
+
+
+def test_a_pipeline_takes_m_plus_s_minus_1_times_its_slowest_stage():
+    timing = estimate(OPERATORS, Layout(world=16, pp=4, ep=4), small_cluster(), WORK)
+    assert (timing.micro_batches, timing.stages) == (16, 4)
+    assert timing.pipeline_s == pytest.approx((16 + 4 - 1) * timing.slowest_s)
+    assert timing.iteration_s == pytest.approx(timing.pipeline_s + timing.sync_s + timing.update_s)
+    assert timing.without_bubbles == 16 / 19
+
+
+def test_virtual_stages_shorten_the_warm_up():
+    plain, interleaved = (estimate(OPERATORS, Layout(16, pp=4, ep=4, vpp=v), small_cluster(), WORK) for v in (1, 3))
+    assert interleaved.pipeline_s == pytest.approx((16 + 3 / 3) * plain.slowest_s)
+
+
+def test_computation_is_six_operations_for_each_active_parameter_and_token():
+    cluster = small_cluster(gpus=1, utilisation=0.5)
+    work = dataclasses.replace(WORK, topk=2)
+    timing = estimate(OPERATORS, Layout(world=1), cluster, work)
+    dense = sum(o.parameters for o in OPERATORS if o.kind not in ("expert", "embedding"))
+    expert = next(o.parameters for o in OPERATORS if o.kind == "expert")
+    active = dense + 5 * 2 * expert
+    assert timing.pipeline_s == pytest.approx(6 * 64 * 512 * active / (0.5 * 312e12))
+
+
+def test_a_message_costs_alpha_and_beta():
+    cluster = small_cluster(latency_s=1e-3)
+    assert message_s(cluster, 1e9, 1, False) == 0
+    near, far = (message_s(cluster, 1e9, 8, across) for across in (False, True))
+    assert near == pytest.approx(3e-3 + 7 / 8 * 1e9 / cluster.intra_bandwidth)
+    assert far == pytest.approx(3e-3 + 7 / 8 * 1e9 / (cluster.inter_bandwidth / 4))
+
+
+def test_more_of_anything_takes_longer_or_shorter_as_it_should():
+    layout, cluster = Layout(world=16, pp=4, ep=4), small_cluster()
+    base = estimate(OPERATORS, layout, cluster, WORK).iteration_s
+    assert estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, global_batch=128)).iteration_s > base
+    assert estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, seq_length=1024)).iteration_s > base
+    assert estimate(OPERATORS, layout, dataclasses.replace(cluster, flops=1e15), WORK).iteration_s < base
+    hidden = estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, overlap=1.0))
+    assert hidden.sync_s == 0 < estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, overlap=0.0)).sync_s
+
+
+def test_stages_hold_neighbours_as_evenly_as_they_go():
+    stages = split_stages(OPERATORS, 4)
+    assert [o.name for stage in stages for o in stage] == [o.name for o in OPERATORS]
+    layers = [{o.layer for o in stage} - {None} for stage in stages]
+    assert [len(some) for some in layers] == [1, 2, 2, 1]
+    with pytest.raises(ValueError, match="6 layers cannot fill 7 pipeline stages"):
+        split_stages(OPERATORS, 7)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="a batch of 64 is not a whole number of micro batches of 5"):
+        estimate(OPERATORS, Layout(world=16, pp=4, ep=4), small_cluster(), dataclasses.replace(WORK, micro_batch=5))
+    with pytest.raises(ValueError, match="an iteration cannot take 0"):
+        measured_timing(0)
+    with pytest.raises(ValueError, match="overlap is a share"):
+        Work(overlap=2)
+
+
+def test_clusters_by_name():
+    assert cluster_named("h100-80gb") == CLUSTERS["h100-80gb"]
+    assert cluster_named("a100-80gb:16384").nodes == 2048
+    for wrong in ("b200", "a100-80gb:", "a100-80gb:0", "a100-80gb:many"):
+        with pytest.raises(ValueError, match="choose one of|no number of GPUs"):
+            cluster_named(wrong)
+    with pytest.raises(ValueError, match="gpus cannot be 0"):
+        dataclasses.replace(CLUSTERS["h100-80gb"], gpus=0)

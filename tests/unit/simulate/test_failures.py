@@ -1,0 +1,60 @@
+"""Where failures come from."""
+
+import itertools
+import random
+from statistics import fmean
+
+import pytest
+
+from moc.simulate.failures import Event, Faults, read_trace
+
+BY_NODE = "0,add,node1\n0,add,node2\n0,add,node3\n60000,remove,node2\n60000,remove,node1\n90500,add,node4\n"
+BY_COUNT = "2021-12-11, 23:59:30, 8\n2021-12-12, 00:00:30, 8\n2021-12-12, 00:01:30, 5\n2021-12-12, 00:02:00, 6\n"
+
+
+def first(faults: Faults, count: int, seed: int = 0) -> list[Event]:
+    return list(itertools.islice(faults.events(random.Random(seed)), count))
+
+
+def test_failures_at_random_have_the_mean_distance():
+    times = [event.at_s for event in first(Faults(600.0), 4000)]
+    gaps = [b - a for a, b in itertools.pairwise([0.0, *times])]
+    assert min(gaps) > 0 and fmean(gaps) == pytest.approx(600, rel=0.05)
+    assert fmean(gap > 600 for gap in gaps) == pytest.approx(0.368, abs=0.03)  # 1 / e: a Poisson process
+
+
+def test_evenly_is_one_in_each_mtbf():
+    times = [event.at_s for event in first(Faults(600.0, evenly=True, together=2), 72)]
+    assert [int(at // 600) for at in times] == list(range(72))
+    assert len({round(at % 600, 3) for at in times}) == 72
+    assert first(Faults(600.0, together=2), 1)[0].lost == 2
+
+
+def test_both_formats_of_traces(tmp_path):
+    (tmp_path / "nodes.csv").write_text(BY_NODE)
+    assert read_trace(tmp_path / "nodes.csv") == (3, (Event(60.0, lost=2), Event(90.5, gained=1)))
+    (tmp_path / "counts.txt").write_text(BY_COUNT)
+    assert read_trace(tmp_path / "counts.txt") == (8, (Event(120.0, lost=3), Event(150.0, gained=1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (BY_NODE + "soon,add,node5\n", "line 7 is not of the form"),
+        (BY_NODE + "1000,add,node5\n", "line 7 is earlier"),
+        (BY_COUNT + "2021-12-11, 00:00:00, 3\n", "line 5 is earlier"),
+        (BY_COUNT + "tomorrow\n", "line 5 is neither"),
+    ],
+)
+def test_a_trace_that_makes_no_sense_is_refused_with_its_line(tmp_path, text, message):
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_trace(path)
+
+
+def test_failures_need_one_source():
+    for wrong in ({}, {"mtbf_s": 1.0, "trace": (Event(1.0, 1),)}, {"mtbf_s": -1.0}, {"mtbf_s": 1.0, "together": 0}):
+        with pytest.raises(ValueError, match="failure|MTBF"):
+            Faults(**wrong)

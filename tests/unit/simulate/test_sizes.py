@@ -1,0 +1,83 @@
+"""Sizes are those of the real sharding rules; a window is that of Algorithm 1."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
+from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes
+from moc.simulate.window import find_window_size, first_bytes, window_bytes
+from tests.unit.simulate.setups import OPERATORS, PARAMETERS
+
+
+@pytest.mark.parametrize("layout", [Layout(8, ep=4), Layout(16, pp=2, ep=8), Layout(12, pp=3, ep=2)], ids=str)
+def test_sizes_are_those_of_the_sharding_rules(layout):
+    items = cut_large(contents(OPERATORS, layout, StateBytes(weights=0)))
+    whole = loads(items, assign(items, SCHEMES["EE+AN"]), layout.world)
+    sizes = full_sizes(OPERATORS, layout)
+    assert sizes.total == sum(whole) == 12 * PARAMETERS
+    assert sizes.busiest == pytest.approx(max(whole), rel=0.02)
+
+
+def test_stages_need_not_be_even():
+    sizes = full_sizes(OPERATORS, Layout(16, pp=4, ep=4))
+    assert sizes.total == 12 * PARAMETERS and sizes.busiest > sizes.total / 16
+
+
+@pytest.mark.parametrize("replicas", [64, 256])
+def test_many_replicas_each_save_as_much_less(replicas):
+    layout = Layout(4 * replicas * 2, pp=2, ep=4)
+    sizes, few = full_sizes(OPERATORS, layout), full_sizes(OPERATORS, Layout(4 * 32 * 2, pp=2, ep=4))
+    assert sizes.total == few.total == 12 * PARAMETERS
+    assert sizes.busiest == pytest.approx(few.busiest * 32 / replicas, rel=1e-3)
+    items = cut_large(contents(OPERATORS, layout, StateBytes(weights=0)))
+    assert sizes.busiest == pytest.approx(max(loads(items, assign(items, SCHEMES["EE+AN"]), layout.world)), rel=0.05)
+
+
+def test_fewer_experts_are_fewer_bytes_and_all_of_them_are_everything():
+    layout = Layout(16, pp=4, ep=4)
+    totals = [pec_sizes(OPERATORS, layout, k).total for k in (1, 2, 4, 8, 16)]
+    assert totals == sorted(totals) and totals[-1] == 12 * PARAMETERS
+    experts = 12 * sum(o.parameters for o in OPERATORS if o.kind == "expert")
+    assert totals[0] == pytest.approx(12 * PARAMETERS - 15 / 16 * experts)
+
+
+def test_fp32_training_saves_the_weights_themselves():
+    assert full_sizes(OPERATORS, Layout(8, ep=4), StateBytes(weights=4, master=0)).total == 12 * PARAMETERS
+
+
+def test_the_busiest_rank_holds_as_much_by_operator():
+    layout = Layout(16, pp=4, ep=4)
+    sizes = operator_sizes(OPERATORS, layout)
+    assert sum(size.full for size in sizes) == full_sizes(OPERATORS, layout).busiest
+    assert sum(size.compute for size in sizes) == pytest.approx(2 / 12 * sum(size.full for size in sizes), rel=0.1)
+
+
+operators = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 20)), min_size=1, max_size=60).map(
+    lambda pairs: [OperatorSize(str(n), 10 * full, compute) for n, (full, compute) in enumerate(pairs)]
+)
+
+
+@given(operators, st.floats(1, 20_000))
+def test_the_window_is_the_shortest_that_hides(sizes, room):
+    length, active = find_window_size(sizes, 1.0, room)
+    count = len(sizes)
+    full, compute = sum(s.full for s in sizes), sum(s.compute for s in sizes)
+
+    def snapshot(of):
+        return (full * of + compute * (count - of)) / count
+
+    assert length == -(-count // active)
+    assert snapshot(active) <= room or active <= 2
+    assert active == count or snapshot(active + 1) > room or snapshot(active + 1) < snapshot(active)
+
+
+def test_a_window_saves_everything_once_and_weights_until_then():
+    sizes = [OperatorSize(str(n), 12, 2) for n in range(6)]
+    # MoEvement, Figure 6, with three iterations: 4 + 2, 2 + 4 and 6 operators' worth.
+    assert find_window_size(sizes, 1.0, 2 * 12 + 4 * 2) == (3, 2)
+    assert window_bytes(sizes, 3) * 3 == 6 * 12 + (4 + 2) * 2
+    assert first_bytes(sizes, 3) == 2 * 12 + 4 * 2
+    assert window_bytes(sizes, 1) == first_bytes(sizes, 1) == 72
+    with pytest.raises(ValueError, match="needs operators"):
+        find_window_size([], 1.0, 1.0)

@@ -1,0 +1,140 @@
+"""The command, and how near the figures of the papers it comes."""
+
+import csv
+import json
+
+import _reproduce
+import pytest
+import simulate
+
+TRACE = "2021-12-11, 10:00:00, 8\n2021-12-11, 10:20:00, 6\n2021-12-11, 11:00:00, 8\n"
+SMALL = ["--model", "micro", "--cluster", "a100-80gb:16", "--pp", "2", "--ep", "4", "--runs", "2", "--hours", "3"]
+DEEPSEEK = ["--model", "deepseek-moe-16b", "--cluster", "a100-80gb:96", "--pp", "12", "--ep", "8", "--runs", "2"]
+
+
+def told(capsys, *argv):
+    assert simulate.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def table_3():
+    return _reproduce.table_3()
+
+
+def errors(found):
+    return [abs(row.error) for row in found.rows if row.kind == "ettr" and row.counted]
+
+
+def test_table_3_of_moevement(table_3):
+    ettr = errors(table_3)
+    assert len(ettr) == 60 and sum(ettr) / 60 <= 2
+    beyond = [row.label for row in table_3.rows if row.kind == "ettr" and abs(row.error) > 5]
+    assert beyond == ["GPT-MoE, 20 min, CheckFreq"] and max(ettr) < 6  # docs/simulate.md says why
+    assert table_3.order_right == (20, 20)
+
+
+def test_gemini_s_oracle_chooses_intervals_like_the_paper_s(table_3):
+    intervals = [row for row in table_3.rows if "interval" in row.label]
+    assert len(intervals) == 4 and max(row.error for row in intervals) <= 1.5
+
+
+def test_table_7_of_moevement():
+    found = _reproduce.table_7()
+    ettr = errors(found)
+    assert len(ettr) == 44 and sum(ettr) / 44 <= 3 and max(ettr) <= 6
+    assert found.order_right[0] >= 10
+
+
+def test_figure_11_of_moevement():
+    found = _reproduce.figure_11()
+    assert max(errors(found)) <= 4
+    printed = {row.label: row.ours for row in found.rows}
+    assert printed["671B, 10 min, MoEvement"] > printed["671B, 10 min, Gemini"] + 0.2
+
+
+@pytest.mark.parametrize("name", ["moc-fig10", "moc-fig15", "moetion-fig9"])
+def test_sizes_and_lost_tokens(name):
+    found = _reproduce.REPRODUCTIONS[name]()
+    assert all(abs(row.error) <= (1.1 if row.kind == "factor" else 0.5) for row in found.rows)
+
+
+def test_the_paper_s_figure_is_beside_ours(capsys):
+    assert simulate.main(["--reproduce", "moevement-fig1"]) == 0
+    out = capsys.readouterr().out
+    assert "paper" in out and "ours" in out and "mean absolute error" in out and "Calibrated" in out
+    found = told(capsys, "--reproduce", "moetion-fig9")
+    assert [row["paper"] for row in found["rows"]] == [195, 8.5]
+
+
+def test_the_example_of_the_help(capsys):
+    found = told(capsys, *DEEPSEEK, "--mtbf", "10m", "--policy", "sparse,full,pec,checkfreq")["policies"]
+    assert list(found) == ["sparse", "full", "pec", "checkfreq"]
+    assert found["sparse"]["ettr"] > found["full"]["ettr"] > found["checkfreq"]["ettr"]
+    for one in found.values():
+        parts = sum(one[name] for name in ("useful_s", "saving_s", "recovery_s", "idle_s"))
+        assert parts == pytest.approx(one["wall_s"]) and one["wall_s"] == 12 * 3600
+
+
+def test_table_csv_and_picture(capsys, tmp_path):
+    (tmp_path / "gcp.txt").write_text(TRACE)
+    out = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
+    assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt"), *out]) == 0
+    assert "1 losses in the trace" in capsys.readouterr().out
+    with open(tmp_path / "out.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["policy"] for line in lines] == list(simulate.POLICIES)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gcp.txt", "out.csv", "out.png"]
+
+
+def test_a_trace_that_says_how_many_nodes_there_are(capsys, tmp_path):
+    (tmp_path / "gcp.txt").write_text(TRACE.replace(" 8", " 2").replace(" 6", " 1"))
+    trace = ["--trace", str(tmp_path / "gcp.txt"), "--trace-nodes", "--policy", "full,elastic"]
+    found = told(capsys, *SMALL, *trace)["policies"]
+    assert found["full"]["idle_s"] == pytest.approx(2400)
+    assert found["elastic"]["idle_s"] == 0 and found["elastic"]["samples"] > found["full"]["samples"]
+
+
+def test_auto_says_what_it_takes_and_why(capsys):
+    found = told(capsys, *DEEPSEEK, "--mtbf", "1h", "--policy", "auto", "--exact-only")
+    assert found["choice"]["best"].startswith("sparse") and "ETTR" in found["choice"]["reason"]
+    assert next(iter(found["policies"])) == found["choice"]["best"]
+    assert not any(title.startswith("pec") for title in found["policies"])
+
+
+def test_a_profile_takes_the_place_of_the_cost_model(capsys, tmp_path):
+    start = {"type": "start", "world_size": 16}
+    events = [{"type": "iteration", "iteration": n, "elapsed_s": 7.5} for n in range(20)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [start, *events]))
+    profiled = [*SMALL, "--profile", str(tmp_path), "--policy", "sparse"]
+    assert told(capsys, *profiled)["setup"]["timing"]["iteration_s"] == 7.5
+    scaled = told(capsys, *profiled, "--scale-to", "gpus=16384")["setup"]
+    assert scaled["cluster"]["gpus"] == 16384 and scaled["timing"]["iteration_s"] == 7.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cluster", "b200:8"], "there is no cluster 'b200'"),
+        (["--pp", "3"], "not a multiple of tp x pp"),
+        (["--policy", "sparze"], "there is no policy 'sparze'"),
+        (["--trace", "nowhere.txt"], "nowhere.txt"),
+        (["--trace", "t", "--mtbf", "1h"], "drop --mtbf"),
+        (["--scale-to", "16384"], "write gpus=16384"),
+        (["--runs", "0"], "--runs must be at least 1"),
+        (["--policy", "auto", "--host-memory-gb", "1e-9"], "no policy keeps to all limits"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_one_sentence(capsys, flags, message):
+    assert simulate.main([*SMALL, *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("simulate: ") and message in error and error.count("\n") == 1
+
+
+def test_durations():
+    assert [simulate.duration(text) for text in ("90", "90s", "10m", "2h", "0.5d")] == [90, 90, 600, 7200, 43200]
+    for wrong in ("", "m", "-1h", "soon"):
+        with pytest.raises(simulate.argparse.ArgumentTypeError, match="is no duration"):
+            simulate.duration(wrong)
