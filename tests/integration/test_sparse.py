@@ -74,14 +74,13 @@ def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, f
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
 def test_survivors_go_on_from_a_window(data, flags, tmp_path):
-    flags = flags | SMALL | dict(sparse_window="3", train_iters=20)
+    flags = flags | SMALL | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
     straight = train("EP2", data | SMALL | dict(train_iters=20))
     with Launched("EP2", flags, tmp_path / "job") as job:
-        for iteration, rank in ((7, 1), (13, 0)):
+        for iteration, rank in ((9, 1), (15, 0)):
             job.reach(iteration)
             job.kill(rank)
-            job.reach(iteration + 3)
+            job.reach(iteration + 2)
         assert job.wait() == 0, job.console[-4000:]
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    assert len(job.events("generation")) == 2
     assert [event["exact"] for event in job.events("replay")] == [True] * 4
