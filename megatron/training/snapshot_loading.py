@@ -117,7 +117,9 @@ class SnapshotLoader:
         if oldest is None and (found or self._damage):
             nothing = "together they lack some of the model"
             if only is not None:
-                nothing = f"{self._storage.place.path(directory_of(only))} is not there"
+                there = any(one.iteration == only for one in held)
+                path = self._storage.place.path(directory_of(only))
+                nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
             raise CheckpointError(
                 f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory "
                 "with --ckpt-dir"
@@ -246,10 +248,11 @@ class SnapshotLoader:
         saved = base.state
         self._restore_moment(base, [operator.name for operator in self._policy.operators], self._where(way.base))
         contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
-        if saved.get("interval"):
-            self._policy.interval.load_state_dict(saved["interval"])
-        if saved.get("policy_state") and base.policy == self._policy.name:
-            self._policy.load_state_dict(saved["policy_state"])
+        if base.policy == self._policy.name:  # another one has measured and remembers other things
+            if saved.get("interval"):
+                self._policy.interval.load_state_dict(saved["interval"])
+            if saved.get("policy_state"):
+                self._policy.load_state_dict(saved["policy_state"])
         if self._memory is not None and way.base.tier != MEMORY:
             self._policy.memory_lost()
         if self._tokens is not None:

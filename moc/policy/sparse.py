@@ -134,6 +134,8 @@ class Sparse(Policy):
 
         A snapshot has about the same share of every rank, so it is taken for the sum over its operators.
         """
+        if self.window:
+            return
         for operators in self._stages.values():
             parameters = sum(operator.parameters for operator in operators)
             full, compute = (

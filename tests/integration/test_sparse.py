@@ -47,9 +47,14 @@ def test_recovery_is_bit_identical(run, data, flags):
     flags = flags | HARD | changes | dict(sparse_window=window)
     killed = start(layout, flags, "sparse_bodies:die_after", iteration=killed_after).wait()
     assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-2000:]
+    end, store = killed_after // window * window, stores(flags)["storage"]
+    saved = [store.manifest(iteration).operators for iteration in range(end - window + 1, end + 1)]
+    whole = [{name for name, entry in operators.items() if entry.detail == "full"} for operators in saved]
     resumed = train(layout, flags, "sparse_bodies:train")
-    end = killed_after // window * window
     assert resumed.start == end
+    for worker in resumed.workers:
+        *again, here = map(set, worker["learned"])
+        assert again == [here & set().union(*whole[: i + 1]) for i in range(window - 1)]
     repeated = range(end - window + 2, end + 1)
     assert [(event["iteration"], event["exact"]) for event in events(flags, "replay")] == [(i, True) for i in repeated]
     assert resumed.records == straight.records[end:]
