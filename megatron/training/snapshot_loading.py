@@ -16,7 +16,7 @@ from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.replay import Repeat, convert, is_repeated, record_of
+from megatron.training.replay import Repeat, check_freezing, convert, is_repeated, record_of
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy
@@ -92,7 +92,7 @@ class SnapshotLoader:
 
         Raises:
             CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
-                another model.
+                another model; or iterations would have to be computed again, and operators cannot be frozen.
         """
         only, found = self._config.checkpoint.ckpt_step, bool(held)
         self._check_newest(held)
@@ -100,6 +100,8 @@ class SnapshotLoader:
             if oldest is not None and way.iteration < oldest:
                 break
             begun = time.perf_counter()
+            if len(way.moments) > 1:
+                check_freezing(self._state)
             fragments = self._fragments(way)
             manifests, bad = self._manifests(way, fragments)
             if not bad:
