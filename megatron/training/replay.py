@@ -84,25 +84,22 @@ def _nothing_frozen_after(state: TrainingState) -> Iterator[None]:
 
 
 def check_freezing(state: TrainingState) -> None:
-    """Refuses a model of which operators cannot be frozen one by one, before anybody relies on it.
+    """Refuses a model of which operators cannot be frozen one by one, before anybody relies on it; a collective call.
 
     Raises:
         CheckpointError: on all workers, if it is so on one.
     """
+    agreed(lambda: _freeze_one_by_one(state), "cannot freeze operators")
 
-    def check() -> None:
+
+def _freeze_one_by_one(state: TrainingState) -> None:
+    try:
         with _nothing_frozen_after(state):
             for operator in state.operators():
                 state.freeze([operator])
                 state.activate([operator])
-
-    def refused() -> None:
-        try:
-            check()
-        except FreezingError as error:
-            raise CheckpointError(str(error)) from None
-
-    agreed(refused, "this model cannot be saved with --ckpt-policy sparse")
+    except FreezingError as error:
+        raise CheckpointError(f"sparse checkpoints cannot be replayed: {error}") from None
 
 
 def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:

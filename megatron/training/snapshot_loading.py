@@ -17,7 +17,7 @@ from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.replay import Repeat, convert, is_repeated, record_of
+from megatron.training.replay import Repeat, check_freezing, convert, is_repeated, record_of
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import Left
 from megatron.training.step import StepRecord
@@ -127,7 +127,7 @@ class SnapshotLoader:
 
         Raises:
             CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
-                another model.
+                another model; or iterations would have to be computed again, and operators cannot be frozen.
         """
         found = bool(held)
         self._check_newest(held)
@@ -151,7 +151,8 @@ class SnapshotLoader:
     def _refuse(self, held: list[Held]) -> NoReturn:
         nothing, only = reason(Inventory(held), self._policy.operators), self._config.checkpoint.ckpt_step
         if only is not None:
-            nothing = f"{self._storage.place.path(directory_of(only))} is not there"
+            path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
+            nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
         raise CheckpointError(
             f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory with "
             "--ckpt-dir"
@@ -171,6 +172,8 @@ class SnapshotLoader:
                 self._tokens.goes_on(saved["ledger"])
             self._report(plan, sum(gather(taken)), begun)
             return saved, {}
+        if len(plan.way.moments) > 1:
+            check_freezing(self._state)
         fragments = {} if self._world.rank in plan.keep else self._fragments(plan.way)
         manifests, bad = self._manifests(plan.way, fragments)
         if not bad:
@@ -312,10 +315,11 @@ class SnapshotLoader:
         """All but the tensors."""
         self._restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
         contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
-        if saved.get("interval"):
-            self._policy.interval.load_state_dict(saved["interval"])
-        if saved.get("policy_state") and policy == self._policy.name:
-            self._policy.load_state_dict(saved["policy_state"])
+        if policy == self._policy.name:  # another one has measured and remembers other things
+            if saved.get("interval"):
+                self._policy.interval.load_state_dict(saved["interval"])
+            if saved.get("policy_state"):
+                self._policy.load_state_dict(saved["policy_state"])
 
     def _restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
         """What is not a tensor and belongs to some operators, after they were loaded."""

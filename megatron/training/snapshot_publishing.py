@@ -81,7 +81,8 @@ class Publisher:
         begun, storage = time.perf_counter(), self._tiers.storage
         self._publish(storage, plan, state, range(self._world.size))
         reach("published")
-        retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=plan.iteration)
+        if plan.ends_window:
+            retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=plan.iteration)
         publish_s = time.perf_counter() - begun
         self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)
         self._log.message(f"saved snapshot of iteration {plan.iteration} to {storage.place.name}")

@@ -51,6 +51,11 @@ class SnapshotPlan:
         return tuple(name for name, planned in self.operators.items() if planned is detail)
 
     @property
+    def ends_window(self) -> bool:
+        """Whether nothing is still to come in full; only then can it take the place of earlier snapshots."""
+        return Detail.COMPUTE not in self.operators.values()
+
+    @property
     def details(self) -> tuple[Detail, ...]:
         """The details that occur, in the order of :class:`~moc.state.detail.Detail`."""
         occurring = set(self.operators.values())

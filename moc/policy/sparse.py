@@ -95,7 +95,8 @@ class Sparse(Policy):
         stages: by layer its pipeline stage; empty where there is one.
         alpha: how much of the decayed popularity stays in each iteration.
         capacities: by layer, what each expert can take; empty where all can take the same.
-        told: what it was told.
+        told: what it was told; stored with snapshots.
+        sizes: by operator, what it adds to a snapshot of the rank of its stage that saves the most.
 
     Raises:
         ValueError: a setting is not possible.
@@ -134,6 +135,8 @@ class Sparse(Policy):
 
         A snapshot has about the same share of every rank, so it is taken for the sum over its operators.
         """
+        if self.window:
+            return
         for operators in self._stages.values():
             parameters = sum(operator.parameters for operator in operators)
             full, compute = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 from moc.state.detail import Detail
@@ -99,7 +100,7 @@ class Recovery:
         """From here."""
         return self.moments[-1].iteration
 
-    @property
+    @cached_property
     def sources(self) -> Sources:
         """Where the state comes from that operators learn with."""
         return {key: held for moment in self.moments for key, held in moment.sources.items() if key[1] != COMPUTE}

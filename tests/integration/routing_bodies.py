@@ -17,20 +17,20 @@ class _Counting(Rider):
         return self._counts.take()
 
     def voted(self, tally: dict) -> None:
-        self.seen.append(self._counts.by_layer(tally))
+        self.seen.append((*self._counts.by_layer(tally), self._counts.probabilities(tally)))
 
 
 def count(flags: dict) -> list[dict]:
-    """Computes all iterations; of each ``experts`` and ``sent``, as :meth:`RouterCounts.by_layer` says."""
+    """Computes all iterations; of each ``experts``, ``sent`` and ``probabilities``, as :class:`RouterCounts` says."""
 
     def use(run) -> list[dict]:
         moe = run.config.moe
         layers = [layer for layer, has in enumerate(moe.expert_layers(run.config.network.num_layers)) if has]
         padded, device = moe.moe_pad_expert_input_to_capacity, run.world.device
-        rider = _Counting(RouterCounts(run.stepper.chunks, layers, moe.num_experts, padded, device))
+        rider = _Counting(RouterCounts(run.stepper.chunks, layers, moe.num_experts, padded, device, True))
         stepper = dataclasses.replace(run.stepper, rider=rider)
         for iteration in range(run.train_iters):
             stepper.step(iteration, run.batches("train", iteration * stepper.global_batch_size))
-        return [{"experts": experts, "sent": sent} for experts, sent in rider.seen]
+        return [{"experts": experts, "sent": sent, "probabilities": sums} for experts, sent, sums in rider.seen]
 
     return with_run(flags, use)

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 from megatron.training import loop
+from megatron.training.step import Stepper
 from moc.state.detail import Detail
+from moc.state.operators import operator_of
+from moc.state.parameters import unpartitioned_parameters, unwrap
 from moc.state.training_state import TrainingState
 from tests.integration import bodies, pec_bodies
 
+die_after = pec_bodies.die_after
+
 
 def train(flags: dict) -> dict:
-    """As ``bodies.train``; also ``state``, a digest of each fragment at the end, and ``steps``."""
-    told, run_loop = {}, loop.train
+    """As ``bodies.train``.
+
+    Returns:
+        Also ``state``, a digest of each fragment at the end; and ``learned``, the operators that needed gradients, for
+        each iteration that was computed again, and at the end.
+    """
+    state, learned, run_loop, repeat = {}, [], loop.train, Stepper.repeat
 
     def watched(run, stop):
+        learned.append(_learning(run.stepper.chunks))
         code = run_loop(run, stop)
-        state = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+        training = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
         for detail in (Detail.FULL, Detail.COMPUTE):
-            for f in state.fragments(state.operators(), detail):
-                told[f"{f.name} {f.slot} {f.region.offset} {f.region.shape}"] = bodies.digest(f.view)
+            for f in training.fragments(training.operators(), detail):
+                state[f"{f.name} {f.slot} {f.region.offset} {f.region.shape}"] = bodies.digest(f.view)
         return code
 
-    loop.train = watched
-    return bodies.train(flags) | {"state": told}
+    def watched_repeat(stepper, record, batches):
+        learned.append(_learning(stepper.chunks))
+        return repeat(stepper, record, batches)
+
+    loop.train, Stepper.repeat = watched, watched_repeat
+    return bodies.train(flags) | {"state": state, "learned": learned}
 
 
-die_after = pec_bodies.die_after
+def _learning(chunks) -> list[str]:
+    names = set()
+    for model in map(unwrap, chunks):
+        described = unpartitioned_parameters(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                names |= {operator_of(piece.name) for piece in described[name]}
+    return sorted(names)

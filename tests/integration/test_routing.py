@@ -27,13 +27,18 @@ def test_every_token_is_counted(one_worker):
     for iteration in one_worker:
         assert iteration["sent"] == {str(layer): SENT for layer in range(4)}
         assert {layer: sum(tokens) for layer, tokens in iteration["experts"].items()} == iteration["sent"]
+        for layer, sums in iteration["probabilities"].items():
+            assert sum(sums) == pytest.approx(SENT / FLAGS["moe_router_topk"])  # those of a token's experts make 1
+            assert all(0 < p < n for p, n in zip(sums, iteration["experts"][layer], strict=True))
     assert len({tuple(tokens) for tokens in one_worker[0]["experts"].values()}) > 1
 
 
 @pytest.mark.parametrize("flags", [{}, RECOMPUTED], ids=["", "recomputed"])
 @pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2", "interleaved"])
 def test_in_every_layout(layout, flags, one_worker, data):
-    assert count(layout, data, **flags) == one_worker
+    for here, there in zip(count(layout, data, **flags), one_worker, strict=True):
+        assert here["probabilities"] == {layer: pytest.approx(p) for layer, p in there["probabilities"].items()}
+        assert here | {"probabilities": None} == there | {"probabilities": None}
 
 
 def test_dropped_tokens_are_sent_and_not_counted(data):
@@ -43,7 +48,8 @@ def test_dropped_tokens_are_sent_and_not_counted(data):
     for iteration in plain:
         assert iteration["sent"] == {str(layer): SENT for layer in range(4)}
         assert all(0 < sum(tokens) < SENT for tokens in iteration["experts"].values())
-    assert padded == plain
+        iteration.pop("probabilities")
+    assert [{name: told[name] for name in ("experts", "sent")} for told in padded] == plain
 
 
 def test_layers_without_experts_count_nothing(data):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moc.policy.interval import BLOCK, WARM_UP
 from moc.store.store import directory_of, file_of
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import events, start, stores, train
@@ -47,9 +48,14 @@ def test_recovery_is_bit_identical(run, data, flags):
     flags = flags | HARD | changes | dict(sparse_window=window)
     killed = start(layout, flags, "sparse_bodies:die_after", iteration=killed_after).wait()
     assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-2000:]
+    end, store = killed_after // window * window, stores(flags)["storage"]
+    saved = [store.manifest(iteration).operators for iteration in range(end - window + 1, end + 1)]
+    whole = [{name for name, entry in operators.items() if entry.detail == "full"} for operators in saved]
     resumed = train(layout, flags, "sparse_bodies:train")
-    end = killed_after // window * window
     assert resumed.start == end
+    for worker in resumed.workers:
+        *again, here = map(set, worker["learned"])
+        assert again == [here & set().union(*whole[: i + 1]) for i in range(window - 1)]
     repeated = range(end - window + 2, end + 1)
     assert [(event["iteration"], event["exact"]) for event in events(flags, "replay")] == [(i, True) for i in repeated]
     assert resumed.records == straight.records[end:]
@@ -58,30 +64,45 @@ def test_recovery_is_bit_identical(run, data, flags):
 
 @pytest.mark.recovery
 def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, flags):
-    flags = flags | SMALL | dict(sparse_window=3, ckpt_keep=2)
+    flags = flags | SMALL
     straight = train("1", data | SMALL)
-    start("1", flags, "sparse_bodies:die_after", iteration=11).wait()
+    start("1", flags | dict(sparse_window=3, ckpt_keep=2), "sparse_bodies:die_after", iteration=11).wait()
     store = stores(flags)["storage"]
     assert store.iterations() == [4, 5, 6, 7, 8, 9, 10, 11]
     path = Path(flags["ckpt_dir"], directory_of(8), file_of(0))
     path.write_bytes(path.read_bytes()[:-1])
-    resumed = train("1", flags | dict(ckpt_keep=1))
+    resumed = train("1", flags | dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=1))  # any exact policy can
     assert resumed.start == 6 and resumed.records == straight.records[6:]
     assert resumed.weights == straight.weights
-    assert store.iterations() == [14]  # of everything: the run has ended in good order
+    assert store.iterations() == [14]
+
+
+def test_what_cannot_be_frozen_is_refused_at_the_start(flags):
+    for result in start("DP2", flags | dict(overlap_grad_reduce=True)).wait():
+        assert result.exit == 1 and "turn off --overlap-grad-reduce" in result.output, result.output
 
 
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
 def test_survivors_go_on_from_a_window(data, flags, tmp_path):
-    flags = flags | SMALL | dict(sparse_window="3", train_iters=20)
+    flags = flags | SMALL | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
     straight = train("EP2", data | SMALL | dict(train_iters=20))
     with Launched("EP2", flags, tmp_path / "job") as job:
-        for iteration, rank in ((7, 1), (13, 0)):
+        for iteration, rank in ((9, 1), (15, 0)):
             job.reach(iteration)
             job.kill(rank)
-            job.reach(iteration + 3)
+            job.reach(iteration + 2)
         assert job.wait() == 0, job.console[-4000:]
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    assert len(job.events("generation")) == 2
     assert [event["exact"] for event in job.events("replay")] == [True] * 4
+
+
+def test_a_window_that_finds_itself(data, flags):
+    flags = flags | SMALL | dict(train_iters=20, ckpt_blocking=False)
+    slow = train("EP2", flags, "pec_bodies:train_with_slow_copies", bytes_per_s=2e6)
+    assert slow.records == train("EP2", data | SMALL | dict(train_iters=20)).records
+    taken = {event["iteration"]: event["bytes"] for event in events(flags, "snapshot")}
+    assert min(taken) == WARM_UP + BLOCK + 1  # of everything, which shows how slow copies are
+    (choice, *_) = [event for event in events(flags, "choice") if event["sparse_window"] > 1]
+    assert choice["iteration"] in (min(taken) + 1, min(taken) + 2) and "GB/s" in choice["reason"]
+    assert taken[choice["iteration"] + 1] < 0.7 * taken[min(taken)]
