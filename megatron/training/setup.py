@@ -18,14 +18,16 @@ from megatron.training.half_done import forget_half_done
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model import ModelProvider, build_model
+from megatron.training.no_snapshots import NoSnapshots
 from megatron.training.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.training.phases import Phases
 from megatron.training.replay import Repetition
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
-from megatron.training.snapshots import Left, NoSnapshots, Snapshots
+from megatron.training.snapshots import Snapshots
 from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
+from megatron.training.survivors import Left
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 from moc.faults import reach
 from moc.runtime.job import Loss

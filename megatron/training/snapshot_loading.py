@@ -19,9 +19,8 @@ from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.replay import Repeat, check_freezing, convert, is_repeated, record_of
 from megatron.training.snapshot_tiers import Tiers
-from megatron.training.snapshots import Left
 from megatron.training.step import StepRecord
-from megatron.training.survivors import Survivors
+from megatron.training.survivors import Left, Survivors
 from megatron.training.tokens import TokenBook
 from moc.faults import reach
 from moc.policy import Policy

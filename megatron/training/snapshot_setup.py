@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,16 +22,17 @@ from megatron.training.config import Config, ConfigError
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
+from megatron.training.no_snapshots import NoSnapshots
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.replay import Repeat, check_freezing
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
-from megatron.training.snapshot_peers import join_peers
+from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
-from megatron.training.snapshots import Left, NoSnapshots, Snapshots, Start
+from megatron.training.snapshots import Snapshots, Start
 from megatron.training.step import StepRecord
-from megatron.training.survivors import publish_what_is_whole, survivors
+from megatron.training.survivors import Left, publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.sources import MEMORY, STORAGE
@@ -90,9 +93,73 @@ def begin(
         if mine is not None:
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
+    with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
+        its = _setting(config, world, chunks, optimizer, vocab_size, log, mine is not None, undo)
+        loader = SnapshotLoader(
+            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repeat
+        )
+        start = _go_on(its, loader, checkpoints, world, log, mine)
+        saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
+        its.policy.sized(lambda operators: max(gather(saved.busiest(operators))))
+        saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
+        undo.callback(saver.close)
+        snapshots = Snapshots(
+            world=world,
+            policy=its.policy,
+            contents=saved,
+            saver=saver,
+            publisher=its.publisher,
+            tiers=its.tiers,
+            peers=its.peers,
+            describe=_describer(config, world, optimizer, scheduler, its.policy, its.tokens),
+            blocking=config.snapshot.ckpt_blocking,
+            start=start,
+            tokens=its.tokens,
+            report=SnapshotReport(log, config.snapshot.ckpt_tier),
+        )
+        snapshots.reserve()
+        undo.pop_all()
+    return start.position, snapshots
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What snapshots are taken and recovered with.
+
+    Attributes:
+        tiers: where they go.
+        peers: what copies them to other nodes, if anything does.
+        state: what is in them.
+        policy: when what of it is.
+        stage: who holds what, in this pipeline stage.
+        publisher: makes them count.
+        tokens: the token ledger, where the policy wants one.
+    """
+
+    tiers: Tiers
+    peers: Peers | None
+    state: TrainingState
+    policy: Policy
+    stage: Stage
+    publisher: Publisher
+    tokens: TokenBook | None
+
+
+def _setting(
+    config: Config,
+    world: World,
+    chunks: list[DistributedDataParallel],
+    optimizer: VotedOptimizer,
+    vocab_size: int,
+    log: Log,
+    again: bool,
+    undo: contextlib.ExitStack,
+) -> _Setting:
     tiers = _tiers(config, world)
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
-    peers = join_peers(config, tiers, log, again=mine is not None)
+    peers = join_peers(config, tiers, log, again)
+    if peers is not None:
+        undo.callback(peers.close)
     state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
     stage = _stage(state)
     if tiers.memory is not None:
@@ -100,43 +167,32 @@ def begin(
     if policy.replays:
         check_freezing(state)
     publisher = Publisher(world, policy, tiers, _layout(config, world), log)
+    undo.callback(publisher.close)
     tokens = None
     if policy.counts_tokens:
         tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
+        undo.callback(tokens.close)
+    return _Setting(tiers, peers, state, policy, stage, publisher, tokens)
 
-    left = survivors(mine, state, world)
-    publish_what_is_whole(left, tiers, publisher, world)
-    if peers is not None:
-        peers.restore(log)
-    loader = SnapshotLoader(config, world, state, optimizer, scheduler, tiers, policy, tokens, log, repeat)
+
+def _go_on(
+    its: _Setting, loader: SnapshotLoader, checkpoints: Checkpoints, world: World, log: Log, mine: Left | None
+) -> Start:
+    """Brings the state to where the run goes on, and removes what it will take anew."""
+    left = survivors(mine, its.state, world)
+    publish_what_is_whole(left, its.tiers, its.publisher, world)
+    if its.peers is not None:
+        its.peers.restore(log)
     loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
     if mine is not None and not loaded:
         raise NothingToGoOnFrom
-    start = _from(loaded, policy) if loaded else Start(checkpoints.load() or Position(), None, None, None)
-    if tokens is not None and not loaded:
-        tokens.starts_at(start.position.iteration)
-
-    if peers is not None:
-        peers.goes_on_from(start.in_memory, log)
-    agreed(lambda: _tidy(tiers, world, start), "cannot tidy up old snapshots")
-    saved = Contents(state, stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
-    policy.sized(lambda operators: max(gather(saved.busiest(operators))))
-    snapshots = Snapshots(
-        world=world,
-        policy=policy,
-        contents=saved,
-        saver=Saver(world.rank, world.device, tiers.memory, tiers.storage),
-        publisher=publisher,
-        tiers=tiers,
-        peers=peers,
-        describe=_describer(config, world, optimizer, scheduler, policy, tokens),
-        blocking=config.snapshot.ckpt_blocking,
-        start=start,
-        tokens=tokens,
-        report=SnapshotReport(log, config.snapshot.ckpt_tier),
-    )
-    snapshots.reserve()
-    return start.position, snapshots
+    start = _from(loaded, its.policy) if loaded else Start(checkpoints.load() or Position(), None, None, None)
+    if its.tokens is not None and not loaded:
+        its.tokens.starts_at(start.position.iteration)
+    if its.peers is not None:
+        its.peers.goes_on_from(start.in_memory, log)
+    agreed(lambda: _tidy(its.tiers, world, start), "cannot tidy up old snapshots")
+    return start
 
 
 def _from(loaded: Loaded, policy: Policy) -> Start:

@@ -15,10 +15,9 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from megatron.training.agreement import agreed, first_of_any
 from megatron.training.checkpoint_contents import Position
@@ -28,6 +27,7 @@ from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, StepRecord, sum_over_workers
+from megatron.training.survivors import Live
 from megatron.training.tokens import TokenBook
 from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
@@ -40,50 +40,6 @@ BUFFERS = 3
 """One that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
 
 _LISTEN_S = 0.5
-
-
-@dataclass(frozen=True)
-class Live:
-    """The state that a worker has between two iterations, apart from its tensors.
-
-    Attributes:
-        position: how far it has come.
-        state: what is not a tensor, as snapshots hold it.
-    """
-
-    position: Position
-    state: dict
-
-
-@dataclass
-class Left:
-    """What a worker has left when another one is lost.
-
-    Attributes:
-        live: its state, as long as it is whole.
-    """
-
-    live: Live | None = None
-
-
-class NoSnapshots(Rider):
-    """Without ``--ckpt-policy``."""
-
-    gauges: Mapping[str, float] = MappingProxyType({})
-    live: Live | None = None
-    record: StepRecord | None = None
-
-    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
-        """Takes none."""
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def secure(self, position: Position) -> None:
-        """Nothing to bring to storage."""
 
 
 @dataclass(frozen=True)

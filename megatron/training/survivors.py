@@ -7,15 +7,39 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron.training.agreement import agreed, gather
+from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_tiers import Tiers
-from megatron.training.snapshots import Left
 from moc.recovery.replicas import pieces
 from moc.state.training_state import TrainingState
 from moc.store.store import Store
 
 _PROBLEM = "cannot publish what all workers had saved"
+
+
+@dataclass(frozen=True)
+class Live:
+    """The state that a worker has between two iterations, apart from its tensors.
+
+    Attributes:
+        position: how far it has come.
+        state: what is not a tensor, as snapshots hold it.
+    """
+
+    position: Position
+    state: dict
+
+
+@dataclass
+class Left:
+    """What a worker has left when another one is lost.
+
+    Attributes:
+        live: its state, as long as it is whole.
+    """
+
+    live: Live | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,30 @@
+"""What stands in the place of snapshots where none are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron.training.checkpoint_contents import Position
+from megatron.training.step import Rider, StepRecord
+from megatron.training.survivors import Live
+
+
+class NoSnapshots(Rider):
+    """Without ``--ckpt-policy``."""
+
+    gauges: Mapping[str, float] = MappingProxyType({})
+    live: Live | None = None
+    record: StepRecord | None = None
+
+    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
+        """Takes none."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def secure(self, position: Position) -> None:
+        """Nothing to bring to storage."""
