@@ -90,6 +90,7 @@ class TokenBook:
 
     def starts_at(self, iteration: int) -> None:
         """The run goes on from a checkpoint that has no ledger: nothing is known of what was before."""
+        self._counts.take()
         self._ledger = dataclasses.replace(self._ledger, iteration=iteration)
 
     def goes_on(self, state: Mapping) -> None:

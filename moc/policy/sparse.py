@@ -79,8 +79,9 @@ _TABLES = ("load", "counts", "mean", "probabilities")
 class Sparse(Policy):
     """MoEvement's sparse checkpoints (Gandhi, Kozyrakis, NSDI 2026, sections 3.2 and 3.5, Algorithm 1).
 
-    There is a snapshot after every iteration.  In a window of W of them each operator is saved in full once, as compute
-    weights alone before that, and not at all after it.  A run goes on from the end of a window: it loads the first
+    There is a snapshot after every iteration; the first one saves everything, so that there is something to go on from
+    before a window is complete.  In a window of W snapshots each operator is saved in full once, as compute weights
+    alone before that, and not at all after it.  A run goes on from the end of a window: it loads the first
     snapshot, computes the following iterations again while operators that are not there in full yet are frozen, and
     adds those that are as their snapshots come (section 3.3); to the last bit the state that was there.
 
@@ -225,18 +226,18 @@ class Sparse(Policy):
             places = {one.name: place for place, one in enumerate(self.operators)}
             queues = (order_operators(operators, scores, self.ep) for operators in self._stages.values())
             order, shares = tuple(places[one.name] for queue in queues for one in queue), now
-        return Current(iteration, self._turns(order), order, shares)
+        return Current(iteration, self._turns(order, first=not current.order), order, shares)
 
-    def _turns(self, order: tuple[int, ...]) -> tuple[Turn, ...]:
+    def _turns(self, order: tuple[int, ...], first: bool) -> tuple[Turn, ...]:
         ordered = [self.operators[place] for place in order]
         queues = [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
-        length = self.window or self._affordable(queues)
+        length = 1 if first else self.window or self._affordable(queues)
         return tuple(
             side_by_side([generate_schedule([one.name for one in q], math.ceil(len(q) / length)) for q in queues])
         )
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
-        """W_sparse, as the slowest stage needs it; 1 before anything was copied, which measures the bandwidth."""
+        """W_sparse, as the slowest stage needs it; 1 as long as nothing is known to have been copied."""
         if self.interval.seconds is None or self.interval.bandwidth is None:
             return 1
         names = (operator.name for operator in self.operators)

@@ -20,7 +20,7 @@ SCALING = dict(fp16=True, initial_loss_scale=2.0**18, hysteresis=1, loss_scale_w
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, train_iters=14)
 RUNS = {  # layout, flags, window, killed after
     "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
-    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 6),
+    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 7),
     "fp32, recomputed": (
         "EP2",
         dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
@@ -43,12 +43,12 @@ def test_recovery_is_bit_identical(run, data, flags):
     plain = {name: value for name, value in changes.items() if not name.startswith("sparse_")}
     straight = train(layout, data | HARD | plain, "sparse_bodies:train")
     assert min(straight.norms) > HARD["clip_grad"]
-    if "fp16" in changes:
-        assert any(record["skipped"] for record in straight.records[1:window])
     flags = flags | HARD | changes | dict(sparse_window=window)
     killed = start(layout, flags, "sparse_bodies:die_after", iteration=killed_after).wait()
     assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-2000:]
-    end, store = killed_after // window * window, stores(flags)["storage"]
+    end, store = (killed_after - 1) // window * window + 1, stores(flags)["storage"]  # the first one has everything
+    if "fp16" in changes:
+        assert any(record["skipped"] for record in straight.records[2:end])
     saved = [store.manifest(iteration).operators for iteration in range(end - window + 1, end + 1)]
     whole = [{name for name, entry in operators.items() if entry.detail == "full"} for operators in saved]
     resumed = train(layout, flags, "sparse_bodies:train")
@@ -68,11 +68,11 @@ def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, f
     straight = train("1", data | SMALL)
     start("1", flags | dict(sparse_window=3, ckpt_keep=2), "sparse_bodies:die_after", iteration=11).wait()
     store = stores(flags)["storage"]
-    assert store.iterations() == [4, 5, 6, 7, 8, 9, 10, 11]
-    path = Path(flags["ckpt_dir"], directory_of(8), file_of(0))
+    assert store.iterations() == [5, 6, 7, 8, 9, 10, 11]
+    path = Path(flags["ckpt_dir"], directory_of(9), file_of(0))
     path.write_bytes(path.read_bytes()[:-1])
     resumed = train("1", flags | dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=1))  # any exact policy can
-    assert resumed.start == 6 and resumed.records == straight.records[6:]
+    assert resumed.start == 7 and resumed.records == straight.records[7:]
     assert resumed.weights == straight.weights
     assert store.iterations() == [14]
 
@@ -103,6 +103,6 @@ def test_a_window_that_finds_itself(data, flags):
     assert slow.records == train("EP2", data | SMALL | dict(train_iters=20)).records
     taken = {event["iteration"]: event["bytes"] for event in events(flags, "snapshot")}
     assert min(taken) == WARM_UP + BLOCK + 1  # of everything, which shows how slow copies are
-    (choice, *_) = [event for event in events(flags, "choice") if event["sparse_window"] > 1]
-    assert choice["iteration"] in (min(taken) + 1, min(taken) + 2) and "GB/s" in choice["reason"]
-    assert taken[choice["iteration"] + 1] < 0.7 * taken[min(taken)]
+    chosen = [event for event in events(flags, "choice") if event["sparse_window"] > 1]
+    assert chosen and "GB/s" in chosen[0]["reason"]
+    assert taken[max(taken) - 1] < 0.7 * taken[min(taken)]  # the last one of a run is of everything

@@ -33,6 +33,7 @@ def test_operators_by_detail_keep_their_order():
     assert MIXED.of(Detail.FULL) == ("embedding",)
     assert MIXED.of(Detail.GRAD) == ()
     assert MIXED.details == (Detail.FULL, Detail.COMPUTE)
+    assert not MIXED.ends_window and SnapshotPlan(7, "sparse", {"output": Detail.FULL}, complete=False).ends_window
 
 
 def test_a_plan_does_not_change():
