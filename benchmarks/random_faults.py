@@ -4,8 +4,9 @@
 
 Each run trains a tiny model under our launcher, in one layout and with one tier of snapshots, the next run in the
 next.  One to three workers at once are killed at random points of step, snapshot, persistence and recovery
-(``--inject-mtbf-iterations``), and one of them is stopped (SIGSTOP) somewhere in a step.  At the end the run must equal
-that of its layout without faults: losses and gradient norms of all iterations, and the hash of every tensor of the last
+(``--inject-mtbf-iterations``), and one of them is stopped (SIGSTOP) somewhere in a step.  With ``peers`` a job has two
+nodes, each with a launcher and memory of its own, and the second one is lost as a whole, memory and all, and comes back.
+At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the hash of every tensor of the last
 snapshot.  A run that does not end, and one that leaves processes, memory or temporary files behind, has failed too; all
 files of a run that failed are kept.
 """
@@ -13,12 +14,15 @@ files of a run that failed are kept.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import platform
 import random
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,7 +61,10 @@ LAYOUTS = {  # name: (workers, flags)
 TIERS = {
     "memory": "--ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "disk": "--ckpt-tier disk --snapshot-interval 2",
+    "peers": "--ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
 }
+ONE_NODE = ("DP4, replicated",)
+"""Layouts in which several nodes would hold the same state, which memory tiers refuse."""
 
 
 @dataclass
@@ -105,27 +112,68 @@ class Run:
         directory.mkdir(parents=True)
         size, parallel = LAYOUTS[layout]
         places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory, "--log-dir", directory]
-        launcher = ["-m", "moc.launch", "--nproc-per-node", size, "--silence-timeout", own.silence]
+        self._nodes = 2 if tier == "peers" else 1
+        launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
+        if self._nodes > 1:
+            launcher += ["--nnodes", self._nodes, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
         program = [ROOT / "pretrain_gpt_moe.py", *MODEL, "--train-iters", own.iterations]
-        words = [*launcher, *program, *parallel.split(), *TIERS[tier].split(), *places, *faults]
-        self._command = [sys.executable, "-W", "ignore", *map(str, words)]
+        self._launcher = [sys.executable, "-W", "ignore", *map(str, launcher)]
+        self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *places, *faults]))
+        self._token = secrets.token_hex(32)
 
-    def to_its_end(self) -> float:
-        """Runs it, and notes in ``wrong`` what it should not have done; seconds."""
-        ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        environment, begun = os.environ | ours | {"TMPDIR": str(self.directory)}, time.monotonic()
-        with open(self.directory / "console", "w") as console:
-            job = subprocess.Popen(self._command, env=environment, stdout=console, stderr=subprocess.STDOUT)
-            try:
-                if code := job.wait(self._own.limit):
-                    self.wrong.append(f"exit code {code}")
-            except subprocess.TimeoutExpired:
-                self.wrong.append(f"no end after {self._own.limit:g} s")
-                job.kill()
-                job.wait()
+    def to_its_end(self, lose_node_at: int | None = None) -> float:
+        """Runs it, and notes in ``wrong`` what it should not have done; seconds.
+
+        Args:
+            lose_node_at: iteration after which the second node is lost; None for not at all.
+        """
+        begun = time.monotonic()
+        launchers = [self._start(node) for node in range(self._nodes)]
+        while launchers[0].poll() is None and time.monotonic() - begun < self._own.limit:
+            time.sleep(0.02)
+            if lose_node_at is not None and self._iteration() >= lose_node_at:
+                self._lose(launchers[1])
+                launchers[1], lose_node_at = self._start(1), None
+        if launchers[0].poll() is None:
+            self.wrong.append(f"no end after {self._own.limit:g} s")
+        elif launchers[0].returncode:
+            self.wrong.append(f"exit code {launchers[0].returncode}")
         seconds = time.monotonic() - begun
+        for launcher in launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(5 if launchers[0].poll() is not None else 0)
+            launcher.kill()
+            launcher.wait()
         self._look_for_leftovers()
         return seconds
+
+    def _start(self, node: int) -> subprocess.Popen:
+        ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "MOC_TOKEN": self._token}
+        self._temporary(node).mkdir(exist_ok=True)
+        with open(self.directory / "console", "a") as console:
+            return subprocess.Popen(
+                [*self._launcher, "--node-rank", str(node), *self._program],
+                env=os.environ | ours | {"TMPDIR": str(self._temporary(node))},
+                stdout=console,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _iteration(self) -> int:
+        return max((event["iteration"] for event in self.events("iteration")), default=0)
+
+    def _lose(self, launcher: subprocess.Popen) -> None:
+        """A machine is gone: all of its processes at once, what was in its memory, and what it had in /tmp."""
+        processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.wait()
+        psutil.wait_procs(processes, timeout=30)
+        for path in [*self._memory.glob("*/*-node-1"), self._temporary(1)]:
+            shutil.rmtree(path)
+
+    def _temporary(self, node: int) -> Path:
+        return self.directory / f"tmp{node}"
 
     def end(self) -> End:
         """What it has come to."""
@@ -151,7 +199,7 @@ class Run:
         for process in mine:
             process.kill()
         memory = [path for path in self._memory.rglob("*") if path.is_file() and path.stat().st_size]
-        self.wrong += [f"{path} is left" for path in [*memory, *self.directory.glob("mocrun-*")]]
+        self.wrong += [f"{path} is left" for path in [*memory, *self.directory.glob("tmp*/mocrun-*")]]
         shutil.rmtree(self._memory)
 
 
@@ -170,7 +218,9 @@ class Campaign:
     def rows(self):
         """Gives what became of each run."""
         fired = 0
-        for number, (tier, layout) in enumerate(itertools.cycle(itertools.product(self._own.tiers, self._own.layouts))):
+        cases = itertools.product(self._own.tiers, self._own.layouts)
+        cases = [(tier, layout) for tier, layout in cases if tier != "peers" or layout not in ONE_NODE]
+        for number, (tier, layout) in enumerate(itertools.cycle(cases)):
             if fired >= self._own.faults:
                 return
             row = self._row(layout, tier, self._own.seed * 1000 + number, self._directory / f"run_{number:03d}")
@@ -182,9 +232,11 @@ class Campaign:
         faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed]
         stop = _stop(random.Random(seed), LAYOUTS[layout][0], self._own.iterations)
         run = Run(self._own, layout, tier, directory, [*faults, "--inject", stop])
-        seconds = run.to_its_end()
+        lose_node_at = random.Random(seed).randint(2, self._own.iterations - 5) if tier == "peers" else None
+        seconds = run.to_its_end(lose_node_at)
         ended = run.end()
         fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events("inject")]
+        fired += [] if lose_node_at is None else [f"lose node 1 at {lose_node_at}, any"]
         wrong = run.wrong + _differences(ended, expected)
         if not wrong:
             shutil.rmtree(directory)
@@ -201,6 +253,12 @@ class Campaign:
             self._undisturbed[layout] = ended
             shutil.rmtree(directory)
         return self._undisturbed[layout]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _stop(chance: random.Random, size: int, iterations: int) -> Fault:
