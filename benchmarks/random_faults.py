@@ -5,10 +5,11 @@
 Each run trains a tiny model under our launcher, in one layout and with one tier of snapshots, the next run in the
 next.  One to three workers at once are killed at random points of step, snapshot, persistence and recovery
 (``--inject-mtbf-iterations``), and one of them is stopped (SIGSTOP) somewhere in a step.  With ``peers`` a job has two
-nodes, each with a launcher and memory of its own, and the second one is lost as a whole, memory and all, and comes back.
-At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the hash of every tensor of the last
-snapshot.  A run that does not end, and one that leaves processes, memory or temporary files behind, has failed too; all
-files of a run that failed are kept.
+nodes, each with a launcher and memory of its own; the second one is lost as a whole, memory and all, and comes back.
+
+At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
+hash of every tensor of the last snapshot.  A run that does not end, and one that leaves processes, memory or temporary
+files behind, has failed too; all files of a run that failed are kept.
 """
 
 from __future__ import annotations
