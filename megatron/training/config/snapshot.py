@@ -44,7 +44,9 @@ class Snapshot(Group):
     )
     ckpt_memory_dir: str = flag("/dev/shm", "Memory file system for --ckpt-tier memory and peers.", metavar="DIR")
     ckpt_blocking: bool = flag(False, "Let training wait until a snapshot is safe, in place of taking it beside it.")
-    ckpt_keep: int = flag(2, "Complete snapshots to keep in --ckpt-dir.", at_least=1)
+    ckpt_keep: int = flag(
+        2, "Complete snapshots to keep in --ckpt-dir; windows, with --ckpt-policy sparse.", at_least=1
+    )
     ckpt_sharding: str = flag(
         "EE+AN",
         "Which of several ranks that hold the same state saves it: the name of a scheme, or of two rules, "
