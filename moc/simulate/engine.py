@@ -151,7 +151,7 @@ class _Run:
 
     def _spread(self, iterations: float, start: float, until: float) -> None:
         part_s = self.job.wall_s / self.job.parts
-        part = first = min(int(start / part_s), self.job.parts - 1)
+        first = min(int(start / part_s), self.job.parts - 1)
         last = min(int(until / part_s), self.job.parts - 1)
         for part in range(first, last + 1):
             within = min(until, (part + 1) * part_s) - max(start, part * part_s)
@@ -184,9 +184,7 @@ class _Run:
         oldest = 0
         if not again:
             self.failed_at = self.now
-        elif self.way.local:
-            oldest = self.base  # what comes back was whole before the first failure
-        else:
+        elif not self.way.local:  # what is replayed is saved again, and what was restored is still there
             oldest, at = self.base, min(at, self.base + int(self._replayed()))
         self.strategy.failed(at)
         self.way = self.strategy.saving.way_back(nodes)
@@ -205,7 +203,13 @@ class _Run:
         saving = part * self.strategy.saving.per_iteration_s() * slower
         self.useful, self.saving, self.done = self.useful - useful, self.saving - saving, float(whole)
         self.recovery += useful + saving
-        self.iterations[min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)] -= part
+        last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
+        for place in range(last, -1, -1):  # where it was counted
+            taken = min(part, self.iterations[place])
+            self.iterations[place] -= taken
+            part -= taken
+            if part <= 0:
+                break
         return whole
 
     def _replayed(self) -> float:
@@ -272,7 +276,7 @@ class _Run:
             host_bytes=strategy.saving.host_bytes,
             k=strategy.k,
             plt=strategy.plt,
-            goodput=tuple(max(0.0, done) * self.job.samples / part_s for done in self.iterations),
+            goodput=tuple(done * self.job.samples / part_s for done in self.iterations),
             plts=tuple(self.plts),
             ks=tuple(self.ks) if strategy.k else (),
         )
