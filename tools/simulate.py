@@ -174,7 +174,7 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
         runs = {name: (name, options) for name in _policies(args.policy)}
     job = Job(
         iteration_s=setup.timing.iteration_s,
-        samples=args.global_batch,
+        samples=setup.work.global_batch,
         nodes=setup.cluster.nodes,
         stages=args.pp,
         wall_s=3600 * args.hours,
@@ -212,13 +212,15 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     operators = operators_of(config, args.vocab_size)
     cluster = _cluster(args)
     layout = Layout(world=cluster.gpus, tp=args.tp, pp=args.pp, ep=args.ep, expert_tp=1, vpp=args.vpp)
+    pipelines = max(1, cluster.gpus // (args.tp * args.pp * args.ep))
+    before = max(1, cluster_named(args.cluster).gpus // (args.tp * args.pp * args.ep)) if args.scale_to else pipelines
     work = Work(
-        global_batch=args.global_batch,
+        global_batch=args.global_batch * pipelines // before,  # each pipeline has as much work as before
         micro_batch=args.micro_batch,
         seq_length=config.data.seq_length,
         hidden_size=config.network.hidden_size,
         topk=config.moe.moe_router_topk if config.moe.num_experts else 1,
-        pipelines=max(1, cluster.gpus // (args.tp * args.pp * args.ep)),
+        pipelines=pipelines,
     )
     timing = _timing(args, operators, layout, cluster, work)
     return Setup(
@@ -243,10 +245,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _timing(args: argparse.Namespace, operators, layout: Layout, cluster: Cluster, work: Work) -> Timing:
-    """Of the cost model, or what was measured; then that of every pipeline's own work, whatever the number of them."""
-    if args.scale_to:  # as much work for each pipeline as before
-        before = max(1, cluster_named(args.cluster).gpus // (args.tp * args.pp * args.ep))
-        work = dataclasses.replace(work, global_batch=work.global_batch * work.pipelines // before)
+    """What was measured, or else the cost model's."""
     model = estimate(operators, layout, cluster, work)
     seconds = args.iteration_s or (read_profile(args.profile).iteration_s if args.profile else None)
     return model if seconds is None else measured_timing(seconds, model.micro_batches, model.stages)

@@ -60,8 +60,8 @@ class Cluster:
 
 
 # MoEvement (NSDI '26), section 5.1: NC96ads_A100_v4, 600 GB/s NVLink, 80 Gbps between nodes, 40 Gbps to Blob Storage.
-# Not said there: utilisation and host_bandwidth are calibrated with the fault-free figures of its Tables 2 and 3, and
-# restart_s with its Figure 10 (docs/simulate.md).
+# Not said there: utilisation and host_bandwidth are calibrated with its fault-free figures, restart_s with a recovery
+# time (docs/simulate.md).
 _A100 = Cluster(
     name="a100-80gb",
     gpus=96,

@@ -151,7 +151,7 @@ class _Run:
 
     def _spread(self, iterations: float, start: float, until: float) -> None:
         part_s = self.job.wall_s / self.job.parts
-        part = first = min(int(start / part_s), self.job.parts - 1)
+        first = min(int(start / part_s), self.job.parts - 1)
         last = min(int(until / part_s), self.job.parts - 1)
         for part in range(first, last + 1):
             within = min(until, (part + 1) * part_s) - max(start, part * part_s)
@@ -180,16 +180,15 @@ class _Run:
 
     def _fail(self, nodes: int) -> None:
         self.failures += 1
-        again, at = self._recovers(), self._drop_unfinished()
-        oldest = 0
+        again, at, oldest = self._recovers(), self._drop_unfinished(), 0
         if not again:
             self.failed_at = self.now
-        elif self.way.local:
-            oldest = self.base  # what comes back was whole before the first failure
-        else:
-            oldest, at = self.base, min(at, self.base + int(self._replayed()))
+        elif not self.way.local:  # what is replayed is saved again, and what was restored is still there
+            oldest, at = self.base, self._replayed()
         self.strategy.failed(at)
-        self.way = self.strategy.saving.way_back(nodes)
+        way = self.strategy.saving.way_back(nodes)
+        if not (again and way.local):  # where everybody replays, the stages of one more failure do so too
+            self.way = way
         self.base = max(oldest, self.way.restored(at))
         self.used = self._usable()
         self.waits = self.used == 0
@@ -205,13 +204,19 @@ class _Run:
         saving = part * self.strategy.saving.per_iteration_s() * slower
         self.useful, self.saving, self.done = self.useful - useful, self.saving - saving, float(whole)
         self.recovery += useful + saving
-        self.iterations[min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)] -= part
+        last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
+        for place in range(last, -1, -1):  # where it was counted
+            taken = min(part, self.iterations[place])
+            self.iterations[place] -= taken
+            part -= taken
+            if part <= 0:
+                break
         return whole
 
-    def _replayed(self) -> float:
-        """Iterations of the recovery that is under way."""
+    def _replayed(self) -> int:
+        """The iteration that a recovery which is under way has come to."""
         seconds = (self.now - self.replay_starts) * self.used / self.job.nodes
-        return self.way.replayed(seconds) if seconds > 0 else 0.0
+        return min(int(self.done), self.base + int(self.way.replayed(seconds))) if seconds > 0 else self.base
 
     def _recover(self, again: bool) -> None:
         count = int(self.done) - self.base
@@ -241,8 +246,10 @@ class _Run:
         before, after = self.used, self._usable()
         if after <= before or not (self.waits or self.strategy.saving.elastic):
             return
-        if not self.waits:  # it grows: everybody stops for that, and nothing is lost but the iteration under way
-            self.base, self.failed_at = self._drop_unfinished(), self.now
+        if self._recovers():
+            self.base = self._replayed()
+        elif not self.waits:  # everybody stops for that, and nothing is lost but the iteration under way
+            self.way, self.base, self.failed_at = self.strategy.saving, self._drop_unfinished(), self.now
         self.used, self.waits = after, False
         self._recover(again=False)
 
@@ -272,7 +279,7 @@ class _Run:
             host_bytes=strategy.saving.host_bytes,
             k=strategy.k,
             plt=strategy.plt,
-            goodput=tuple(max(0.0, done) * self.job.samples / part_s for done in self.iterations),
+            goodput=tuple(done * self.job.samples / part_s for done in self.iterations),
             plts=tuple(self.plts),
             ks=tuple(self.ks) if strategy.k else (),
         )

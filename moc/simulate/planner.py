@@ -84,7 +84,7 @@ class Plan:
     reason: str
 
 
-def plan(setup: Setup, mtbf_s: float, limits: Limits = Limits()) -> Plan:  # noqa: B008
+def plan(setup: Setup, mtbf_s: float, limits: Limits | None = None) -> Plan:
     """The candidate with the highest expected ETTR.
 
     Of those within a tenth of a point an exact one is taken first, then the one that leaves most host memory.
@@ -92,11 +92,12 @@ def plan(setup: Setup, mtbf_s: float, limits: Limits = Limits()) -> Plan:  # noq
     Args:
         setup: model and cluster.
         mtbf_s: mean seconds from one failure of the job to the next.
-        limits: what to keep to.
+        limits: what to keep to; by default the limit on lost tokens alone.
 
     Raises:
         ValueError: nothing keeps to the limits.
     """
+    limits = limits or Limits()
     every = [found for found in every_candidate(setup, mtbf_s, limits) if _allowed(found, setup, limits)]
     if not every:
         raise ValueError("no policy keeps to all limits: allow more host memory, or more policies")

@@ -89,6 +89,13 @@ def test_more_nodes_at_once_than_memory_survives_come_back_from_storage():
     assert far.replayed == 31 - 25 and far.recovery_s == pytest.approx(20 + 6)
 
 
+def test_while_everybody_replays_one_more_failure_makes_all_of_them_start_over():
+    storage = Saving("full", interval=25, restart_s=20, replay_s=1)
+    saving = dataclasses.replace(WINDOW, survives=2, beyond=storage)
+    result = run(saving, Event(31.0, lost=3), Event(54.0, lost=1))
+    assert result.recovery_s == pytest.approx(20 + 3 + 20 + 6) and result.failures == 2
+
+
 def test_without_spares_the_job_waits_for_a_node():
     result = run(DENSE, Event(20.0, lost=1), Event(50.0, gained=1), available=4)
     assert result.idle_s == pytest.approx(30) and result.recovery_s == pytest.approx(5)
@@ -101,6 +108,10 @@ def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
     result = run(elastic, Event(20.0, lost=1), Event(65.0, gained=1), available=4)
     assert result.idle_s == 0 and result.recovery_s == pytest.approx(5 + 5, abs=1.4)
     assert result.samples == pytest.approx(512 * (20 + 40 * 3 / 4 + 30), rel=0.01)
+    # A node that comes while it replays from storage does not make it forget that.
+    lost = dataclasses.replace(elastic, beyond=Saving("full", interval=100, restart_s=5, replay_s=1))
+    result = run(lost, Event(20.0, lost=1), Event(30.0, gained=1), available=4)
+    assert result.recovery_s == pytest.approx(10 + 5 + 20 - int((30 - 25) * 3 / 4), abs=0.01)
     pairs = dataclasses.replace(elastic, elastic=2)
     assert run(pairs, Event(20.0, lost=1), available=4).samples == pytest.approx(512 * (20 + 75 / 2), rel=0.01)
 

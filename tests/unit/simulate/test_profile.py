@@ -17,10 +17,10 @@ def iteration(number, seconds):
 
 
 def test_quiet_iterations_and_bandwidths(tmp_path):
-    saved = {"type": "snapshot", "iteration": 12, "bytes": 4000, "copy_s": 0.5}
+    saved = [{"type": "snapshot", "iteration": n, "bytes": 4000, "copy_s": 0.5} for n in range(8, 20, 2)]
     written = {"type": "persist", "iteration": 12, "bytes": 4000, "write_s": 2.0}
-    quiet = [iteration(n, 9.0 if n <= 5 else 1.0 if n != 13 else 5.0) for n in range(1, 20)]
-    path = write(tmp_path / "events.jsonl", {"type": "start", "world_size": 4}, *quiet, saved, written)
+    quiet = [iteration(n, 9.0 if n <= 5 else 1.0 if n < 8 else 5.0) for n in range(1, 20)]
+    path = write(tmp_path / "events.jsonl", {"type": "start", "world_size": 4}, *quiet, *saved, written)
     found = read_profile(tmp_path)
     assert found == read_profile(path)
     assert (found.iteration_s, found.world) == (1.0, 4)

@@ -79,5 +79,8 @@ def test_a_window_saves_everything_once_and_weights_until_then():
     assert window_bytes(sizes, 3) * 3 == 6 * 12 + (4 + 2) * 2
     assert first_bytes(sizes, 3) == 2 * 12 + 4 * 2
     assert window_bytes(sizes, 1) == first_bytes(sizes, 1) == 72
+    twelve = [OperatorSize(str(n), 12, 2) for n in range(12)]
+    assert find_window_size(twelve, 1.0, 3 * 12 + 9 * 2) == (4, 3)
+    assert find_window_size(twelve, 1.0, 3 * 12 + 9 * 2 - 1) == (6, 2)
     with pytest.raises(ValueError, match="needs operators"):
         find_window_size([], 1.0, 1.0)

@@ -109,8 +109,10 @@ def test_a_profile_takes_the_place_of_the_cost_model(capsys, tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [start, *events]))
     profiled = [*SMALL, "--profile", str(tmp_path), "--policy", "sparse"]
     assert told(capsys, *profiled)["setup"]["timing"]["iteration_s"] == 7.5
-    scaled = told(capsys, *profiled, "--scale-to", "gpus=16384")["setup"]
-    assert scaled["cluster"]["gpus"] == 16384 and scaled["timing"]["iteration_s"] == 7.5
+    small = told(capsys, *profiled, "--mtbf", "inf")["policies"]["sparse"]
+    scaled = told(capsys, *profiled, "--mtbf", "inf", "--scale-to", "gpus=16384")
+    assert scaled["setup"]["cluster"]["gpus"] == 16384 and scaled["setup"]["timing"]["iteration_s"] == 7.5
+    assert scaled["policies"]["sparse"]["samples"] == 1024 * small["samples"]
 
 
 @pytest.mark.parametrize(
