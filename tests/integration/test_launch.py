@@ -10,7 +10,7 @@ import pytest
 from moc.store.places import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import contents, node_memory, stores, train
+from tests.integration.snapshot_files import contents, node_memory, train
 
 pytestmark = pytest.mark.recovery
 ITERATIONS = 16
@@ -128,7 +128,7 @@ def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
         assert job.wait() == 75
         assert "node 1 is missing, and nobody has come for 1 s (--max-wait)" in job.console
         assert job.processes() == []
-    assert max(newest.iterations()[-1] for newest in stores(flags).values() if newest.iterations()) > 0
+    assert list(Path(flags["ckpt_memory_dir"]).rglob("manifest.json"))  # what the nodes have in memory stays there
 
 
 def test_a_spare_on_the_same_machine_takes_over(flags, undisturbed, tmp_path):
