@@ -101,11 +101,11 @@ class Controller:
 
     async def _serve_agent(self, connection: wire.AsyncConnection) -> None:
         hello = (await connection.recv()).header
-        node = hello["node"]
+        node, generation = hello["node"], hello["generation"]
+        workers = _workers(hello["workers"])
         self._agents[node] = connection
         self._gone.pop(node, None)
-        workers = [Worker(**worker) for worker in hello["workers"]]
-        self._obey(self._membership.joined(node, workers, hello["generation"]))
+        self._obey(self._membership.joined(node, workers, generation))
         if self._membership.places.of(node) is None and not self._over:
             _log.warning("node %d is there, and waits as a spare", node)
         knows_end = False
@@ -118,11 +118,12 @@ class Controller:
             _log.warning("node %d has said nothing for %g s", node, self._silence_s)
         except WireError:
             pass  # it is gone; what that means follows from what the job is doing
-        if self._agents.get(node) is connection:
-            del self._agents[node]
-            if not knows_end:
-                self._gone[node] = time.monotonic()
-            self._obey(self._membership.left(node))
+        finally:
+            if self._agents.get(node) is connection:
+                del self._agents[node]
+                if not knows_end:
+                    self._gone[node] = time.monotonic()
+                self._obey(self._membership.left(node))
 
     def _hear(self, message: Message) -> None:
         said, membership = message.header, self._membership
@@ -177,6 +178,13 @@ class Controller:
             self._agents[node].post(Message({"kind": kind} | what))
         except (KeyError, WireError):
             pass  # it is gone, and whoever serves it will say so
+
+
+def _workers(told: list[dict]) -> list[Worker]:
+    try:
+        return [Worker(**worker) for worker in told]
+    except TypeError as error:
+        raise WireError(f"what its hello says of workers cannot be understood ({error})") from None
 
 
 @dataclass

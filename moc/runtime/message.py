@@ -9,6 +9,17 @@ HEADER_LIMIT = 1 << 20
 """Bytes of a message's header, as JSON."""
 
 
+class WireError(RuntimeError):
+    """The peer broke a rule of the wire, or is no peer at all; the connection is of no more use."""
+
+
+class _Header(dict):
+    """One that arrived; what it should have and has not is the sender's mistake."""
+
+    def __missing__(self, name: str):
+        raise WireError(f"its message {self.get('kind')} does not say {name}")
+
+
 @dataclass(frozen=True)
 class Message:
     """What one process says to another.
@@ -60,7 +71,7 @@ def decode(data: bytes) -> dict:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str):
         raise ValueError("it is not a dict with a string named kind")
-    return header
+    return _Header(header)
 
 
 def flat(body) -> memoryview:

@@ -13,7 +13,7 @@ import secrets
 import struct
 
 from moc.runtime.job_token import TOKEN_BYTES
-from moc.runtime.message import HEADER_LIMIT, Message, decode, encode, flat
+from moc.runtime.message import HEADER_LIMIT, Message, WireError, decode, encode, flat
 
 VERSION = 1
 DEFAULT_BODY_LIMIT = 64 << 20
@@ -28,10 +28,6 @@ _PREFIX = struct.Struct(">IQ")  # bytes of header and body
 _SEQUENCE = struct.Struct(">Q")
 _MAC_BYTES = hashlib.sha256().digest_size
 _ROLES = ("client", "server")
-
-
-class WireError(RuntimeError):
-    """The peer broke a rule of the wire, or is no peer at all; the connection is of no more use."""
 
 
 class PeerGoneError(WireError):

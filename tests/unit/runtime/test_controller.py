@@ -170,6 +170,27 @@ def test_who_is_missing_is_not_waited_for_without_end(started, code, tmp_path, m
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "hello", [dict(), dict(node=0), dict(node=0, generation=1, workers=[dict(no="worker")]), dict(node=0, generation=1)]
+)
+def test_a_hello_that_cannot_be_understood_costs_a_line(hello, tmp_path, caplog):
+    async def scenario():
+        job = Job(tmp_path)
+        async with job.controller():
+            agents = [await job.agent(node) for node in (0, 1)]
+            started = await hears(agents[0], "start")
+            stranger = await wire.open(job.address, TOKEN)
+            await stranger.send(Message({"kind": "hello"} | hello))
+            with pytest.raises(PeerGoneError):
+                await stranger.recv()
+            ended = {"kind": "ended", "worker": started["worker"], "code": -9, "why": ""}
+            await agents[0].send(Message(ended))
+            await hears(agents[0], "abort")  # the node that it spoke for is still there
+
+    asyncio.run(scenario())
+    assert len([record for record in caplog.records if "hello" in record.message]) == 1
+
+
 def test_what_to_do_about_a_missing_node_is_said():
     assert waiting_for([1, 4], 90.2) == (
         "nodes 1, 4 are missing: waiting for a spare, or for `mocrun ... --node-rank 1`, `mocrun ... --node-rank 4`; "
