@@ -230,8 +230,8 @@ def _tiers(config: Config, world: World) -> Tiers:
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
     memory = None
     if snapshot.ckpt_tier != "disk":
-        several = len(set(nodes)) > 1 and environment.AGENT in os.environ  # perhaps on one machine
-        emulated = nodes[world.rank] if snapshot.node_of_rank or several else None
+        launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
+        emulated = nodes[world.rank] if snapshot.node_of_rank else launched
         memory = Store(memory_place(snapshot.ckpt_memory_dir, directory, emulated), slack=True)
     return Tiers(
         storage=Store(place_of(directory)),
