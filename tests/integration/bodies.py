@@ -70,7 +70,8 @@ def _watch(told: dict) -> None:
         return code
 
     def watched_log(log, record, consumed_samples, gauges):
-        told["records"].append(dataclasses.asdict(record))
+        if told["start"] is not None:  # else another process has computed it, and could not report it any more
+            told["records"].append(dataclasses.asdict(record))
         tell(log, record, consumed_samples, gauges)
 
     loop.train, Log.iteration = watched_loop, watched_log
