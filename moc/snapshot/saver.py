@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moc.faults import reach
-from moc.snapshot.buffers import Buffer
+from moc.store.buffers import Buffer
 from moc.snapshot.capture import Capture, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced

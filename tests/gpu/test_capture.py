@@ -2,7 +2,7 @@
 
 import torch
 
-from moc.snapshot.buffers import Buffer
+from moc.store.buffers import Buffer
 from moc.snapshot.capture import StreamCapturer, capturer
 from moc.snapshot.copies import Copy, coalesced
 
