@@ -1,7 +1,7 @@
-"""What happens at the boundaries of pipeline stages beside the schedule: nothing, or logging, or a replay from logs.
+"""What happens at the boundaries of pipeline stages beside the schedule: nothing, or logging.
 
-MoEvement's upstream logging (section 3.4): each stage keeps the activations and gradients that it sends in the memory of
-its node, so that a stage can be computed again while all others wait.
+MoEvement's upstream logging (section 3.4): each stage keeps the activations and gradients that it sends in the memory
+of its node, so that a stage can be computed again while all others wait (:mod:`megatron.training.stage_replay`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 
 from megatron.training.agreement import first_of_any
-from megatron.training.boundary import Recorder, Replayer, pipeline_of
+from megatron.training.boundary import Recorder, pipeline_of
 from megatron.training.config import Config, num_microbatches
 from megatron.training.initialize import World
 from megatron.training.model import compute_dtype
-from moc.logs.crossings import Crossing, Direction
+from moc.logs.crossings import Direction
 from moc.logs.files import directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
@@ -140,8 +140,8 @@ class UpstreamLog(Boundaries):
             raise CheckpointError(first_of_any(self._writer.failure()))
         if tally["upstream_given_up"] and not self._given_up:
             self._tell(
-                "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs them "
-                "will be a replay by all: raise --upstream-log-limit, or shorten --sparse-window"
+                "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs "
+                "them will be a replay by all: raise --upstream-log-limit, or shorten --sparse-window"
             )
         self._given_up = tally["upstream_given_up"]
         self.gauges = {
@@ -167,69 +167,9 @@ class UpstreamLog(Boundaries):
         self._writer.forget()
 
 
-class StageReplay(Boundaries):
-    """This worker's stage computes iterations again, alone with its tensor-, data- and expert-parallel peers.
-
-    Embeddings that are tied across stages cannot be reduced so: ``--upstream-logging`` refuses them.
-
-    Args:
-        core_config: of the model.
-        num_micro_batches: in an iteration.
-        source: gives what this stage received in an iteration, counted from 1; from the logs of its neighbours.
-        sink: takes what it sends.
-    """
-
-    def __init__(
-        self,
-        core_config: TransformerConfig,
-        num_micro_batches: int,
-        source: Callable[[int, Crossing], torch.Tensor],
-        sink: Callable[[int, Crossing, torch.Tensor], None],
-    ):
-        self._core_config, self._source, self._sink = core_config, source, sink
-        self._pipeline = pipeline_of(core_config, num_micro_batches)
-
-    @contextlib.contextmanager
-    def crossed(self, iteration: int) -> Iterator[Replayer]:
-        """See :class:`Boundaries`."""
-        yield Replayer(
-            self._core_config,
-            self._pipeline,
-            lambda crossing: self._source(iteration, crossing),
-            lambda crossing, tensor: self._sink(iteration, crossing, tensor),
-        )
-
-    def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
-        """See :class:`Boundaries`; no other stage takes part."""
-        finalize_model_grads(chunks, None)  # only tied embeddings and the number of tokens would ask another stage
-        if tokens is not None and known:  # of which only the last stage knows; the total is in the step record
-            for chunk in chunks:
-                chunk.scale_gradients(1.0 / torch.full_like(tokens, known))
-
-
 def boundaries(config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]) -> Boundaries:
     """What the flags ask for; see :class:`UpstreamLog`."""
     return UpstreamLog(config, core_config, world, tell) if config.snapshot.upstream_logging else Boundaries()
-
-
-class Comparison:
-    """A sink that compares what a stage sends again with what it once sent.
-
-    Args:
-        logged: gives what was sent, in an iteration counted from 1.
-
-    Attributes:
-        different: what was not the same, bit by bit.
-    """
-
-    def __init__(self, logged: Callable[[int, Crossing], torch.Tensor]):
-        self._logged = logged
-        self.different: list[tuple[int, Crossing]] = []
-
-    def __call__(self, iteration: int, crossing: Crossing, tensor: torch.Tensor) -> None:
-        """Compares one tensor."""
-        if not torch.equal(tensor.cpu().view(torch.uint8), self._logged(iteration, crossing).view(torch.uint8)):
-            self.different.append((iteration, crossing))
 
 
 def boundary_shape(config: Config) -> tuple[int, int, int]:

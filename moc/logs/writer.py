@@ -88,7 +88,7 @@ class LogWriter:
         return sorted(self._used)
 
     def begin(self, iteration: int) -> None:
-        """An iteration begins, counted from 1; logs of this one and later ones, of a run that went back, are dropped."""
+        """An iteration begins, counted from 1; logs of this and later ones, of a run that went back, are dropped."""
         self.wait()
         if self._current is not None:  # it was cut off
             self._free.append(self._current[2])
@@ -116,7 +116,7 @@ class LogWriter:
         if target is None or tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise CheckpointError(
                 f"{crossing} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not what was to be sent in "
-                f"iteration {self._current and self._current[0]}: this schedule cannot be logged, drop --upstream-logging"
+                f"iteration {self._current[0]}: this schedule cannot be logged, drop --upstream-logging"
             )
         with torch.no_grad():
             if self._stream is None:
@@ -136,8 +136,8 @@ class LogWriter:
         iteration, layout, buffer = self._current
         if self._views:
             raise CheckpointError(
-                f"{next(iter(self._views))} was not sent in iteration {iteration}: this schedule cannot be logged, drop "
-                "--upstream-logging"
+                f"{next(iter(self._views))} was not sent in iteration {iteration}: this schedule cannot be logged, "
+                "drop --upstream-logging"
             )
         copied = self._stream.record_event() if self._stream is not None else None
         self._current, self._used[iteration] = None, buffer

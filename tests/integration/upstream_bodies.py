@@ -8,8 +8,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron.training import loop
+from megatron.training.stage_replay import Comparison, StageReplay
 from megatron.training.step import sum_losses
-from megatron.training.upstream import Comparison, StageReplay
 from moc.logs.crossings import Direction, needed
 from moc.logs.files import LogReader
 from tests.integration import bodies
