@@ -2,6 +2,8 @@
 
 import pytest
 
+from moc.logs.files import LogReader
+from tests.integration.launched import Launched
 from tests.integration.snapshot_files import events
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
@@ -13,6 +15,7 @@ SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4)
 RUNS = {
     "1F1B, fp32": ("PP2", {}),
     "1F1B, bf16, by tokens": ("PP2", BF16 | dict(calculate_per_token_loss=True)),
+    "interleaved, fp32": ("interleaved", {}),
     "interleaved, bf16": ("interleaved", BF16),
 }
 
@@ -50,3 +53,21 @@ def test_logs_are_given_back_and_training_is_the_same(data, flags, tmp_path):
     assert 0 < most <= 2 * 3 + 3  # two windows, and what storage lags behind
     assert told[-1]["upstream_log_bytes"] <= 2 * (most + 1) * (4096 + 4 * 16 * 32 * 4)
     assert not list(tmp_path.rglob("rank_*/iter_*.safetensors")) and not list(tmp_path.rglob("slots"))
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(300)
+def test_logs_outlive_their_worker_and_survivors_go_on_logging(data, flags, tmp_path):
+    flags = flags | SMALL | dict(train_iters=14)
+    with Launched("PP2", flags, tmp_path / "job") as job:
+        job.reach(8)
+        job.kill(1)
+        job.reach(10)
+        for rank in range(2):
+            (directory,) = tmp_path.rglob(f"logs/rank_{rank:05d}")
+            assert LogReader(directory).iterations()
+        assert job.wait() == 0, job.console[-4000:]
+    straight = train("PP2", data | SMALL | dict(train_iters=14))
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert [event["exact"] for event in job.events("replay")] == [True, True]
+    assert not list(tmp_path.rglob("logs"))

@@ -50,20 +50,16 @@ def _alone(run, own, reader, tokens: int) -> dict:
     pipeline, iteration = run.stepper.boundaries._pipeline, run.position.iteration + 1
     for one in needed(pipeline, [stage], [iteration]):
         needs[one.crossing] = one.stage
-    comparison, compared, given = Comparison(own.read), [], {}
+    comparison, given = Comparison(own.read), {}
 
     def source(which, crossing):
         sender = needs.pop(crossing)
         given[sender] = given.get(sender, 0) + 1
         return reader(sender).read(which, crossing)
 
-    def sink(which, crossing, tensor):
-        compared.append(crossing)
-        comparison(which, crossing, tensor)
-
     core = run.stepper.chunks[0].config
     micro_batches = len({i for i, _ in pipeline.turns})
-    stepper = dataclasses.replace(run.stepper, boundaries=StageReplay(core, micro_batches, source, sink))
+    stepper = dataclasses.replace(run.stepper, boundaries=StageReplay(core, micro_batches, source, comparison))
     with bodies._noting_collectives(messages), mock.patch.object(dist, "P2POp", side_effect=AssertionError):
         alone = _compute(run, stepper, tokens)
     assert not needs, "not all that was logged is needed"
@@ -71,7 +67,7 @@ def _alone(run, own, reader, tokens: int) -> dict:
         "alone": alone,
         "messages": messages,
         "different": [str(one) for one in comparison.different],
-        "compared": len(compared),
+        "compared": comparison.compared,
         "sent": sum(len(pipeline.sent(stage, direction)) for direction in Direction),
         "received": given,
     }

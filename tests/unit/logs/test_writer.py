@@ -8,7 +8,9 @@ import torch
 from moc.logs.crossings import Crossing, Direction
 from moc.logs.files import LogReader, directory_of, path_of
 from moc.logs.writer import LogWriter
+from moc.store.blobs import LocalBlob
 from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
+from moc.store.regions import read_sources
 
 CROSSINGS = [Crossing(direction, chunk, i) for direction in Direction for chunk in range(2) for i in range(3)]
 SHAPE, DTYPE = (4, 1, 8), torch.bfloat16
@@ -79,15 +81,15 @@ def test_an_iteration_that_is_not_over_is_not_there(make, directory):
     check(directory, 2)
 
 
-def test_the_hash_is_there_before_the_name(make, directory, monkeypatch):
-    def fail(*names):
-        check_size.append(LogReader(directory).iterations())
+def test_a_name_comes_last_and_where_there_is_none_it_is_said(make, directory, monkeypatch):
+    def fail(slot, name):
+        damages.extend(source.damage() for source in read_sources(LocalBlob(slot)))
         raise OSError("no more names")
 
-    check_size = []
+    damages: list[str | None] = []
     monkeypatch.setattr("moc.logs.writer.os.link", fail)
     writer = log(make(), 1)
-    assert check_size == [[]] and LogReader(directory).iterations() == []
+    assert damages == [None] * len(CROSSINGS) and LogReader(directory).iterations() == []
     assert "cannot be written (no more names)" in writer.failure()
 
 
