@@ -440,6 +440,7 @@ class Snapshots(Rider):
         if self._tiers.memory is not None:
             self._replaces = self._tiers.leads_node
             self._in_memory = taken
+            self._boundaries.stored(taken.plan)
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""
@@ -461,7 +462,8 @@ class Snapshots(Rider):
     def _all_written(self, taken: _Taken, tally: dict[str, float]) -> None:
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         self._stored = taken.plan.iteration
-        self._boundaries.stored(taken.plan)
+        if self._tiers.memory is None:
+            self._boundaries.stored(taken.plan)
         written = self._transfer(tally, "snapshot_written_bytes", "snapshot_write_s")
         self._heard = dataclasses.replace(self._heard, written=written)
         if self._tokens is not None:
