@@ -29,6 +29,7 @@ from megatron.training.step import Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.survivors import Left
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.training.upstream import boundaries
 from moc.faults import reach
 from moc.runtime.job import Loss
 
@@ -176,6 +177,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     phases.done("meet")
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log.message)
+    crossing = boundaries(config, parts.chunks[0].config, world, log.message)
     stepper = Stepper(
         world=world,
         chunks=parts.chunks,
@@ -188,10 +190,11 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
+        boundaries=crossing,
     )
     repeat = Repetition(stepper, parts.streams["train"])
     left = parts.left if parts.changed else None
-    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, repeat, left)
+    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, repeat, crossing, left)
     stepper = replace(stepper, rider=snapshots)
     log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0

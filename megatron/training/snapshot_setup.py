@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from megatron.training.snapshots import Snapshots, Start
 from megatron.training.step import StepRecord
 from megatron.training.survivors import Left, publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
+from megatron.training.upstream import Boundaries
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
@@ -47,6 +48,7 @@ from moc.state.shape import model_operators
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
+from moc.store.places import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
 
@@ -65,6 +67,7 @@ def begin(
     checkpoints: Checkpoints,
     log: Log,
     repeat: Repeat,
+    boundaries: Boundaries,
     mine: Left | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
     """Brings all workers to the newest state that there is; a collective call.
@@ -79,6 +82,7 @@ def begin(
         checkpoints: the dense ones.
         log: where to report.
         repeat: computes an iteration again.
+        boundaries: what logs what crosses pipeline stages, if anything does.
         mine: what this worker has left of the state; None if it has not trained yet.
 
     Returns:
@@ -95,6 +99,9 @@ def begin(
         return checkpoints.load() or Position(), NoSnapshots()
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
         its = _setting(config, world, chunks, optimizer, vocab_size, log, mine is not None, undo)
+        if config.snapshot.upstream_logging:
+            agreed(lambda: boundaries.open(_memory(config, world, its.tiers.nodes).root), "cannot keep upstream logs")
+            undo.callback(boundaries.close)
         loader = SnapshotLoader(
             config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repeat
         )
@@ -115,6 +122,7 @@ def begin(
             blocking=config.snapshot.ckpt_blocking,
             start=start,
             tokens=its.tokens,
+            boundaries=boundaries,
             report=SnapshotReport(log, config.snapshot.ckpt_tier),
         )
         snapshots.reserve()
@@ -228,11 +236,7 @@ def _tiers(config: Config, world: World) -> Tiers:
     snapshot, directory = config.snapshot, config.snapshot_dir
     nodes = _nodes(snapshot.node_of_rank, world)
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
-    memory = None
-    if snapshot.ckpt_tier != "disk":
-        launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
-        emulated = nodes[world.rank] if snapshot.node_of_rank else launched
-        memory = Store(memory_place(snapshot.ckpt_memory_dir, directory, emulated), slack=True)
+    memory = Store(_memory(config, world, nodes), slack=True) if snapshot.ckpt_tier != "disk" else None
     return Tiers(
         storage=Store(place_of(directory)),
         memory=memory,
@@ -242,6 +246,13 @@ def _tiers(config: Config, world: World) -> Tiers:
         persist_interval=1 if snapshot.chooses_experts and memory is not None else snapshot.persist_interval,
         keep=snapshot.ckpt_keep,
     )
+
+
+def _memory(config: Config, world: World, nodes: Sequence[str]) -> LocalPlace:
+    """The memory of this node."""
+    launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
+    emulated = nodes[world.rank] if config.snapshot.node_of_rank else launched
+    return memory_place(config.snapshot.ckpt_memory_dir, config.snapshot_dir, emulated)
 
 
 def _nodes(told: str | None, world: World) -> list[str]:

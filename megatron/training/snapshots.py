@@ -29,6 +29,7 @@ from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, StepRecord, sum_over_workers
 from megatron.training.survivors import Live
 from megatron.training.tokens import TokenBook
+from megatron.training.upstream import Boundaries
 from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
 from moc.snapshot.contents import Contents
@@ -93,6 +94,7 @@ class Snapshots(Rider):
         blocking: wait until a snapshot is safe.
         start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
+        boundaries: what logs what crosses pipeline stages, if anything does.
         report: where to say what it costs.
     """
 
@@ -109,11 +111,12 @@ class Snapshots(Rider):
         blocking: bool,
         start: Start,
         tokens: TokenBook | None,
+        boundaries: Boundaries,
         report: SnapshotReport,
     ):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
         self._publisher, self._describe, self._blocking = publisher, describe, blocking
-        self._peers, self._tokens, self._report = peers, tokens, report
+        self._peers, self._tokens, self._boundaries, self._report = peers, tokens, boundaries, report
         self._rotation = self._empty_rotation(start.in_memory)
         self._copying: deque[_Taken] = deque()
         self._replicating: deque[_Taken] = deque()
@@ -188,7 +191,8 @@ class Snapshots(Rider):
         written = writing is not None and writing.snapshot.persisted.done()
         stall_s, self._stall_s = self._stall_s, 0.0
         replicating, replicated = self._replicated()
-        return (self._tokens.ballot() if self._tokens is not None else {}) | {
+        others = (self._tokens.ballot() if self._tokens is not None else {}) | self._boundaries.ballot()
+        return others | {
             "snapshot_failed": float(self._find_failure() is not None),
             "snapshot_copied": float(copied),
             "snapshot_written": float(written),
@@ -254,6 +258,7 @@ class Snapshots(Rider):
             self._peers.rest()
         if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
             self._tiers.memory.clear()
+        self._boundaries.forget()
         self._report.end(self._tokens)
 
     @property
@@ -265,7 +270,7 @@ class Snapshots(Rider):
     def gauges(self) -> dict[str, float]:
         """What there is to see of every iteration."""
         plt = {} if self._tokens is None else {"plt": self._tokens.plt}
-        return plt | self._policy.gauges()
+        return plt | self._policy.gauges() | dict(self._boundaries.gauges)
 
     def close(self) -> None:
         """Gives up what is not published yet, as if this worker had been killed; asks nothing of the others."""
@@ -275,6 +280,7 @@ class Snapshots(Rider):
         self._publisher.close()
         if self._tokens is not None:
             self._tokens.close()
+        self._boundaries.close()
 
     @property
     def _under_way(self) -> bool:
@@ -391,6 +397,7 @@ class Snapshots(Rider):
         self._report.stalled(self._newest, stall_s)
         if tally["snapshot_failed"]:
             raise CheckpointError(first_of_any(self._find_failure()))
+        self._boundaries.voted(tally)
         self._give_up_older()
         if self._all_have_copied(tally):
             self._all_copied(self._copying.popleft(), tally)
@@ -433,6 +440,7 @@ class Snapshots(Rider):
         if self._tiers.memory is not None:
             self._replaces = self._tiers.leads_node
             self._in_memory = taken
+            self._boundaries.stored(taken.plan)
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""
@@ -454,6 +462,8 @@ class Snapshots(Rider):
     def _all_written(self, taken: _Taken, tally: dict[str, float]) -> None:
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         self._stored = taken.plan.iteration
+        if self._tiers.memory is None:
+            self._boundaries.stored(taken.plan)
         written = self._transfer(tally, "snapshot_written_bytes", "snapshot_write_s")
         self._heard = dataclasses.replace(self._heard, written=written)
         if self._tokens is not None:

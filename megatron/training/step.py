@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.training.auxiliary import AuxiliaryLosses
@@ -24,6 +24,7 @@ from megatron.training.data import Batch
 from megatron.training.initialize import World, seed_streams
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.schedule import Schedule
+from megatron.training.upstream import Boundaries
 from moc.faults import reach
 from moc.runtime.progress import progress
 
@@ -92,6 +93,7 @@ class Stepper:
     params_norm: bool = False
     refuse_non_finite: bool = True
     rider: Rider = field(default_factory=Rider)
+    boundaries: Boundaries = field(default_factory=Boundaries)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
         """Computes iteration ``iteration`` (counted from 0) and commits it.
@@ -106,7 +108,7 @@ class Stepper:
                 ordinary overflow; no parameter has moved.
         """
         reach("start", iteration + 1)
-        reports = self._reduced_gradients(iteration, batches)
+        reports = self.reduced_gradients(iteration, batches)
         reach("after_reduce")
 
         vote = self._vote(reports, stop)
@@ -135,17 +137,29 @@ class Stepper:
         Returns:
             The loss; bit by bit that of the record, where layout, data and kernels are the same.
         """
-        reports = self._reduced_gradients(record.iteration - 1, batches)
+        reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
         self.auxiliary.take()
         self.optimizer.apply(record.grad_norm)
         return _mean_loss(sum_over_workers(sum_losses(reports, self.world), self.world))
 
-    def _reduced_gradients(self, iteration: int, batches: Iterator[Batch] | None) -> list[dict]:
-        """What the loss function reported for each micro batch, when all gradients are reduced."""
+    def reduced_gradients(
+        self, iteration: int, batches: Iterator[Batch] | None, tokens: int | None = None
+    ) -> list[dict]:
+        """Computes an iteration up to its reduced gradients.
+
+        Args:
+            iteration: iterations completed before it.
+            batches: as for :meth:`step`.
+            tokens: of the iteration, where they are known.
+
+        Returns:
+            What the loss function reported for each micro batch (last stage; else empty).
+        """
         seed_streams(self.seed, iteration, self.world)
         self.optimizer.zero_grad()
-        reports, token_count = self.schedule.forward_backward(batches)
-        self.optimizer.hold_router_biases(lambda: finalize_model_grads(self.chunks, token_count))
+        with self.boundaries.crossed(iteration + 1) as communicator:
+            reports, token_count = self.schedule.forward_backward(batches, communicator)
+        self.optimizer.hold_router_biases(lambda: self.boundaries.reduce(self.chunks, token_count, tokens))
         self.optimizer.take_gradients()
         return reports
 

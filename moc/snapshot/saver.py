@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from moc.faults import reach
-from moc.snapshot.buffers import Buffer
 from moc.snapshot.capture import Capture, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
+from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, OperatorEntry, Part
 from moc.store.places import LocalPlace

@@ -2,9 +2,9 @@
 
 import torch
 
-from moc.snapshot.buffers import Buffer
 from moc.snapshot.capture import StreamCapturer, capturer
 from moc.snapshot.copies import Copy, coalesced
+from moc.store.buffers import Buffer
 
 MIB = 1 << 20
 

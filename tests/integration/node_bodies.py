@@ -78,7 +78,9 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 fragment.view.fill_(float("nan"))
             parts = run.world, step.chunks, step.optimizer, step.scheduler, run.vocab_size, run.checkpoints, run.log
-            position, _ = begin(compose(flags | place), *parts, repeat=None)  # no policy here repeats iterations
+            position, _ = begin(
+                compose(flags | place), *parts, None, step.boundaries
+            )  # no policy here repeats iterations
             steps = sorted(set(state.steps().values()))
             told.append({"start": position.iteration, "steps": steps, "hashes": hashes_of(state)})
         return told

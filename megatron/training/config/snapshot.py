@@ -42,7 +42,9 @@ class Snapshot(Group):
     ckpt_dir: str | None = flag(
         None, "Directory or URL (s3://...) of the snapshots; by default SAVE/snapshots.", metavar="DIR"
     )
-    ckpt_memory_dir: str = flag("/dev/shm", "Memory file system for --ckpt-tier memory and peers.", metavar="DIR")
+    ckpt_memory_dir: str = flag(
+        "/dev/shm", "Memory file system for --ckpt-tier memory and peers, and for --upstream-logging.", metavar="DIR"
+    )
     ckpt_blocking: bool = flag(False, "Let training wait until a snapshot is safe, in place of taking it beside it.")
     ckpt_keep: int = flag(
         2, "Complete snapshots to keep in --ckpt-dir; windows, with --ckpt-policy sparse.", at_least=1
@@ -132,6 +134,16 @@ class Snapshot(Group):
         "the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
         choices=("popularity", "soft", "decayed", "capacity", "index"),
     )
+    upstream_logging: bool = flag(
+        False,
+        "With --ckpt-policy sparse and a pipeline: keep what each stage sends in the memory of its node, so that a "
+        "stage can be computed again by itself.",
+    )
+    upstream_log_limit: float = flag(
+        8.0,
+        "With --upstream-logging: GB that the logs of a worker may take, at most; the oldest iterations go first.",
+        above=0.0,
+    )
 
     @property
     def chooses_experts(self) -> bool:
@@ -164,6 +176,14 @@ class Snapshot(Group):
             f"--ckpt-policy sparse keeps its windows in --ckpt-dir, not with --ckpt-tier {self.ckpt_tier}: drop it.",
         )
         refuse(
+            self.upstream_logging and self.ckpt_policy != "sparse",
+            f"--upstream-logging needs --ckpt-policy sparse, not {self.ckpt_policy}: drop it or change the policy.",
+        )
+        refuse(
+            self.upstream_log_limit != 8.0 and not self.upstream_logging,
+            "--upstream-log-limit needs --upstream-logging: add it.",
+        )
+        refuse(
             self.chooses_experts and (self.pec_k_snapshot or self.pec_k_persist or self.persist_interval),
             "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "
             "--persist-interval.",
@@ -183,8 +203,9 @@ class Snapshot(Group):
             "--mtbf-hours needs --pec-k auto, which reckons with it: add it.",
         )
         refuse(
-            self.node_of_rank and self.ckpt_tier == "disk",
-            "--node-of-rank needs --ckpt-tier memory or peers, since only memory belongs to a node: add one.",
+            self.node_of_rank and self.ckpt_tier == "disk" and not self.upstream_logging,
+            "--node-of-rank needs --ckpt-tier memory or peers, or --upstream-logging, since only memory belongs to a "
+            "node: add one.",
         )
         refuse(
             self.persist_interval and self.ckpt_tier == "disk",

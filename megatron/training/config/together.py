@@ -48,6 +48,15 @@ def _check_snapshots(config: Config) -> None:
         "--ckpt-policy needs a directory for snapshots: add --ckpt-dir or --save.",
     )
     refuse(
+        snapshot.upstream_logging and config.parallel.pipeline_model_parallel_size == 1,
+        "--upstream-logging needs --pipeline-model-parallel-size greater than 1: raise it, or drop --upstream-logging.",
+    )
+    refuse(  # the gradient of a tied embedding is a sum over two stages, of which one alone does not know the other
+        snapshot.upstream_logging and not config.network.untie_embeddings_and_output_weights,
+        "--upstream-logging lets a pipeline stage be computed again by itself, which embeddings that are tied across "
+        "stages do not allow: add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
+    )
+    refuse(
         snapshot.persist_interval
         and snapshot.snapshot_interval.isdecimal()
         and snapshot.persist_interval % int(snapshot.snapshot_interval),

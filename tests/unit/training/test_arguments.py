@@ -417,6 +417,17 @@ REFUSED = [
         "--ckpt-policy sparse --save x --ckpt-tier memory",
         "its windows in --ckpt-dir, not with --ckpt-tier memory",
     ),
+    ("--upstream-logging", "--upstream-logging needs --ckpt-policy: add it"),
+    ("--ckpt-policy full --save x --upstream-logging", "--upstream-logging needs --ckpt-policy sparse, not full"),
+    ("--ckpt-policy sparse --save x --upstream-log-limit 2", "--upstream-log-limit needs --upstream-logging"),
+    (
+        "--ckpt-policy sparse --save x --upstream-logging --untie-embeddings-and-output-weights",
+        "--upstream-logging needs --pipeline-model-parallel-size greater than 1",
+    ),
+    (
+        "--ckpt-policy sparse --save x --upstream-logging --pipeline-model-parallel-size 2",
+        "tied across stages do not allow: add --untie-embeddings-and-output-weights",
+    ),
     ("--ckpt-policy full --save x --mtbf-hours 2", "--mtbf-hours needs --pec-k auto"),
     ("--ckpt-policy full --save x --node-of-rank 0,1", "--node-of-rank needs --ckpt-tier memory"),
     ("--ckpt-policy full --save x --ckpt-tier memory --node-of-rank 0,../1", "called by letters and digits"),

@@ -1,4 +1,4 @@
-"""Host memory that snapshots are copied into, made once and reused."""
+"""Host memory that snapshots and logs are copied into, made once and reused."""
 
 from __future__ import annotations
 
@@ -23,21 +23,29 @@ class Buffer:
         path: a file in a memory file system, under which it outlives the process; without one it goes with the
             process.
         pin: lock its pages for the device (CUDA), so that copies run beside everything else.
+        purpose: what it is for, in the message where there is too little memory.
+        otherwise: how to do without it, there.
 
     Raises:
         CheckpointError: there is not so much memory.
     """
 
-    def __init__(self, nbytes: int, path: Path | None = None, pin: bool = False):
+    def __init__(
+        self,
+        nbytes: int,
+        path: Path | None = None,
+        pin: bool = False,
+        purpose: str = "a snapshot",
+        otherwise: str = "pass --ckpt-tier disk",
+    ):
         self.nbytes, self.path = nbytes, path
         try:
             self._map = _allocate(nbytes, path)
         except OSError as error:
             where = path.parent if path else "host memory"
             raise CheckpointError(
-                f"{where} has no room for a snapshot buffer of {nbytes:,} bytes ({error.strerror}): free some, enlarge "
-                "it (Docker: --shm-size), name another memory file system with --ckpt-memory-dir, or pass "
-                "--ckpt-tier disk"
+                f"{where} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}): free some, enlarge "
+                f"it (Docker: --shm-size), name another memory file system with --ckpt-memory-dir, or {otherwise}"
             ) from None
         self.memory = memoryview(self._map)
         self.values = torch.from_numpy(numpy.frombuffer(self._map, dtype=numpy.uint8))
@@ -80,5 +88,5 @@ def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
 def _check(status) -> None:
     if int(status) != 0:
         raise CheckpointError(
-            f"CUDA cannot lock snapshot memory (error {int(status)}): allow it with `ulimit -l unlimited`"
+            f"CUDA cannot lock host memory (error {int(status)}): allow it with `ulimit -l unlimited`"
         )

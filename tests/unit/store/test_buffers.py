@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moc.snapshot.buffers import Buffer
+from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +18,7 @@ WRITES_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from moc.snapshot.buffers import Buffer
+from moc.store.buffers import Buffer
 named, nameless = Buffer(8192, Path(sys.argv[1])), Buffer(8192)
 for buffer in (named, nameless):
     buffer.view(4096, 4096 + 8, torch.float32).copy_(torch.tensor([1.5, -2.0]))

@@ -1,0 +1,130 @@
+"""What takes the place of megatron-core's communicator in a pipeline schedule, to log what crosses or to replay it.
+
+The schedules leave all traffic between stages to one object, and all of that goes through its method ``_communicate``.
+What passes there in which order follows from the schedule (:mod:`moc.logs.crossings`), so counting tells what it is:
+in the 1F1B and the interleaved schedule, with batched and unbatched messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from moc.logs.crossings import Crossing, Direction, Pipeline
+
+Sink = Callable[[Crossing, torch.Tensor], None]
+"""Takes what a stage sends: a tensor on its device, that may be freed afterwards."""
+
+Source = Callable[[Crossing], torch.Tensor]
+"""Gives what a stage receives: a tensor on any device, that is not to be changed."""
+
+
+def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipeline:
+    """The order in which the schedule computes; needs megatron-core's process groups.
+
+    Args:
+        core_config: of the model.
+        num_micro_batches: in an iteration.
+    """
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    chunks = core_config.virtual_pipeline_model_parallel_size or 1
+    table = get_schedule_table(num_micro_batches, chunks, core_config.microbatch_group_size_per_vp_stage)
+    return Pipeline(stages, tuple(table))
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """The process groups that a schedule wants to be given together with a communicator; those that it would take."""
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])
+
+
+class Recorder(P2PCommunicator):
+    """Communicates, and shows what this stage sends to a sink; for one iteration.
+
+    Args:
+        core_config: of the model.
+        pipeline: all stages.
+        sink: sees each tensor before it is sent.
+    """
+
+    def __init__(self, core_config: TransformerConfig, pipeline: Pipeline, sink: Sink):
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), core_config)
+        self._sending = _Sending(pipeline, self.pp_group.rank(), sink)
+
+    def _communicate(self, *, tensor_send_next, tensor_send_prev, **receiving):
+        self._sending(tensor_send_next, tensor_send_prev)
+        return super()._communicate(tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **receiving)
+
+
+class Replayer(P2PCommunicator):
+    """Receives from a source in place of the neighbours, and shows what it would send to a sink; for one iteration.
+
+    Nothing is communicated: the other stages need not be there (MoEvement, section 3.4).
+
+    Args:
+        core_config: of the model.
+        pipeline: all stages.
+        source: gives what this stage received when the iteration was computed first.
+        sink: takes what the stage sends.
+    """
+
+    def __init__(self, core_config: TransformerConfig, pipeline: Pipeline, source: Source, sink: Sink):
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), core_config)
+        stage = self.pp_group.rank()
+        self._sending, self._source = _Sending(pipeline, stage, sink), source
+        self._next = {direction: iter(pipeline.received(stage, direction)) for direction in Direction}
+
+    def _communicate(
+        self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True
+    ):
+        self._sending(tensor_send_next, tensor_send_prev)
+        activation = self._receive(Direction.FORWARD, tensor_shape) if recv_prev else None
+        gradient = self._receive(Direction.BACKWARD, tensor_shape) if recv_next else None
+        busy = {
+            "send_next": tensor_send_next is not None,
+            "send_prev": tensor_send_prev is not None,
+            "recv_prev": recv_prev,
+            "recv_next": recv_next,
+        }
+        # a schedule that waits later looks for one request by message
+        return activation, gradient, None if wait_on_reqs else {name: _Done() for name, is_so in busy.items() if is_so}
+
+    def _receive(self, direction: Direction, shape) -> torch.Tensor:
+        logged = self._source(next(self._next[direction]))
+        received = torch.empty(
+            tuple(shape), dtype=self.config.pipeline_dtype, device=torch.cuda.current_device(), requires_grad=True
+        )
+        if logged.shape != received.shape or logged.dtype != received.dtype:
+            raise ValueError(
+                f"a log of {tuple(logged.shape)} {logged.dtype} is not what this stage receives, "
+                f"{tuple(received.shape)} {received.dtype}: it is of another layout"
+            )
+        with torch.no_grad():
+            return received.copy_(logged)
+
+
+class _Sending:
+    """Says of each tensor that leaves a stage which one it is."""
+
+    def __init__(self, pipeline: Pipeline, stage: int, sink: Sink):
+        self._forward: Iterator[Crossing] = iter(pipeline.sent(stage, Direction.FORWARD))
+        self._backward: Iterator[Crossing] = iter(pipeline.sent(stage, Direction.BACKWARD))
+        self._sink = sink
+
+    def __call__(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:
+        if to_next is not None:
+            self._sink(next(self._forward), to_next.detach())
+        if to_previous is not None:
+            self._sink(next(self._backward), to_previous.detach())
+
+
+class _Done:
+    """A request that is done."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""

@@ -1,0 +1,179 @@
+"""What happens at the boundaries of pipeline stages beside the schedule: nothing, or logging.
+
+MoEvement's upstream logging (section 3.4): each stage keeps the activations and gradients that it sends in the memory
+of its node, so that a stage can be computed again while all others wait (:mod:`megatron.training.stage_replay`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer import TransformerConfig
+
+from megatron.training.agreement import first_of_any
+from megatron.training.boundary import Recorder, pipeline_of
+from megatron.training.config import Config, num_microbatches
+from megatron.training.initialize import World
+from megatron.training.model import compute_dtype
+from moc.logs.crossings import Direction
+from moc.logs.files import directory_of
+from moc.logs.writer import LogWriter
+from moc.policy import SnapshotPlan
+from moc.state.detail import Detail
+from moc.store.errors import CheckpointError
+
+
+class Boundaries:
+    """The boundaries of this worker's stage; here nothing happens but what megatron-core does."""
+
+    gauges: Mapping[str, float] = MappingProxyType({})
+    """What there is to see of every iteration."""
+
+    @contextlib.contextmanager
+    def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
+        """While forward and backward of an iteration are computed.
+
+        Args:
+            iteration: which, counted from 1.
+
+        Returns:
+            What the schedule communicates by; None for its own.
+        """
+        yield None
+
+    def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
+        """Reduces the gradients of an iteration.
+
+        Args:
+            chunks: the model.
+            tokens: by how many tokens of this rank they are to be divided; None where they are averaged already.
+            known: tokens of all ranks, where an iteration is computed again.
+        """
+        finalize_model_grads(chunks, tokens)
+
+    def open(self, memory: Path) -> None:
+        """Makes what is needed; no collective.
+
+        Args:
+            memory: the directory of this job in the memory of this node.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+
+    def ballot(self) -> dict[str, float]:
+        """What this worker has to say in the vote."""
+        return {}
+
+    def voted(self, tally: Mapping[str, float]) -> None:
+        """Hears the vote.
+
+        Raises:
+            CheckpointError: on all workers; something could not be logged.
+        """
+
+    def stored(self, plan: SnapshotPlan) -> None:
+        """A snapshot is safe, and so are all that were taken before it."""
+
+    def close(self) -> None:
+        """Ends what is under way; logs stay."""
+
+    def forget(self) -> None:
+        """Removes the logs: there is nothing left that would need them."""
+
+
+class UpstreamLog(Boundaries):
+    """Logs what this worker sends to other stages.
+
+    Args:
+        config: the flags in force.
+        core_config: of the model.
+        world: this worker's place.
+        tell: takes a line of prose.
+    """
+
+    def __init__(self, config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]):
+        self._config, self._core_config, self._world, self._tell = config, core_config, world, tell
+        self._pipeline = pipeline_of(core_config, num_microbatches(config, world.size))
+        self._limit = config.snapshot.upstream_log_limit * 1e9
+        self._writer: LogWriter | None = None
+        self._given_up = 0.0
+        self._window: int | None = None  # iteration of the first snapshot of the window that is being stored
+
+    def open(self, memory: Path) -> None:
+        """See :class:`Boundaries`; what an earlier process of this rank has left is taken over."""
+        stage = self._world.pipeline_rank
+        self._writer = LogWriter(
+            directory_of(memory, self._world.rank),
+            [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)],
+            boundary_shape(self._config),
+            compute_dtype(self._config),
+            self._limit,
+            self._world.device,
+        )
+
+    @contextlib.contextmanager
+    def crossed(self, iteration: int) -> Iterator[Recorder]:
+        """See :class:`Boundaries`."""
+        self._writer.begin(iteration)
+        yield Recorder(self._core_config, self._pipeline, self._writer.write)
+        self._writer.end()
+
+    def ballot(self) -> dict[str, float]:
+        """See :class:`Boundaries`."""
+        return {
+            "upstream_failed": float(self._writer.failure() is not None),
+            "upstream_bytes": float(self._writer.bytes),
+            "upstream_iterations": float(len(self._writer.iterations)),
+            "upstream_given_up": float(self._writer.given_up),
+        }
+
+    def voted(self, tally: Mapping[str, float]) -> None:
+        """See :class:`Boundaries`."""
+        if tally["upstream_failed"]:
+            raise CheckpointError(first_of_any(self._writer.failure()))
+        if tally["upstream_given_up"] and not self._given_up:
+            self._tell(
+                "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs "
+                "them will be a replay by all: raise --upstream-log-limit, or shorten --sparse-window"
+            )
+        self._given_up = tally["upstream_given_up"]
+        self.gauges = {
+            "upstream_log_bytes": tally["upstream_bytes"],
+            "upstream_log_iterations": tally["upstream_iterations"] / self._world.size,
+        }
+
+    def stored(self, plan: SnapshotPlan) -> None:
+        """See :class:`Boundaries`; the last snapshot of a window supersedes what happened before its first."""
+        if self._window is None:
+            self._window = plan.iteration
+        if Detail.COMPUTE not in plan.operators.values():
+            self._writer.collect(before=self._window + 1)
+            self._window = None
+
+    def close(self) -> None:
+        """See :class:`Boundaries`."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def forget(self) -> None:
+        """See :class:`Boundaries`."""
+        self._writer.forget()
+
+
+def boundaries(config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]) -> Boundaries:
+    """What the flags ask for; see :class:`UpstreamLog`."""
+    return UpstreamLog(config, core_config, world, tell) if config.snapshot.upstream_logging else Boundaries()
+
+
+def boundary_shape(config: Config) -> tuple[int, int, int]:
+    """Shape of what crosses stages: sequence (of this tensor-parallel rank), micro batch, hidden size."""
+    parallel = config.parallel
+    parts = parallel.tensor_model_parallel_size if config.sequence_parallel else 1
+    return config.data.seq_length // parts, config.training.micro_batch_size, config.network.hidden_size

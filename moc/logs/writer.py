@@ -1,0 +1,228 @@
+"""What a rank sends, copied into reused host memory that outlives it: MoEvement's upstream logs (section 3.4).
+
+begin       a slot that no iteration needs any more, or a new one
+write       each tensor, as it is sent: on CUDA by a stream of its own, on the CPU at once
+end         a thread waits for the copies, hashes them, and names the slot as the log of the iteration
+collect     iterations that a newer checkpoint supersedes give their slots back
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from moc.logs.crossings import Crossing
+from moc.logs.files import iterations_in, layout_of, path_of
+from moc.store.buffers import Buffer
+from moc.store.digest import digest_of
+from moc.store.errors import CheckpointError
+from moc.store.regions import FileLayout
+
+_FEWEST = 2  # slots: one is written while another is being hashed
+
+
+class LogWriter:
+    """Writes the logs of one rank; to be used by one thread.
+
+    If ``limit`` or the memory does not suffice, the oldest iterations are given up, and counted.
+
+    Args:
+        directory: of the logs of this rank, in a memory file system.
+        crossings: what is sent in an iteration.
+        shape: of each tensor.
+        dtype: of each tensor.
+        limit: bytes that logs may take.
+        device: where the tensors are.
+
+    Raises:
+        CheckpointError: limit or memory do not suffice for two iterations.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        crossings: Sequence[Crossing],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        limit: float,
+        device: torch.device,
+    ):
+        self._directory, self._crossings, self._shape, self._dtype = directory, tuple(crossings), shape, dtype
+        self._pin = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._pin else None
+        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal")
+        self._sealed: Future | None = None
+        self._free: list[Buffer] = []
+        self._used: dict[int, Buffer | None] = {}  # by iteration; None for what another process has left
+        self._current: tuple[int, FileLayout, Buffer] | None = None
+        self._views: dict[Crossing, torch.Tensor] = {}
+        self.given_up = 0
+        """Iterations whose logs went because there was no room."""
+        self.slot_bytes = layout_of(0, self._crossings, shape, dtype).nbytes
+        """Size of the log of an iteration."""
+        self._most = int(limit // self.slot_bytes)
+        if self._most < _FEWEST:
+            raise CheckpointError(
+                f"upstream logs need {self.slot_bytes:,} bytes for an iteration, and {_FEWEST} of them do not fit into "
+                f"{limit:,.0f}: raise --upstream-log-limit, or drop --upstream-logging"
+            )
+        self._failure: str | None = None
+        self._find()
+        for _ in range(_FEWEST):
+            self._free.append(self._slot())
+
+    @property
+    def bytes(self) -> int:
+        """Host memory that is taken."""
+        return self._slots * self.slot_bytes
+
+    @property
+    def iterations(self) -> list[int]:
+        """Iterations of which there is a log, or soon will be, ascending."""
+        return sorted(self._used)
+
+    def begin(self, iteration: int) -> None:
+        """An iteration begins, counted from 1; logs of this and later ones, of a run that went back, are dropped."""
+        self.wait()
+        if self._current is not None:  # it was cut off
+            self._free.append(self._current[2])
+            self._current = None
+        for later in [one for one in self._used if one >= iteration]:
+            self._drop(later)
+        buffer, layout = self._take_slot(), layout_of(iteration, self._crossings, self._shape, self._dtype)
+        self._current = iteration, layout, buffer
+        self._views = {
+            crossing: buffer.view(*span, self._dtype).view(self._shape)
+            for crossing, span in zip(self._crossings, layout.spans, strict=True)
+        }
+
+    def write(self, crossing: Crossing, tensor: torch.Tensor) -> None:
+        """Copies what is sent; it may be freed, but not changed, before :meth:`end` is done.
+
+        Args:
+            crossing: what it is.
+            tensor: of the shape and dtype that were announced.
+
+        Raises:
+            CheckpointError: it is not what was announced.
+        """
+        target = self._views.pop(crossing, None)
+        if target is None or tensor.shape != target.shape or tensor.dtype != target.dtype:
+            raise CheckpointError(
+                f"{crossing} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not what was to be sent in "
+                f"iteration {self._current[0]}: this schedule cannot be logged, drop --upstream-logging"
+            )
+        with torch.no_grad():
+            if self._stream is None:
+                target.copy_(tensor)
+                return
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                target.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)  # its memory is not given away before that
+
+    def end(self) -> None:
+        """The iteration is over; its log is whole as soon as a thread has hashed it.
+
+        Raises:
+            CheckpointError: something that was to be sent was not.
+        """
+        iteration, layout, buffer = self._current
+        if self._views:
+            raise CheckpointError(
+                f"{next(iter(self._views))} was not sent in iteration {iteration}: this schedule cannot be logged, "
+                "drop --upstream-logging"
+            )
+        copied = self._stream.record_event() if self._stream is not None else None
+        self._current, self._used[iteration] = None, buffer
+        self._sealed = self._sealing.submit(self._seal, iteration, layout, buffer, copied)
+
+    def collect(self, before: int) -> None:
+        """Gives back the memory of iterations before one, for others to come."""
+        for iteration in [one for one in self._used if one < before]:
+            self._drop(iteration)
+
+    def failure(self) -> str | None:
+        """What went wrong beside training, if anything has."""
+        if self._sealed is not None and self._sealed.done():
+            self.wait()
+        return self._failure
+
+    def wait(self) -> None:
+        """Returns when all that has ended is whole, or :meth:`failure` says why it is not."""
+        if self._sealed is not None and (error := self._sealed.exception()) is not None:
+            self._failure = (
+                f"the upstream log in {self._directory} cannot be written ({error}): make room, and start again"
+            )
+
+    def close(self) -> None:
+        """Ends what is under way; logs that are whole stay where they are."""
+        self._sealing.shutdown(wait=True)
+        self._views = {}
+        buffers = [*self._free, *self._used.values(), self._current and self._current[2]]
+        self._free, self._used, self._current = [], {}, None
+        for buffer in filter(None, buffers):
+            buffer.close()
+
+    def forget(self) -> None:
+        """Removes all logs: nothing is left to recover."""
+        self.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others are there still
+            self._directory.parent.rmdir()
+            self._directory.parent.parent.rmdir()
+
+    @property
+    def _slots(self) -> int:
+        return len(self._free) + len(self._used) + (self._current is not None)
+
+    def _find(self) -> None:
+        """Takes over what the process before has left, and removes what is not whole, or of another layout."""
+        shutil.rmtree(self._directory / "slots", ignore_errors=True)
+        for iteration in reversed(iterations_in(self._directory)):
+            path = path_of(self._directory, iteration)
+            if path.stat().st_size == self.slot_bytes and len(self._used) + _FEWEST < self._most:
+                self._used[iteration] = None
+            else:
+                path.unlink()
+
+    def _slot(self) -> Buffer:
+        taken = {buffer.path.name for buffer in (*self._free, *self._used.values()) if buffer is not None}
+        number = next(number for number in range(len(taken) + 1) if str(number) not in taken)
+        path = self._directory / "slots" / str(number)
+        return Buffer(
+            self.slot_bytes, path, self._pin, purpose="an upstream log's", otherwise="drop --upstream-logging"
+        )
+
+    def _take_slot(self) -> Buffer:
+        while not self._free:
+            try:
+                if self._slots < self._most:
+                    return self._slot()
+            except CheckpointError:  # there is no more memory: as if the limit were lower
+                self._most = max(_FEWEST, self._slots)
+            self.given_up += 1
+            self._drop(min(self._used))
+        return self._free.pop()
+
+    def _drop(self, iteration: int) -> None:
+        """Removes a log: first its name, so that no half of one is taken for whole, then its slot is free."""
+        self.wait()
+        path_of(self._directory, iteration).unlink(missing_ok=True)
+        buffer = self._used.pop(iteration)
+        if buffer is not None:
+            self._free.append(buffer)
+
+    def _seal(self, iteration: int, layout: FileLayout, buffer: Buffer, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        digests = [digest_of(buffer.memory[start:stop]) for start, stop in layout.spans]
+        header = layout.header(digests)
+        buffer.memory[: len(header)] = header
+        os.link(buffer.path, path_of(self._directory, iteration))

@@ -1,0 +1,73 @@
+"""Upstream logs: a stage computes an iteration again by itself, to the last bit; and what logs cost a run."""
+
+import pytest
+
+from moc.logs.files import LogReader
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import events
+from tests.integration.test_determinism import DROPOUT
+from tests.integration.test_precision import BF16
+from tests.integration.tiny import FLAGS, LAYOUTS, train
+from tests.worlds import run_world
+
+LOGGING = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
+SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4)
+RUNS = {
+    "1F1B, fp32": ("PP2", {}),
+    "1F1B, bf16, by tokens": ("PP2", BF16 | dict(calculate_per_token_loss=True)),
+    "interleaved, fp32": ("interleaved", {}),
+    "interleaved, bf16": ("interleaved", BF16),
+}
+
+
+@pytest.fixture
+def flags(data, tmp_path):
+    """Of a run with upstream logs."""
+    places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path), log_dir=str(tmp_path / "log"))
+    return data | LOGGING | SMALL | places
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_stage_computes_again_by_itself(run, flags):
+    layout, changes = RUNS[run]
+    size, parallel = LAYOUTS[layout]
+    body = "tests.integration.upstream_bodies:replay_alone"
+    workers = run_world(size, body, flags=FLAGS | parallel | flags | DROPOUT | changes, iterations=2)
+    for stage, worker in enumerate(workers):
+        assert worker["alone"] == worker["together"]
+        assert worker["different"] == [] and worker["compared"] == worker["sent"] > 0
+        assert not {name for name, _ in worker["messages"]} & {"isend", "irecv", "batch_isend_irecv", "send", "recv"}
+        assert {workers for _, workers in worker["messages"]} <= {1}  # of its peers there is only itself
+        chunks = 2 if layout == "interleaved" else 1
+        assert worker["received"] == {str(1 - stage): 4 * (2 * chunks - 1)}
+        tensor = 16 * 1 * 32 * (2 if "bf16" in run else 4)
+        assert worker["bytes"] == 4096 + 4 * (2 * chunks - 1) * tensor
+    assert workers[-1]["alone"]["loss_tokens"] == 4 * 16
+
+
+def test_logs_are_given_back_and_training_is_the_same(data, flags, tmp_path):
+    long = SMALL | dict(train_iters=14)
+    assert train("PP2", flags | long).records == train("PP2", data | long).records
+    told = events(flags, "iteration")
+    most = max(event["upstream_log_iterations"] for event in told)
+    assert 0 < most <= 2 * 3 + 3  # two windows, and what storage lags behind
+    assert told[-1]["upstream_log_bytes"] <= 2 * (most + 1) * (4096 + 4 * 16 * 32 * 4)
+    assert not list(tmp_path.rglob("logs"))
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(300)
+def test_logs_outlive_their_worker_and_survivors_go_on_logging(data, flags, tmp_path):
+    flags = flags | SMALL | dict(train_iters=14)
+    with Launched("PP2", flags, tmp_path / "job") as job:
+        job.reach(8)
+        job.kill(1)
+        job.reach(10)
+        for rank in range(2):
+            (directory,) = tmp_path.rglob(f"logs/rank_{rank:05d}")
+            assert LogReader(directory).iterations()
+        assert job.wait() == 0, job.console[-4000:]
+    straight = train("PP2", data | SMALL | dict(train_iters=14))
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert [event["exact"] for event in job.events("replay")] == [True, True]
+    assert not list(tmp_path.rglob("logs"))

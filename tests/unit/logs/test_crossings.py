@@ -1,0 +1,63 @@
+"""What crosses stages in which order, by hand and by what must hold; and whose log a replay needs."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.logs.crossings import Crossing, Direction, Needed, Pipeline, needed
+
+F, B = Direction.FORWARD, Direction.BACKWARD
+PLAIN = Pipeline(3, ((0, 0), (1, 0)))
+INTERLEAVED = Pipeline(2, ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)))
+
+
+def test_the_stages_of_1f1b_pass_micro_batches_on_in_order():
+    assert PLAIN.chunks == 1
+    assert PLAIN.sent(0, F) == PLAIN.sent(1, F) == [Crossing(F, 0, 0), Crossing(F, 0, 1)]
+    assert PLAIN.sent(2, B) == PLAIN.sent(1, B) == [Crossing(B, 0, 0), Crossing(B, 0, 1)]
+    assert PLAIN.sent(2, F) == PLAIN.sent(0, B) == PLAIN.received(0, F) == PLAIN.received(2, B) == []
+
+
+def test_interleaved_chunks_go_around():
+    def pairs(crossings):
+        return [(c.micro_batch, c.chunk) for c in crossings]
+
+    assert pairs(INTERLEAVED.sent(0, F)) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+    assert pairs(INTERLEAVED.sent(1, F)) == [(0, 0), (1, 0), (2, 0), (3, 0)]  # the last chunk's output is the loss
+    assert pairs(INTERLEAVED.sent(1, B)) == [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
+    assert pairs(INTERLEAVED.sent(0, B)) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert INTERLEAVED.received(0, F) == INTERLEAVED.sent(1, F)
+
+
+def test_a_stage_needs_what_its_neighbours_sent():
+    entries = list(needed(PLAIN, [1], range(7, 9)))
+    assert {(one.stage, one.crossing.direction) for one in entries} == {(0, F), (2, B)}
+    assert [one.iteration for one in entries] == [7] * 4 + [8] * 4
+    assert Needed(2, 8, Crossing(B, 0, 1)) in entries
+
+
+def test_the_first_and_the_last_stage_need_one_neighbour():
+    assert {(one.stage, one.crossing.direction) for one in needed(PLAIN, [0], [1])} == {(1, B)}
+    assert {(one.stage, one.crossing.direction) for one in needed(PLAIN, [2], [1])} == {(1, F)}
+
+
+def test_stages_that_compute_together_need_no_log_of_each_other():
+    assert {(one.stage, one.crossing.direction) for one in needed(PLAIN, [0, 1], [1])} == {(2, B)}
+    assert not list(needed(PLAIN, range(3), [1]))
+
+
+@pytest.mark.parametrize("direction", Direction)
+@given(stages=st.integers(2, 5), chunks=st.integers(1, 4), micro_batches=st.integers(1, 6))
+def test_each_boundary_is_crossed_once_by_each_micro_batch(direction, stages, chunks, micro_batches):
+    turns = tuple((i, chunk) for chunk, i in product(range(chunks), range(micro_batches)))
+    pipeline = Pipeline(stages, turns)
+    parts = [
+        (c.chunk * stages + stage, c.micro_batch) for stage in range(stages) for c in pipeline.sent(stage, direction)
+    ]
+    ends = stages * chunks - 1 if direction is F else 0  # of which nothing goes on
+    boundaries = set(range(stages * chunks)) - {ends}
+    assert sorted(parts) == sorted(product(boundaries, range(micro_batches)))
+    received = [c for stage in range(stages) for c in pipeline.received(stage, direction)]
+    assert len(received) == len(parts)
