@@ -23,7 +23,8 @@ from moc.runtime.progress import progress
 def pretrain(config: Config, providers: Providers) -> int:
     """Trains until the iterations are done or somebody asks to stop, whatever workers are lost meanwhile.
 
-    A worker is built once.  When another one is lost, it starts again from the newest snapshot with what it has.
+    A worker is built once.  When another one is lost, it goes on with what it has: its state, if the plan says that it
+    keeps that, else what a snapshot holds (:mod:`moc.recovery.plan`).
 
     Args:
         config: the flags in force.

@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest snapshot that is whole, in memory or in storage, whatever layout took it."""
+"""Where a run goes on: from what workers have left, or a snapshot in memory or storage, whatever layout took it."""
 
 from __future__ import annotations
 
