@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -86,6 +87,8 @@ def _title(setup: Setup, faults: Faults, job: Job) -> str:
 
 
 def _mtbf(faults: Faults) -> str:
+    if math.isinf(faults.mtbf_s):
+        return "no failures"
     return f"a failure every {faults.mtbf_s:,.0f} s{' evenly' if faults.evenly else ', at random'}"
 
 

@@ -208,10 +208,12 @@ def _policies(text: str) -> list[str]:
 
 def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     # The stages may be uneven here, so the layers need not fit the pipeline.
-    config = config_of(args.model, model_flags, vocab_size=args.vocab_size, tp=args.tp)
+    expert_tp = 1 if args.ep > 1 else args.tp
+    sliced = ["--expert-tensor-parallel-size", str(expert_tp)] if args.ep > 1 else []
+    config = config_of(args.model, [*model_flags, *sliced], vocab_size=args.vocab_size, tp=args.tp, ep=args.ep)
     operators = operators_of(config, args.vocab_size)
     cluster = _cluster(args)
-    layout = Layout(world=cluster.gpus, tp=args.tp, pp=args.pp, ep=args.ep, expert_tp=1, vpp=args.vpp)
+    layout = Layout(world=cluster.gpus, tp=args.tp, pp=args.pp, ep=args.ep, expert_tp=expert_tp, vpp=args.vpp)
     pipelines = max(1, cluster.gpus // (args.tp * args.pp * args.ep))
     before = max(1, cluster_named(args.cluster).gpus // (args.tp * args.pp * args.ep)) if args.scale_to else pipelines
     work = Work(

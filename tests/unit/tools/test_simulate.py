@@ -76,6 +76,15 @@ def test_the_example_of_the_help(capsys):
         assert parts == pytest.approx(one["wall_s"]) and one["wall_s"] == 12 * 3600
 
 
+@pytest.mark.parametrize("flags", [[], ["--tp", "2"], ["--tp", "4", "--pp", "1", "--ep", "1"]], ids=str)
+def test_layouts_of_a_model_from_flags(capsys, flags):
+    shape = ["--num-layers", "6", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "128"]
+    experts = ["--num-experts", "8", "--vocab-size", "1000", "--disable-bias-linear"]
+    layout = ["--cluster", "h100-80gb:16", "--pp", "4", "--ep", "2", "--runs", "1", *flags]
+    found = told(capsys, *shape, *experts, *layout, "--mtbf", "30m")
+    assert set(found["policies"]) == set(simulate.POLICIES)
+
+
 def test_table_csv_and_picture(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE)
     out = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
