@@ -99,14 +99,17 @@ def parse(arguments: list[str]) -> Flags:
         parser.error(f"--node-rank must be from 0 to {own.nnodes + own.spares - 1}: --nnodes {own.nnodes}, then spares")
     if not Path(own.script).is_file():
         parser.error(f"{own.script} is not there: name the workers' program")
-    address = own.rdzv_endpoint or own.master_addr
+    for name in ("silence_timeout", "patience", "max_wait"):
+        if getattr(own, name) < (0 if name == "max_wait" else 1):
+            parser.error(f"--{name.replace('_', '-')} {getattr(own, name):g} leaves no time: give more seconds")
+    address = None if own.standalone else own.rdzv_endpoint or own.master_addr
     if (own.nnodes > 1 or own.node_rank > 0) and (own.standalone or address is None):
         parser.error("several nodes need --rdzv-endpoint HOST:PORT of the first one, the same everywhere")
     try:
         hang_caps = hangs.parse_caps(own.hang_timeout)
     except ValueError as error:
         parser.error(f"--hang-timeout: {error}")
-    host, _, port = (address or "127.0.0.1:0").partition(":")
+    host, port = _split(address or "127.0.0.1:0")
     command = [own.script, *own.arguments]
     return Flags(
         nnodes=own.nnodes,
@@ -124,6 +127,15 @@ def parse(arguments: list[str]) -> Flags:
         own=[flag for flag in arguments[: len(arguments) - len(command)] if flag not in ("--", "--standalone")],
         command=command,
     )
+
+
+def _split(address: str) -> tuple[str, str]:
+    """Host and port, which is empty where none is named; an IPv6 address is in brackets, if a port follows."""
+    if address.count(":") > 1 and not address.startswith("["):
+        return f"[{address}]", ""
+    host, bracket, rest = address.rpartition("]")
+    name, _, port = rest.partition(":")
+    return host + bracket + name, port
 
 
 def launch(flags: Flags) -> int:
@@ -226,7 +238,7 @@ async def _start_controller(flags: Flags, endpoint: str, state: Path) -> tuple[a
         *("--size", str(flags.nnodes * flags.nproc_per_node), "--per-node", str(flags.nproc_per_node)),
         *("--max-restarts", str(flags.max_restarts), "--silence", str(flags.silence_s)),
         *("--max-wait", str(flags.max_wait_s)),
-        *(["--beyond-loopback"] if host not in ("127.0.0.1", "localhost", "::1") else []),
+        *(["--beyond-loopback"] if host not in ("127.0.0.1", "localhost", "[::1]") else []),
         stdout=subprocess.PIPE,
         start_new_session=True,  # what a terminal sends is for the launcher
     )

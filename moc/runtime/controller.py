@@ -35,6 +35,9 @@ TELL_FIRST_S, TELL_S = 5.0, 30.0
 BEGIN_S = 600.0
 """How long nodes have to come at the beginning of the job, if ``--max-wait`` is less."""
 
+CALM_S = 600.0
+"""After so long without a new generation, suspicions before it do not count any more."""
+
 DOUBT_S = 2.0
 """After a worker has lost connections and no loss was heard of for so long, a generation begins without one."""
 
@@ -59,6 +62,7 @@ class Controller:
         self._waiting: Waiting | None = None
         self._store, self._store_address = None, ""
         self._over = False  # and the console says why
+        self._disturbed = time.monotonic()
         if state.exists():
             membership.load_state_dict(json.loads(state.read_text()))
             self._over = membership.end is not None
@@ -79,6 +83,8 @@ class Controller:
         for node in [node for node, since in self._gone.items() if now - since > self._silence_s]:
             del self._gone[node]
             self._obey(membership.left(node))
+        if membership.running and now - self._disturbed > CALM_S:
+            membership.calm()
         missing = membership.waits_for()
         if not missing:
             self._waiting = None
@@ -152,6 +158,7 @@ class Controller:
             elif isinstance(order, Kill):
                 self._tell(order.node, "kill", worker=order.worker)
             elif isinstance(order, Abort):
+                self._disturbed = time.monotonic()
                 _log.warning("generation %d: %s", order.generation, order.reason)
                 self._tell_all("abort", generation=order.generation, reason=order.reason)
             elif isinstance(order, Go):

@@ -253,6 +253,10 @@ class Membership:
             return self._over(1, f"{what}, for the {self.suspicions}th time that nobody was lost: look at the network")
         return self._next_generation(what)
 
+    def calm(self) -> None:
+        """All has gone well for long: what was suspected before does not count any more."""
+        self.suspicions = 0
+
     def stopping(self) -> list[Order]:
         """The job was asked to stop: whoever ends now is not replaced."""
         self._stopping = True

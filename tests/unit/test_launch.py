@@ -33,6 +33,21 @@ def test_what_spares_of_this_machine_are_started_with():
 
 
 @pytest.mark.parametrize(
+    "given, endpoint",
+    [
+        ("node0", "node0:29400"),
+        ("node0:5", "node0:5"),
+        ("[::1]:5", "[::1]:5"),
+        ("[fe80::1]", "[fe80::1]:29400"),
+        ("fe80::1", "[fe80::1]:29400"),
+    ],
+)
+def test_where_the_controller_is(given, endpoint):
+    assert parsed("--rdzv-endpoint", given).endpoint == endpoint
+    assert parsed("--rdzv-endpoint", given, "--standalone").endpoint == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
     "flags, complaint",
     [
         (("--nnodes", "2"), "--rdzv-endpoint"),
@@ -40,6 +55,8 @@ def test_what_spares_of_this_machine_are_started_with():
         (("--spares", "-1"), "--spares"),
         (("--node-rank", "1"), "--node-rank must be from 0 to 0"),
         (("--hang-timeout", "stop=3"), "there is no section 'stop'"),
+        (("--silence-timeout", "0"), "--silence-timeout 0 leaves no time"),
+        (("--max-wait", "-1"), "--max-wait -1 leaves no time"),
     ],
 )
 def test_a_mistake_is_named(flags, complaint, capsys):

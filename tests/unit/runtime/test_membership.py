@@ -260,6 +260,14 @@ def test_a_loss_between_them_ends_the_row_of_suspicions():
     assert isinstance(membership.suspected(names[0], MAX_SUSPICIONS + 1)[0], Abort)
 
 
+def test_a_long_calm_ends_it_too():
+    membership, names = running()
+    for generation in range(MAX_SUSPICIONS):
+        membership.suspected(names[0], generation)
+    membership.calm()
+    assert isinstance(membership.suspected(names[0], MAX_SUSPICIONS)[0], Abort)
+
+
 def test_it_is_said_why_a_worker_was_killed():
     membership, names = running()
     (abort, _) = membership.ended(names[1], -9, "had been in its step for 70 s")
