@@ -4,8 +4,9 @@
 
 Each run trains a tiny model under our launcher, in one layout and with one tier of snapshots, the next run in the
 next.  One to three workers at once are killed at random points of step, snapshot, persistence and recovery
-(``--inject-mtbf-iterations``), and one of them is stopped (SIGSTOP) somewhere in a step.  With ``peers`` a job has two
-nodes, each with a launcher and memory of its own; the second one is lost as a whole, memory and all, and comes back.
+(``--inject-mtbf-iterations``), one of them is stopped (SIGSTOP) somewhere in a step, one is slow, and the controller
+is killed.  With ``peers`` a job has two nodes, each with a launcher and memory of its own; the second one is lost as a
+whole, memory and all, and comes back.
 
 At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
 hash of every tensor of the last snapshot.  A run that does not end, and one that leaves processes, memory or temporary
@@ -64,6 +65,7 @@ TIERS = {
     "disk": "--ckpt-tier disk --snapshot-interval 2",
     "peers": "--ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
 }
+SLOW_S = 1.0
 ONE_NODE = ("DP4, replicated",)
 """Layouts in which several nodes would hold the same state, which memory tiers refuse."""
 
@@ -122,11 +124,12 @@ class Run:
         self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *places, *faults]))
         self._token = secrets.token_hex(32)
 
-    def to_its_end(self, lose_node_at: int | None = None) -> float:
+    def to_its_end(self, lose_node_at: int | None = None, lose_controller_at: int | None = None) -> float:
         """Runs it, and notes in ``wrong`` what it should not have done; seconds.
 
         Args:
             lose_node_at: iteration after which the second node is lost; None for not at all.
+            lose_controller_at: the same for the controller.
         """
         begun = time.monotonic()
         launchers = [self._start(node) for node in range(self._nodes)]
@@ -135,6 +138,8 @@ class Run:
             if lose_node_at is not None and self._iteration() >= lose_node_at:
                 self._lose(launchers[1])
                 launchers[1], lose_node_at = self._start(1), None
+            if lose_controller_at is not None and self._iteration() >= lose_controller_at:
+                lose_controller_at = None if _kill_controller(launchers[0]) else lose_controller_at
         if launchers[0].poll() is None:
             self.wrong.append(f"no end after {self._own.limit:g} s")
         elif launchers[0].returncode:
@@ -231,13 +236,17 @@ class Campaign:
     def _row(self, layout: str, tier: str, seed: int, directory: Path) -> Row:
         expected = self._without_faults(layout)
         faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed]
-        stop = _stop(random.Random(seed), LAYOUTS[layout][0], self._own.iterations)
-        run = Run(self._own, layout, tier, directory, [*faults, "--inject", stop])
-        lose_node_at = random.Random(seed).randint(2, self._own.iterations - 5) if tier == "peers" else None
-        seconds = run.to_its_end(lose_node_at)
+        chance = random.Random(seed)
+        stop, slow = (_somewhere(kind, chance, LAYOUTS[layout][0], self._own.iterations) for kind in ("stop", "slow"))
+        run = Run(self._own, layout, tier, directory, [*faults, "--inject", stop, slow])
+        chance, last = random.Random(seed), self._own.iterations - 5
+        lose_node_at = chance.randint(2, last) if tier == "peers" else None
+        lose_controller_at = chance.randint(2, last)
+        seconds = run.to_its_end(lose_node_at, lose_controller_at)
         ended = run.end()
         fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events("inject")]
         fired += [] if lose_node_at is None else [f"lose node 1 at {lose_node_at}, any"]
+        fired += [f"lose controller at {lose_controller_at}, any"]
         wrong = run.wrong + _differences(ended, expected)
         if not wrong:
             shutil.rmtree(directory)
@@ -262,9 +271,19 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _stop(chance: random.Random, size: int, iterations: int) -> Fault:
+def _kill_controller(launcher: subprocess.Popen) -> bool:
+    """Whether there was one to kill."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher.pid).children():
+            if "moc.runtime.controller" in child.cmdline():
+                child.kill()
+                return True
+    return False
+
+
+def _somewhere(action: str, chance: random.Random, size: int, iterations: int) -> Fault:
     at, rank, point = chance.randint(2, iterations), chance.randrange(size), chance.choice(list(STEP))
-    return Fault("stop", at, (rank,), point=point)
+    return Fault(action, at, (rank,), point=point, seconds=SLOW_S if action == "slow" else 0.0)
 
 
 def _differences(ended: End, expected: End) -> list[str]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.random_faults import LAYOUTS, End, Row, _differences, _stop, parse, summary
+from benchmarks.random_faults import LAYOUTS, End, Row, _differences, _somewhere, parse, summary
 
 EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
 
@@ -38,6 +38,7 @@ def test_all_faults_are_counted():
     }
 
 
-def test_the_same_seed_stops_the_same_worker():
-    assert _stop(random.Random(3), 4, 20) == _stop(random.Random(3), 4, 20)
+@pytest.mark.parametrize("action", ["stop", "slow"])
+def test_the_same_seed_meets_the_same_worker(action):
+    assert _somewhere(action, random.Random(3), 4, 20) == _somewhere(action, random.Random(3), 4, 20)
     assert parse([]).layouts == list(LAYOUTS)
