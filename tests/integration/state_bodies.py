@@ -162,7 +162,7 @@ def _steps(run, count: int) -> list:
     for _ in range(count):
         batches = run.batches("train", run.position.consumed_samples)
         records.append(run.stepper.step(run.position.iteration, batches))
-        run.position = loop.advance(run.position, records[-1])
+        run.position = run.position.after(records[-1])
     return records
 
 

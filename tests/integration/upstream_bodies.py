@@ -28,7 +28,7 @@ def replay_alone(flags: dict, iterations: int) -> dict:
     def use(run) -> dict:
         for _ in range(iterations):
             record = run.stepper.step(run.position.iteration, _batches(run))
-            run.position = loop.advance(run.position, record)
+            run.position = run.position.after(record)
         told = {"together": _compute(run, run.stepper)}
         upstream = run.stepper.boundaries
         upstream._writer.wait()
