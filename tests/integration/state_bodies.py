@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt_moe as program
-from megatron.training import loop
 from megatron.training.model import build_model
 from megatron.training.optimizer import build_optimizer
 from moc.state.freezing import FreezingError
