@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from dataclasses import replace
 
 from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
@@ -86,7 +85,8 @@ def iterate(run: Run, stop: StopRequests) -> StepRecord:
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
-    run.position = advance(run.position, record)
+    run.position = run.position.after(record)
+    run.records.add(record)
     progress("save")
     run.snapshots.take(run.position, record, step_s=time.perf_counter() - begun)
     run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
@@ -113,16 +113,6 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def advance(position, record: StepRecord):
-    """The position after an iteration."""
-    return replace(
-        position,
-        iteration=record.iteration,
-        consumed_samples=position.consumed_samples + record.samples,
-        skipped_iterations=position.skipped_iterations + record.skipped,
-    )
 
 
 def due(interval: int | None, run: Run) -> bool:

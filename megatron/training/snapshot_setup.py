@@ -24,17 +24,16 @@ from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.no_snapshots import NoSnapshots
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.replay import Repeat, check_freezing
+from megatron.training.replay import Repetition, check_freezing
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import Snapshots, Start
-from megatron.training.step import StepRecord
-from megatron.training.survivors import Left, publish_what_is_whole, survivors
+from megatron.training.step import Records, StepRecord
+from megatron.training.survivors import Left, Survivors, publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
-from megatron.training.upstream import Boundaries
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
@@ -66,8 +65,8 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
-    repeat: Repeat,
-    boundaries: Boundaries,
+    repetition: Repetition,
+    records: Records,
     mine: Left | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
     """Brings all workers to the newest state that there is; a collective call.
@@ -81,8 +80,8 @@ def begin(
         vocab_size: rows of the embedding.
         checkpoints: the dense ones.
         log: where to report.
-        repeat: computes an iteration again.
-        boundaries: what logs what crosses pipeline stages, if anything does.
+        repetition: computes iterations again; it knows what logs what crosses pipeline stages, if anything does.
+        records: of iterations of late, as far as this worker knows them.
         mine: what this worker has left of the state; None if it has not trained yet.
 
     Returns:
@@ -97,15 +96,17 @@ def begin(
         if mine is not None:
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
+    boundaries = repetition.stepper.boundaries
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
         its = _setting(config, world, chunks, optimizer, vocab_size, log, mine is not None, undo)
         if config.snapshot.upstream_logging:
             agreed(lambda: boundaries.open(_memory(config, world, its.tiers.nodes).root), "cannot keep upstream logs")
             undo.callback(boundaries.close)
         loader = SnapshotLoader(
-            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repeat
+            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repetition, records
         )
-        start = _go_on(its, loader, checkpoints, world, log, mine)
+        left = survivors(mine, its.state, world, records, boundaries)
+        start = _go_on(its, loader, checkpoints, world, log, left, mine)
         saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
         its.policy.sized(lambda operators: max(gather(saved.busiest(operators))))
         saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
@@ -184,10 +185,15 @@ def _setting(
 
 
 def _go_on(
-    its: _Setting, loader: SnapshotLoader, checkpoints: Checkpoints, world: World, log: Log, mine: Left | None
+    its: _Setting,
+    loader: SnapshotLoader,
+    checkpoints: Checkpoints,
+    world: World,
+    log: Log,
+    left: Survivors,
+    mine: Left | None,
 ) -> Start:
     """Brings the state to where the run goes on, and removes what it will take anew."""
-    left = survivors(mine, its.state, world)
     publish_what_is_whole(left, its.tiers, its.publisher, world)
     if its.peers is not None:
         its.peers.restore(log)
@@ -206,7 +212,7 @@ def _go_on(
 def _from(loaded: Loaded, policy: Policy) -> Start:
     """What there is when a run goes on: the checkpoint that it comes from, and where it comes from none, the newest."""
     at, way = (loaded.position, loaded.record), loaded.plan.way
-    if way is not None:
+    if way is not None and way.iteration == loaded.plan.iteration:
         return Start(*at, way.iteration, way.iteration if way.base.tier == MEMORY else None)
     newest = loaded.newest(policy.operators, MEMORY, STORAGE)
     in_memory = loaded.newest(policy.operators, MEMORY)

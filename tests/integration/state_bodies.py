@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt_moe as program
-from megatron.training import loop
 from megatron.training.model import build_model
 from megatron.training.optimizer import build_optimizer
 from moc.state.freezing import FreezingError
@@ -162,7 +161,7 @@ def _steps(run, count: int) -> list:
     for _ in range(count):
         batches = run.batches("train", run.position.consumed_samples)
         records.append(run.stepper.step(run.position.iteration, batches))
-        run.position = loop.advance(run.position, records[-1])
+        run.position = run.position.after(records[-1])
     return records
 
 

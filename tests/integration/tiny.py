@@ -52,6 +52,8 @@ LAYOUTS = {  # name: (workers, flags)
     "DP4": (4, {}),
     "PP2": (2, dict(pipeline_model_parallel_size=2)),
     "PP2xEP2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),
+    "PP2xDP2": (4, dict(pipeline_model_parallel_size=2)),
+    "PP2xTP2": (4, _TP2 | dict(pipeline_model_parallel_size=2)),
     "EP2": (2, dict(expert_model_parallel_size=2)),
     "EP4": (4, dict(expert_model_parallel_size=4)),
     "TP2": (2, _TP2),
