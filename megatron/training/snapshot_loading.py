@@ -275,7 +275,7 @@ class SnapshotLoader:
         loss = self._repeat(_position(here.state), record)
         seconds, same = time.perf_counter() - begun, is_repeated(loss, rate, record)
         self._log.events.write(
-            "replay", iteration=record.iteration, seconds=seconds, frozen=len(moment.frozen), exact=same
+            "replay", iteration=record.iteration, seconds=seconds, frozen=len(moment.frozen), loss=loss, exact=same
         )
         if not same:
             self._log.message(
