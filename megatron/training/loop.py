@@ -66,7 +66,8 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
     """Iterates, evaluates and saves until the end, or until somebody asks to stop."""
     collect_garbage_by_hand(run)
     run.log.skip_time()
-    while run.position.iteration < run.train_iters:
+    last = run.position.iteration if run.config.training.skip_train else run.train_iters
+    while run.position.iteration < last:
         record = iterate(run, stop)
         stopping = record.stop
         if due(run.config.validation.eval_interval, run) and not stopping:
@@ -175,11 +176,11 @@ def leave(run: Run, stop: StopRequests) -> int:
 
 
 def finish(run: Run, stop: StopRequests) -> int:
-    """All iterations are done: save, and report the final losses."""
+    """All iterations are done, or none are wanted: save, and report the final losses."""
     save(run)
     secure(run)
     run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)
-    run.log.message("training is done")
+    run.log.message("training is skipped" if run.config.training.skip_train else "training is done")
     if report_loss(run, "valid", 0, stop):
         report_loss(run, "test", 0, stop)
     return EXIT_DONE

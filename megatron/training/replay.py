@@ -64,8 +64,8 @@ class Repeated(NamedTuple):
         frozen: operators that did not learn.
         seconds: that it took; of all workers the most.
         workers: that computed it.
-        exact: loss and learning rate are those of the record; None if the last stage, which has the loss, did not
-            compute.
+        loss: as it was computed; None if the last stage, which has it, did not compute.
+        exact: loss and learning rate are those of the record; None if there is no loss.
         is_not: what they are and what they were, if not exact.
     """
 
@@ -73,6 +73,7 @@ class Repeated(NamedTuple):
     frozen: int
     seconds: float
     workers: int
+    loss: float | None
     exact: bool | None
     is_not: str = ""
 
@@ -129,7 +130,15 @@ class Replay:
         exact = is_repeated(loss, rate, record) if self._has_loss else None
         is_not = f"loss {loss} and learning rate {rate}; it had {record.loss} and {record.learning_rate}"
         seconds = max(part.seconds for part in parts)
-        return Repeated(iteration, frozen, seconds, len(parts), exact, "" if exact is not False else is_not)
+        return Repeated(
+            iteration,
+            frozen,
+            seconds,
+            len(parts),
+            loss if self._has_loss else None,
+            exact,
+            "" if exact is not False else is_not,
+        )
 
 
 def convert(

@@ -348,6 +348,7 @@ class SnapshotLoader:
                 frozen=one.frozen,
                 workers=one.workers,
                 stages=sorted(plan.stages),
+                loss=one.loss,
                 exact=one.exact,
             )
             if one.exact is False:

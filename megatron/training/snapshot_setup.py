@@ -18,7 +18,7 @@ from megatron.training import checkpoint_contents as contents
 from megatron.training.agreement import agreed, gather
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
-from megatron.training.config import Config, ConfigError
+from megatron.training.config import Config, ConfigError, layout_sizes
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
@@ -175,7 +175,7 @@ def _setting(
         agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
     if policy.replays:
         check_freezing(state)
-    publisher = Publisher(world, policy, tiers, _layout(config, world), log)
+    publisher = Publisher(world, policy, tiers, layout_sizes(config, world.size), log)
     undo.callback(publisher.close)
     tokens = None
     if policy.counts_tokens:
@@ -360,15 +360,3 @@ def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
                 f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
                 "with --use-distributed-optimizer, keep tensor parallelism inside of a node, or take --ckpt-tier disk"
             )
-
-
-def _layout(config: Config, world: World) -> dict[str, int]:
-    parallel = config.parallel
-    return {
-        "world": world.size,
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "ep": parallel.expert_model_parallel_size,
-        "expert_tp": parallel.expert_tensor_parallel_size,
-        "vpp": config.virtual_pipeline_model_parallel_size or 1,
-    }
