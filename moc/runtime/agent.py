@@ -105,7 +105,7 @@ class Agent:
         address = f"unix:{self._node.directory}/agent"
         async with await wire.serve(address, self._node.token, self._serve_worker):
             self._zygote = await self._start_zygote()
-            keeping = keep(self._node.controller, self._keeper)
+            keeping = keep(self._node.controller, self._keeper, self._node.token)
             jobs = self._hear_zygote(), self._hear_controller(), self._watch(), keeping
             tasks = [asyncio.create_task(job) for job in jobs]
             try:

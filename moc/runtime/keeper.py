@@ -32,6 +32,8 @@ from moc.store.errors import CheckpointError, DamagedRegionError
 
 _AGAIN_S = 0.02
 _TELL_S = 5.0
+_ASK_S = 5.0
+_HANGS_S = 15.0
 
 _log = logging.getLogger("moc")
 
@@ -132,12 +134,14 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
         os.close(descriptor)
 
 
-async def keep(controller: str, orders: str) -> None:
+async def keep(controller: str, orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
     """Has a keeper as a process of its own, which dies with this one, and starts it again where it was when it dies.
 
     Args:
         controller: its address; reads are answered on the interface from which it is reached.
         orders: ``unix:/path`` for the workers of this node.
+        token: the job's secret.
+        hangs_s: seconds that it may take to answer; one that takes longer is killed.
 
     Raises:
         OSError: it cannot be started.
@@ -154,11 +158,27 @@ async def keep(controller: str, orders: str) -> None:
             if not address:
                 raise OSError(f"what keeps copies of snapshots does not start at {listen}: see what it wrote above")
             listen = address
-            await process.wait()
+            why = await _end(process, orders, token, hangs_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        _log.warning("what keeps copies of snapshots has died: started again")
+            await process.wait()
+        _log.warning("what keeps copies of snapshots %s: started again", why)
+
+
+async def _end(process: asyncio.subprocess.Process, orders: str, token: bytes, hangs_s: float) -> str:
+    """Waits until a keeper has died, or hangs; which of them.
+
+    One that is well answers at once, whatever it copies: it lets in a worker, who has nothing to say.
+    """
+    died = asyncio.create_task(process.wait())
+    while not (await asyncio.wait([died], timeout=min(_ASK_S, hangs_s)))[0]:
+        try:
+            (await wire.open(orders, token, timeout=hangs_s)).abort()
+        except WireError as error:
+            if not died.done():
+                return f"hangs ({error})"
+    return "has died"
 
 
 async def _interface_towards(controller: str) -> str:
