@@ -226,8 +226,8 @@ def test_a_rate_is_kept(keepers, lead, tmp_path):
 def test_who_sends_slowly_is_not_gone(keepers, lead, tmp_path, monkeypatch):
     monkeypatch.setattr(pull, "SILENCE_S", 2.0)
     lead(keepers[0], "a")
-    manifest = publish(tmp_path / "a", 3, (400_000,))
-    way = SlowWay(keepers[0].address, rate=100_000)  # one answer takes twice as long as nothing at all may come
+    manifest = publish(tmp_path / "a", 3, (240_000,))
+    way = SlowWay(keepers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
     wanted = Wanted(3, "a", "a", way.address)
     assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")) == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
