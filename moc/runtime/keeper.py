@@ -4,7 +4,7 @@ There is one on each node, started by its agent, which takes no part in training
 nothing.  It has two doors:
 
 * a Unix socket, for workers of this node: an *offer* of a directory in memory, which ends what was under way for that
-  node, and orders to *pull* a snapshot into it;
+  node, and orders to *pull* a snapshot into it; and for its agent, who *asks* whether it is well;
 * a port, for the keepers of other nodes: reads of files of snapshots in what has been offered, and of nothing else.
 """
 
@@ -64,7 +64,9 @@ class Keeper:
         try:
             while True:
                 order = (await connection.recv()).header
-                if order["kind"] == "offer":
+                if order["kind"] == "ask":
+                    connection.post(Message({"kind": "well"}))
+                elif order["kind"] == "offer":
                     node = order["node"]
                     await self._rest(node)
                     self._roots[node], self._leaders[node] = Path(order["root"]), connection
@@ -167,18 +169,24 @@ async def keep(controller: str, orders: str, token: bytes, hangs_s: float = _HAN
 
 
 async def _end(process: asyncio.subprocess.Process, orders: str, token: bytes, hangs_s: float) -> str:
-    """Waits until a keeper has died, or hangs; which of them.
-
-    One that is well answers at once, whatever it copies: it lets in a worker, who has nothing to say.
-    """
+    """Waits until a keeper has died, or hangs; which of them."""
     died = asyncio.create_task(process.wait())
     while not (await asyncio.wait([died], timeout=min(_ASK_S, hangs_s)))[0]:
         try:
-            (await wire.open(orders, token, timeout=hangs_s)).abort()
-        except WireError as error:
-            if not died.done():
-                return f"hangs ({error})"
+            await asyncio.wait_for(_is_well(orders, token, hangs_s), hangs_s)
+        except (WireError, TimeoutError, asyncio.TimeoutError):
+            return "has died" if died.done() else f"has not answered for {hangs_s:g} s"
     return "has died"
+
+
+async def _is_well(orders: str, token: bytes, hangs_s: float) -> None:
+    """One that is well answers at once, whatever it copies."""
+    connection = await wire.open(orders, token, timeout=hangs_s)
+    try:
+        await connection.send(Message({"kind": "ask"}))
+        await connection.recv()
+    finally:
+        connection.close()
 
 
 async def _interface_towards(controller: str) -> str:
