@@ -159,7 +159,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), metavar="TIER")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=24, help="of each run")
-    parser.add_argument("--mtbf", type=float, default=4.0, help="iterations from one random fault to the next")
+    parser.add_argument("--mtbf", type=float, default=6.0, help="iterations from one random fault to the next")
     parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a stopped worker is lost")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run hangs")
     parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
