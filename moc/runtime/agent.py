@@ -137,8 +137,7 @@ class Agent:
             stdout=subprocess.PIPE,
             limit=1 << 20,
             start_new_session=True,  # what a terminal sends is for the launcher, which passes it on
-            # asked through NVML, CUDA is not touched, so that a fork can use it
-            env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env=environment.UNLESS_SET | os.environ | environment.SET,
         )
 
     async def _hear_zygote(self) -> None:

@@ -11,10 +11,17 @@ from moc.store.store import Store
 from moc.store.tiers import memory_place
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
+from tests.integration.tiny import SHALLOW
 from tests.worlds import run_world
 
 pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
 ITERATIONS = 9
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, for a model of two layers."""
+    return data | SHALLOW
 
 
 @pytest.fixture
