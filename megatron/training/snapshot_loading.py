@@ -166,7 +166,7 @@ class SnapshotLoader:
         begun = time.perf_counter()
         if plan.way is None:
             taken, saved = exchange(plan.copies, self._state, self._world.rank), left.states[plan.iteration]
-            self._restore(saved, left.steps[plan.iteration], self._policy.name, "the workers that are left")
+            self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
             if self._tokens is not None:
                 self._tokens.goes_on(saved["ledger"])
             self._report(plan, sum(gather(taken)), begun)
