@@ -33,8 +33,16 @@ from moc.policy.pec import Pec
 from moc.policy.plan import Busiest
 from moc.policy.sparse import Sparse
 from moc.simulate.planner import Candidate, Limits, Plan, best_of, keeps_to
-from moc.simulate.policies import Options
-from moc.simulate.running import NAMES, Running, Saved, every_candidate, host_bytes, priced
+from moc.simulate.running import (
+    NAMES,
+    Running,
+    Saved,
+    every_candidate,
+    flags_of_candidate,
+    host_bytes,
+    options_of,
+    priced,
+)
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
@@ -259,7 +267,7 @@ class Auto:
         stays = now is not None and keeps_to(now, limits) and now.ettr >= plan.best.ettr - WORTH
         before = self._flags.get("ckpt_policy", "full")
         if not stays:
-            self._flags, self._orderly = flags_of_choice(plan.best), True
+            self._flags, self._orderly = flags_of_candidate(plan.best), True
             self.through_storage = not all(policy_named(name).exact for name in (before, plan.best.saving.name))
         self._tell(iteration, plan, now if stays else None, cause)
         return not stays
@@ -310,34 +318,6 @@ def _is_of(flag: str, policy: object, asked: Config) -> bool:
     if flag == "pec_plt_limit" and not asked.snapshot.pec_dynamic_k:
         return False  # it was a limit for the choice
     return flag not in _OWN_FLAGS and (owner not in POLICIES or owner == policy)
-
-
-def flags_of_choice(found: Candidate) -> dict[str, object]:
-    """The flags of a policy with its settings, by field."""
-    options, name = found.options, found.saving.name
-    flags: dict[str, object] = {"ckpt_policy": name}
-    if name == Sparse.name:
-        flags["sparse_window"] = str(options.window)
-    else:
-        flags["snapshot_interval"] = str(options.interval)
-    if options.k is not None:
-        flags["pec_k"] = str(options.k)
-    if options.persist_interval is not None:
-        flags["persist_interval"] = options.persist_interval
-    return flags | ({"replicas": options.replicas} if options.replicas else {})
-
-
-def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
-    """What :func:`moc.simulate.running.priced` needs to know of flags that were chosen."""
-    interval, k, window = (flags.get(name) for name in ("snapshot_interval", "pec_k", "sparse_window"))
-    return Options(
-        interval=None if interval is None else int(interval),
-        mtbf_s=mtbf_s,
-        k=None if k is None else int(k),
-        dynamic=False,
-        window=None if window is None else int(window),
-        replicas=int(flags.get("replicas", 0)),
-    )
 
 
 def _newest(tiers: Tiers, mine: Left | None, first: bool) -> tuple[int, Any] | None:

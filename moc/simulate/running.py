@@ -11,13 +11,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
-from moc.policy.adaptive import uniform_plt
-from moc.policy.window import OperatorBytes, find_window_size
+from moc.policy.adaptive import candidates, uniform_plt
+from moc.policy.window import OperatorBytes, find_window_size, order_operators
+from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, expected_ettr
 from moc.simulate.planner import Candidate, Limits
 from moc.simulate.policies import Options, sparse_replay
 from moc.simulate.saving import Saving, Traffic
+from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
+from moc.simulate.stages import split_stages
+from moc.state.operators import Operator
 
 _BUFFERS = {"disk": 2, "memory": 3, "peers": 4}
 _COPIES = 3
@@ -89,6 +94,26 @@ class Running:
         return nbytes / self.write_rate if self.tier == "disk" else 0.0
 
 
+def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Saved:
+    """What the sharding rules give, for a model that is not at hand.
+
+    Args:
+        operators: of the unpartitioned model.
+        layout: where the ranks stand.
+        state: bytes of each parameter.
+    """
+    stages, compute = [], dataclasses.replace(state, master=0, moments=0)
+    alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
+    for stage in split_stages(operators, layout.pp):
+        parameters = sum(operator.parameters for operator in stage)
+        sizes = [full_sizes(stage, alone, part).busiest / parameters for part in (state, compute)]
+        ordered = order_operators(stage, None, layout.ep)
+        stages.append([OperatorBytes(*(size * operator.parameters for size in sizes)) for operator in ordered])
+    experts = len({operator.expert for operator in operators if operator.expert is not None})
+    by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidates(experts)}
+    return Saved(full_sizes(operators, layout, state).busiest, by_k, stages)
+
+
 def host_bytes(tier: str, ranks: int, full: float, replicas: int) -> float:
     """Bytes of a node's memory for snapshots, whatever the policy: buffers are made for a snapshot of everything.
 
@@ -139,6 +164,34 @@ def priced(run: Running, name: str, options: Options) -> Candidate:
     return Candidate(options, saving, ettr, plt, host_bytes(run.tier, run.ranks, run.saved.full, options.replicas))
 
 
+def flags_of_candidate(found: Candidate) -> dict[str, object]:
+    """The flags of training that give it, by their names with underscores."""
+    options, name = found.options, found.saving.name
+    flags: dict[str, object] = {"ckpt_policy": name}
+    if name == "sparse":
+        flags["sparse_window"] = str(options.window)
+    else:
+        flags["snapshot_interval"] = str(options.interval)
+    if options.k is not None:
+        flags["pec_k"] = str(options.k)
+    if options.persist_interval is not None:
+        flags["persist_interval"] = options.persist_interval
+    return flags | ({"replicas": options.replicas} if options.replicas else {})
+
+
+def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
+    """The inverse of :func:`flags_of_candidate`, for :func:`priced`."""
+    interval, k, window = (flags.get(name) for name in ("snapshot_interval", "pec_k", "sparse_window"))
+    return Options(
+        interval=None if interval is None else int(interval),
+        mtbf_s=mtbf_s,
+        k=None if k is None else int(k),
+        dynamic=False,
+        window=None if window is None else int(window),
+        replicas=int(flags.get("replicas", 0)),
+    )
+
+
 def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, float]:
     """Everything, or K experts of each layer, every so many iterations; and the PLT to expect."""
     nbytes = run.saved.full if options.k is None else run.saved.by_k[options.k]
@@ -168,8 +221,8 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, flo
 
 def _sparse(run: Running, options: Options) -> Saving:
     """Each operator once in a window, some of them in each iteration; all workers replay (MoEvement, section 3.3)."""
-    snapshots = max((_snapshots(stage, options.window) for stage in run.saved.stages), key=sum)
-    window = max(len(_snapshots(stage, options.window)) for stage in run.saved.stages)
+    windows = [_snapshots(stage, options.window) for stage in run.saved.stages]
+    window, snapshots = max(map(len, windows)), max(windows, key=sum)
     copying_s = sum(max(0.0, nbytes / run.copy_rate - run.forward_backward_s) for nbytes in snapshots)
     safe_s = run.safe_s(sum(snapshots), options.replicas)
     stall_s = max(copying_s, safe_s - window * run.iteration_s)
