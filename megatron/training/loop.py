@@ -6,6 +6,7 @@ import ctypes
 import gc
 import time
 
+from megatron.training.auto_policy import PlannedAnew
 from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
 from megatron.training.faults import inject_faults
@@ -48,6 +49,8 @@ def pretrain(config: Config, providers: Providers) -> int:
             return EXIT_REQUEUE
         except NothingToGoOnFrom:
             job.start_over()
+        except PlannedAnew:
+            loss = None
         except Exception as error:
             loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
         parts.go_on_after(loss)
@@ -77,6 +80,8 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
             save(run)
         if stopping or exiting:
             return leave(run, stop)
+        if run.position.iteration < run.train_iters:
+            plan_anew(run)
     return finish(run, stop)
 
 
@@ -95,6 +100,21 @@ def iterate(run: Run, stop: StopRequests) -> StepRecord:
     if due(run.config.training.manual_gc_interval, run):
         gc.collect()
     return record
+
+
+def plan_anew(run: Run) -> None:
+    """With ``--ckpt-policy auto``: begins again where another policy is to be in force, once all is saved.
+
+    Raises:
+        PlannedAnew: it is so, on all workers alike.
+    """
+    if run.auto is None or not run.auto.plans_anew(run.position.iteration):
+        return
+    progress("save")
+    if run.auto.through_storage:
+        run.snapshots.secure(run.position)
+    wait_for_saves(run)
+    raise PlannedAnew
 
 
 def collect_garbage_by_hand(run: Run) -> None:
@@ -154,6 +174,8 @@ def save(run: Run) -> None:
 def secure(run: Run) -> None:
     """The run ends here: all of its state goes to storage."""
     progress("save")
+    if run.auto is not None:
+        run.auto.ends()
     run.snapshots.secure(run.position)
     run.checkpoints.finish()
 

@@ -9,10 +9,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
+from megatron.training.auto_policy import Auto
 from megatron.training.auxiliary import AuxiliaryLosses
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
+from megatron.training.config.snapshot import AUTO
 from megatron.training.data import Batch, BatchStream, Datasets
 from megatron.training.half_done import forget_half_done
 from megatron.training.initialize import World
@@ -60,6 +62,7 @@ class Parts:
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
+        auto: what chooses the policy, with ``--ckpt-policy auto``.
         saving: what saves the state, once training has started.
         changed: the state is not that which was built any more.
         left: what the state is, if an iteration was cut off that has not changed it.
@@ -76,6 +79,7 @@ class Parts:
     train_iters: int
     vocab_size: int
     log: Log
+    auto: Auto | None
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
     changed: bool = False
     left: Left = field(default_factory=Left)
@@ -104,6 +108,7 @@ class Run:
     """A worker's parts, and how far it has come.
 
     Attributes:
+        auto: as in :class:`Parts`.
         streams: as in :class:`Parts`.
         splits: the splits that have data, the same on all workers.
         train_iters: iterations of the whole run.
@@ -117,6 +122,7 @@ class Run:
     stepper: Stepper
     checkpoints: Checkpoints
     snapshots: Snapshots | NoSnapshots
+    auto: Auto | None
     log: Log
     streams: dict[str, BatchStream | None]
     splits: set[str]
@@ -165,7 +171,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     streams = _streams(config, world, datasets, micro_batches)
     stop.check_set_up(world)
     phases.done("data")
-    return Parts(config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log)
+    auto = Auto(config, log) if config.snapshot.ckpt_policy == AUTO else None
+    return Parts(config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log, auto)
 
 
 def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
@@ -198,7 +205,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     )
     repetition, left = Repetition(stepper, parts.streams["train"]), parts.left if parts.changed else None
     position, snapshots = begin(
-        config, world, *state, parts.vocab_size, checkpoints, log, repetition, parts.records, left
+        config, world, *state, parts.vocab_size, checkpoints, log, repetition, parts.records, left, parts.auto
     )
     stepper = replace(stepper, rider=snapshots)
     log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
@@ -219,10 +226,9 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         startup_s=phases.seconds,
     )
     parts.changed = True
-    sizes = parts.train_iters, parts.vocab_size
-    return Run(
-        config, world, stepper, checkpoints, snapshots, log, parts.streams, splits, *sizes, position, parts.records
-    )
+    saving, sizes = (checkpoints, snapshots, parts.auto), (parts.train_iters, parts.vocab_size)
+    data = parts.streams, splits, *sizes
+    return Run(config, world, stepper, *saving, log, *data, position, parts.records)
 
 
 def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:

@@ -204,7 +204,7 @@ class SnapshotLoader:
         saved = left.states[plan.iteration]
         if self._world.rank in plan.complete:
             self._repetition.complete(_record(saved))
-        self._restore(saved, left.steps[plan.iteration], self._policy.name, "the workers that are left")
+        self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
         if self._tokens is not None:
             self._tokens.goes_on(saved["ledger"])
         return saved
