@@ -7,6 +7,7 @@ place of ``--ckpt-dir`` a directory of links to the snapshots of the window, so 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from moc.store.places import LocalPlace
 from moc.store.store import Store, directory_of
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt_moe.py"
+_SENTENCE = re.compile(rf"{re.escape(PROGRAM.name)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
 """By which part of itself a loss may differ in another layout, where sums come in another order."""
 _PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
@@ -105,15 +107,28 @@ def compute_again(window: Window, flags: Sequence[str], workers: int | None, scr
         (links / name).symlink_to((window.root / name).resolve(), target_is_directory=True)
     (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    code = subprocess.run([*launch, PROGRAM, "--config", scratch / "flags.yaml"], stdout=sys.stderr).returncode
-    if code != 0:
-        raise CheckpointError(f"{PROGRAM.name} could not compute the window again (exit code {code}): see above why")
+    if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
+        raise CheckpointError(f"the window cannot be computed again: {failure.replace(str(links), str(window.root))}")
     told = (Path(config.logging.log_dir) / "events.jsonl").read_text(encoding="utf-8")
-    replays = [event for event in map(json.loads, told.splitlines()) if event["type"] == "replay"]
-    others = {event["iteration"]: event["loss"] for event in replays if not event["exact"]}
-    for iteration, loss in others.items():
-        _check_loss(loss, window.manifests[iteration], elsewhere=layout_sizes(config, workers) != window.end.layout)
-    return files.directory_of(Path(config.checkpoint.save), window.end.iteration), not others
+    elsewhere = layout_sizes(config, workers) != window.end.layout
+    for event in map(json.loads, told.splitlines()):
+        if event["type"] == "replay" and not event["exact"]:
+            _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
+    return files.directory_of(Path(config.checkpoint.save), window.end.iteration), not elsewhere
+
+
+def _run(command: Sequence[str]) -> str | None:
+    """Runs the program, and shows what it says; if it fails, its sentence that says why."""
+    reason = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            said = _SENTENCE.match(line)
+            reason = reason or (said and said[1])
+            if reason is None:  # what the launcher says then is of no use
+                print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode != 0:
+        return reason or f"{PROGRAM.name} failed (exit code {process.returncode}), see above"
+    return None
 
 
 def _config(run: Config, window: Window, scratch: Path) -> Config:

@@ -1,12 +1,13 @@
 """A window is found as a run finds it, and what was computed again is refused where it is not what it was."""
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import convert_checkpoint
 import pytest
 from _coverage import operator_or_other
-from _window import _check_loss, window_in
+from _window import _check_loss, _run, window_in
 
 from moc.store.errors import CheckpointError
 from tests.unit.tools.models import Model
@@ -85,6 +86,22 @@ def test_processes_are_for_flags(windows, capsys):
     with pytest.raises(SystemExit, match="2"):
         convert_checkpoint.main([str(windows), str(windows / "dense"), "--nproc-per-node", "2"])
     assert "the flags of a run behind --" in capsys.readouterr().err
+
+
+SAYS = """
+print(" loading")
+print("pretrain_gpt_moe.py: error (worker 1): it holds another model: --num-layers is 2 there and 4 here")
+print("Traceback of a launcher")
+"""
+
+
+def test_why_the_program_failed(capfd):
+    assert (
+        _run([sys.executable, "-c", f"{SAYS}exit(1)"]) == "it holds another model: --num-layers is 2 there and 4 here"
+    )
+    assert capfd.readouterr() == ("", " loading\n")
+    assert _run([sys.executable, "-c", "exit(3)"]) == "pretrain_gpt_moe.py failed (exit code 3), see above"
+    assert _run([sys.executable, "-c", ""]) is None
 
 
 @pytest.mark.parametrize(
