@@ -35,7 +35,7 @@ PUBLIC_PRECISION = {
     "fp16": {"fp16": {"enabled": True, "loss_scale": LOSS_SCALE}},
     "fp32": {},
 }
-"""How DeepSpeed is told.  With fp32 sums of bf16 gradients it takes another optimizer, which its recovery cannot use."""
+"""How DeepSpeed is told.  If bf16 gradients are to be summed in fp32 it takes another optimizer than ZeRO-1's."""
 
 _FIXED = """--moe-router-topk 1 --moe-router-pre-softmax --moe-router-load-balancing-type none --moe-aux-loss-coeff 0
     --moe-token-dispatcher-type alltoall --disable-bias-linear --untie-embeddings-and-output-weights

@@ -29,8 +29,8 @@ def recovery(events: Sequence[dict], killed: float) -> dict[str, float] | None:
 
     Returns:
         ``first_new_s``, seconds from the kill to the end of the first iteration that had not been complete before;
-        ``again``, iterations that were computed again; and after how many seconds the last worker was as far as its
-        events of other kinds say.  None if the job has not come so far.
+        ``again``, iterations that were computed again, by whom most of it fell to; and after how many seconds the
+        last worker told of each step on the way.  None if the job has not come so far.
     """
     resumed = next((i for i, e in enumerate(events) if e["type"] == "resume" and e["time"] >= killed), None)
     if resumed is None:
@@ -39,12 +39,12 @@ def recovery(events: Sequence[dict], killed: float) -> dict[str, float] | None:
     new = next((e for e in events[resumed:] if e["type"] == "iteration" and e["iteration"] > last), None)
     if new is None:
         return None
-    replays = sum(e["type"] == "replay" and e["time"] >= killed for e in events)
-    again = events[resumed].get("replayed", last - events[resumed]["iteration"] + replays)
+    after = [e for e in events if killed <= e["time"] <= new["time"]]
+    again = last - events[resumed]["iteration"] + sum(e["type"] == "replay" for e in after)
+    again = max([again, *(e["replayed"] for e in after if "replayed" in e)])
     told = {"first_new_s": new["time"] - killed, "again": again}
     for kind in ("noticed", "built", "rejoined", "pulled", "replay begins", "resume"):
-        moments = [e["time"] for e in events if e["type"] == kind and killed <= e["time"] <= new["time"]]
-        if moments:
+        if moments := [e["time"] for e in after if e["type"] == kind]:
             told[f"{kind}_s"] = max(moments) - killed
     return told
 

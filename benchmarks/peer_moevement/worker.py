@@ -144,6 +144,7 @@ class Worker:
     def _take_over(self) -> None:
         from deepspeed.moevement.recovery_helpers import run_as_spare
 
+        self._probe.check_for_fault()  # it is the one for which this worker was started
         if not run_as_spare(self._engine, self._coordinator, peer_pull_source_rank=self._own.victim ^ 1):
             raise RuntimeError("the peer of the lost worker has nothing for it")
         self._events.write("pulled")

@@ -38,6 +38,7 @@ def test_a_public_job_tells_what_it_has_replayed_and_its_last_worker_counts():
         event("noticed", 100.2),
         event("noticed", 100.3),
         event("pulled", 105.0),
+        event("resume", 105.4, iteration=31, replayed=1),  # who had nothing to compute again
         event("resume", 105.5, iteration=31, replayed=5),
         event("iteration", 106.0, iteration=32, elapsed_s=0.5),
         event("resume", 107.0, iteration=31, replayed=5),  # later than the new iteration: told late
