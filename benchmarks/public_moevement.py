@@ -39,6 +39,7 @@ from benchmarks.live.job import Job
 from benchmarks.peer_moevement import figures
 from benchmarks.peer_moevement.cases import SAVING, SHAPE, WORKERS, Case, Plan, our_flags, start
 from benchmarks.peer_moevement.ends import our_end, public_end
+from benchmarks.peer_moevement.report import tables
 
 SYSTEMS = ("ours", "public")
 WINDOWS = (0, 1, 3)
@@ -175,6 +176,7 @@ def main() -> None:
         "public_killed_anywhere": killed_anywhere(plan, chance),
         "seconds": seconds,
     }
+    print(tables(told))
     print("public, killed in the middle of an iteration:", told["public_killed_anywhere"])
     if own.output is not None:
         own.output.write_text(json.dumps(told, indent=1) + "\n")

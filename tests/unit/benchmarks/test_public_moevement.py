@@ -5,7 +5,7 @@ import json
 import numpy
 import pytest
 
-from benchmarks.peer_moevement import cases, ends, figures
+from benchmarks.peer_moevement import cases, ends, figures, report
 
 KILLED = 100.0
 
@@ -92,3 +92,26 @@ def test_the_end_of_a_public_run_is_that_of_all_stages(tmp_path):
         numpy.savez(tmp_path / f"stage_{stage}.npz", **{f"{stage}.weight/master": numpy.full(2, stage, "f4")})
     told = ends.public_end(tmp_path)
     assert set(told) == {("0.weight", "master"), ("1.weight", "master")} and told["1.weight", "master"].sum() == 2
+
+
+def test_tables_have_a_row_for_each_case_and_say_what_failed():
+    told = {
+        "iterations": {
+            "ours": {
+                "ours, no snapshots": {"iteration_s": 0.1, "overhead": 0.0},
+                "ours, W=3": {"iteration_s": 0.11, "overhead": 0.1},
+            }
+        },
+        "snapshot_bytes": {"ours, W=3": [3_000_000, 2_000_000, 1_000_000]},
+        "faults": {
+            "ours, W=3, worker 1 killed": {
+                "first_new_s": 0.5, "again": 3, "parameters": 9, "identical": 9, "largest": 0.0
+            },
+            "public, W=3, worker 1 killed": {"failed": "exit code 2"},
+        },
+    }  # fmt: skip
+    rows = report.tables(told).splitlines()
+    assert "| ours, no snapshots | 100 |  |  |  |" in rows
+    assert "| ours, W=3 | 110 | +10% | 3.0 / 2.0 / 1.0 | 6.0 |" in rows
+    assert "| ours, W=3, worker 1 killed | 0.50 | 3 | 9 of 9 | 0 |" in rows
+    assert "| public, W=3, worker 1 killed | failed | | | |" in rows
