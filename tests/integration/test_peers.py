@@ -46,6 +46,12 @@ def lose(job: Launched, node: int, memory: Path) -> None:
     shutil.rmtree(memory)
 
 
+def slow_ways(job: Launched) -> list[psutil.Process]:
+    """What the copies between its nodes go through."""
+    processes = [p for launcher in job.launchers for p in psutil.Process(launcher.pid).children(recursive=True)]
+    return [process for process in processes if "tests.slow_way" in process.cmdline()]
+
+
 def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data, tmp_path):
     plain = data | dict(
         ckpt_policy="full", snapshot_interval=ITERATIONS, ckpt_dir=str(tmp_path / "plain"), train_iters=ITERATIONS
@@ -55,6 +61,7 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
     with Launched("PP2xEP2", flags, tmp_path / "job", **slow) as job:
         while not job.events("replicate"):
             job.reach(job.iteration + 1)
+        assert len(slow_ways(job)) == 2
         safe = job.events("replicate")[-1]["iteration"]
         lose(job, 1, memory_of(flags, "1"))
         assert job.wait() == 0, job.console[-4000:]
