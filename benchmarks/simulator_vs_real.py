@@ -177,14 +177,18 @@ def draw(found: Mapping[str, Mapping[float, Mapping[str, float]]], output: Path)
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """The command line, and what is the program's of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mtbf", type=float, nargs="+", default=[25, 50, 100], metavar="N", help="iterations, mean")
-    parser.add_argument("--iterations", type=int, default=300, help="of each run (default: 300)")
+    parser.add_argument("--mtbf", type=float, nargs="+", default=[25, 50, 100], metavar="N", help="from fault to fault")
+    parser.add_argument("--iterations", type=int, nargs="+", default=[480, 320, 240], metavar="N", help="of such runs")
     parser.add_argument("--plain", type=int, default=60, help="of each run without saving and faults (default: 60)")
     parser.add_argument("--policies", nargs="+", choices=CASES, default=list(CASES), metavar="POLICY")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults, the same for all policies")
+    # the first with which each half of all runs has two faults or more
+    parser.add_argument("--seed", type=int, default=2, help="of the faults, the same for all policies (default: 2)")
     parser.add_argument("--events", type=Path, help="directory to keep events in; runs that are there are not repeated")
     parser.add_argument("--output", type=Path, help="JSON file; the plot goes beside it")
-    return parser.parse_known_args(arguments)
+    own, flags = parser.parse_known_args(arguments)
+    if len(own.iterations) != len(own.mtbf):
+        parser.error("--iterations needs as many numbers as --mtbf")
+    return own, flags
 
 
 def main() -> int:
@@ -194,15 +198,15 @@ def main() -> int:
         own.events.mkdir(parents=True, exist_ok=True)
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     machine["load_before"], runs = os.getloadavg()[0], {}
-    for mtbf in own.mtbf:
+    for mtbf, iterations in zip(own.mtbf, own.iterations, strict=True):
         faults = ["--inject-mtbf-iterations", mtbf, "--inject-seed", own.seed]
         wanted = {PLAIN: (own.plain, [])} | {
-            name: (own.iterations, [*CASES[name].flags.split(), *faults]) for name in own.policies
+            name: (iterations, [*CASES[name].flags.split(), *faults]) for name in own.policies
         }
         runs[mtbf] = {}
-        for name, (iterations, more) in wanted.items():
+        for name, (length, more) in wanted.items():
             kept = own.events and own.events / f"{name.replace(', ', '-').replace(' ', '-')}_{mtbf:g}.jsonl"
-            runs[mtbf][name] = run([*flags, *more], iterations, kept)
+            runs[mtbf][name] = run([*flags, *more], length, kept)
             seconds = [e["elapsed_s"] for e in runs[mtbf][name] if e["type"] == "iteration"]
             print(f"every {mtbf:g}: {name}: {len(seconds)} iterations of {median(seconds):.3f} s", flush=True)
     found = judge(runs, {name: CASES[name].way for name in own.policies})

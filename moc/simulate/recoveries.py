@@ -10,7 +10,6 @@ from moc.simulate.ways import Parts
 
 TOGETHER_S = 0.25
 """Kills that are closer to each other belong to one fault; the next one comes when workers train again, or recover."""
-_ALWAYS = ("detect_s", "regroup_s", "transfer_s", "warm_up_s")
 
 Event = Mapping
 """One of ``events.jsonl``, in the order of their time."""
@@ -75,7 +74,7 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
         return None
     begun = resume["time"] - resume["seconds"]
     again = [e["seconds"] for e in stretch if e["type"] == "replay" and begun <= e["time"] <= resume["time"]]
-    # who takes the place of a lost first worker has noticed nothing
+    # who takes the place of a lost first worker has noticed nothing, so it is not known when the others had stopped
     stopped = next((moment for moment in (e["time"] - e["met_s"] for e in lived) if moment >= at), at)
     parts = Parts(
         detect_s=stopped - at,
@@ -89,17 +88,29 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
 
 def fitted(recoveries: Sequence[Recovered]) -> Parts:
     """The mean recovery of at least one, as a line over the number of workers that were lost at once."""
-    mean = {name: fmean(getattr(one.parts, name) for one in recoveries) for name in _ALWAYS}
-    frozen = [one.parts.frozen_s for one in recoveries if one.parts.frozen_s is not None]
-    more_s = max(0.0, _slope([one.lost for one in recoveries], [one.parts.restart_s for one in recoveries]))
-    more_s = min(more_s, mean["regroup_s"] / max(1.0, fmean(one.lost for one in recoveries) - 1))
-    mean["regroup_s"] -= more_s * (fmean(one.lost for one in recoveries) - 1)
-    return Parts(**mean, frozen_s=fmean(frozen) if frozen else None, more_s=more_s)
+    parts = [one.parts for one in recoveries]
+    restarts = [one.restart_s for one in parts]
+    detect_s = _mean(one.detect_s for one in parts if one.detect_s)
+    transfer_s, warm_up_s = _mean(one.transfer_s for one in parts), _mean(one.warm_up_s for one in parts)
+    frozen = [one.frozen_s for one in parts if one.frozen_s is not None]
+    regroup_s = max(0.0, fmean(restarts) - detect_s - transfer_s - warm_up_s)
+    further = fmean(one.lost for one in recoveries) - 1
+    slope = _slope([one.lost for one in recoveries], restarts)
+    more_s = min(max(0.0, slope), regroup_s / further) if further else 0.0
+    return Parts(
+        detect_s, regroup_s - further * more_s, transfer_s, warm_up_s, fmean(frozen) if frozen else None, more_s
+    )
 
 
 def is_kill(event: Event) -> bool:
     """Whether a fault that takes a worker was injected."""
     return event["type"] == "inject" and event["action"] == "kill"
+
+
+def _mean(seconds: Iterable[float]) -> float:
+    """0 of nothing."""
+    seconds = list(seconds)
+    return fmean(seconds) if seconds else 0.0
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:

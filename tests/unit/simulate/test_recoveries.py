@@ -76,5 +76,7 @@ def test_the_mean_of_several_is_a_line_over_what_they_have_lost():
     fit = fitted([Recovered(1, FOUND), Recovered(3, other)])
     assert fit == Parts(0.5, 2.5 - 2.5, 2.0, 2.0, frozen_s=2.0, more_s=2.5)
     assert fitted([Recovered(2, FOUND)] * 2) == FOUND
+    unseen = Parts(detect_s=0.0, regroup_s=2.0, transfer_s=1.0, warm_up_s=1.5)  # the same, and nobody told
+    assert fitted([Recovered(1, FOUND), Recovered(1, unseen)]) == FOUND
     less = fitted([Recovered(1, other), Recovered(2, FOUND)])
     assert less.more_s == 0 and less.restart_s == (FOUND.restart_s + other.restart_s) / 2
