@@ -33,14 +33,12 @@ class Way:
         window: W of a sparse policy; else 1.
         blocking: training waits until a snapshot can be used.
         exact: what comes back is what was there.
-        local: only the stages of lost workers compute again.
     """
 
     interval: int = 1
     window: int = 1
     blocking: bool = False
     exact: bool = True
-    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,4 +127,4 @@ def saving_of(way: Way, profile: Profile, parts: Parts, plain_s: float) -> tuple
     interval = way.window if way.window > 1 else way.interval
     saving = Saving("policy", interval=interval, stall_s=interval * (mean_s - iteration_s), exact=way.exact)
     lag = 0.0 if way.blocking else profile.usable_s / mean_s
-    return program_way(saving, parts, iteration_s, lag, sparse=way.window > 1, local=way.local), iteration_s
+    return program_way(saving, parts, iteration_s, lag, sparse=way.window > 1), iteration_s

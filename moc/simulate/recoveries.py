@@ -73,15 +73,16 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
     if resume is None or at is None:
         return None
     begun = resume["time"] - resume["seconds"]
-    again = [e["seconds"] for e in stretch if e["type"] == "replay" and begun <= e["time"] <= resume["time"]]
+    again = [e for e in stretch if e["type"] == "replay" and begun <= e["time"] <= resume["time"]]
     # who takes the place of a lost first worker has noticed nothing, so it is not known when the others had stopped
     stopped = next((moment for moment in (e["time"] - e["met_s"] for e in lived) if moment >= at), at)
     parts = Parts(
         detect_s=stopped - at,
         regroup_s=max(0.0, begun - stopped),
-        transfer_s=max(0.0, resume["seconds"] - sum(again)),
+        transfer_s=max(0.0, resume["seconds"] - sum(e["seconds"] for e in again)),
         warm_up_s=max(0.0, stretch[-1]["time"] - resume["time"] - usual_s),
-        frozen_s=fmean(again) if again else None,
+        frozen_s=_mean(e["seconds"] for e in again if e["frozen"]),
+        alone_s=_mean(e["seconds"] for e in again if not e["frozen"]),
     )
     return Recovered(lost, parts)
 
@@ -90,15 +91,20 @@ def fitted(recoveries: Sequence[Recovered]) -> Parts:
     """The mean recovery of at least one, as a line over the number of workers that were lost at once."""
     parts = [one.parts for one in recoveries]
     restarts = [one.restart_s for one in parts]
-    detect_s = _mean(one.detect_s for one in parts if one.detect_s)
-    transfer_s, warm_up_s = _mean(one.transfer_s for one in parts), _mean(one.warm_up_s for one in parts)
-    frozen = [one.frozen_s for one in parts if one.frozen_s is not None]
+    detect_s = _mean(one.detect_s for one in parts if one.detect_s) or 0.0
+    transfer_s, warm_up_s = fmean(one.transfer_s for one in parts), fmean(one.warm_up_s for one in parts)
     regroup_s = max(0.0, fmean(restarts) - detect_s - transfer_s - warm_up_s)
     further = fmean(one.lost for one in recoveries) - 1
     slope = _slope([one.lost for one in recoveries], restarts)
     more_s = min(max(0.0, slope), regroup_s / further) if further else 0.0
     return Parts(
-        detect_s, regroup_s - further * more_s, transfer_s, warm_up_s, fmean(frozen) if frozen else None, more_s
+        detect_s,
+        regroup_s - further * more_s,
+        transfer_s,
+        warm_up_s,
+        frozen_s=_mean(one.frozen_s for one in parts if one.frozen_s is not None),
+        alone_s=_mean(one.alone_s for one in parts if one.alone_s is not None),
+        more_s=more_s,
     )
 
 
@@ -107,10 +113,10 @@ def is_kill(event: Event) -> bool:
     return event["type"] == "inject" and event["action"] == "kill"
 
 
-def _mean(seconds: Iterable[float]) -> float:
-    """0 of nothing."""
+def _mean(seconds: Iterable[float]) -> float | None:
+    """None of nothing."""
     seconds = list(seconds)
-    return fmean(seconds) if seconds else 0.0
+    return fmean(seconds) if seconds else None
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:

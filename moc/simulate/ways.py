@@ -28,6 +28,8 @@ class Parts:
         transfer_s: loading, and copying from others; what is computed again is not in it.
         warm_up_s: by which the first iteration is longer than others.
         frozen_s: of an iteration that is computed again while some operators are frozen; None where that was not seen.
+        alone_s: of one that the stages of what was lost compute again by themselves, with nothing frozen, while others
+            wait with their state; None where no stage did so.
         more_s: that each further worker adds which is lost at once, since new ones share what they are built on.
 
     Raises:
@@ -39,6 +41,7 @@ class Parts:
     transfer_s: float
     warm_up_s: float
     frozen_s: float | None = None
+    alone_s: float | None = None
     more_s: float = 0.0
 
     def __post_init__(self):
@@ -61,6 +64,8 @@ class ProgramSaving(Saving):
 
     Attributes:
         replicas: those that are left hold alike all that was lost, as data-parallel ranks without ZeRO do.
+        alone_s: of one that the stages of what was lost compute again by themselves, with nothing frozen, while others
+            wait with their state; None where no stage did so.
         more_s: that each further one adds to ``restart_s`` that is lost at once.
     """
 
@@ -100,14 +105,12 @@ class ProgramSaving(Saving):
                     yield Held(at, STORAGE, {name: detail.value for name, detail in details.items()})
 
 
-def program_way(
-    saving: Saving, parts: Parts, iteration_s: float, lag: float, sparse: bool = False, local: bool = False
-) -> ProgramSaving:
+def program_way(saving: Saving, parts: Parts, iteration_s: float, lag: float, sparse: bool = False) -> ProgramSaving:
     """The same policy, as the program comes back.
 
     With full snapshots those that are left keep their state where the lost worker's is there of the same iteration;
     else all go back to the newest snapshot.  With sparse ones all go back to the newest window that is whole, and
-    compute it again; with ``local`` the stages of what was lost do.
+    compute it again.  Where the measured recoveries were those of single stages, the stages of what was lost do that.
 
     Args:
         saving: a policy; of a sparse one the interval is its window.
@@ -115,10 +118,10 @@ def program_way(
         iteration_s: seconds of an iteration without checkpoints.
         lag: iterations after it began until one snapshot can be used.
         sparse: whether operators take turns.
-        local: whether those of other stages wait with their state; then a replayed iteration takes ``saving.replay_s``.
     """
     window = saving.interval if sparse else 1
-    replay_s = saving.replay_s if local else iteration_s + saving.per_iteration_s()
+    local = parts.alone_s is not None
+    replay_s = parts.alone_s if local else iteration_s + saving.per_iteration_s()
     own = {field.name: getattr(saving, field.name) for field in dataclasses.fields(Saving)}
     own |= dict(lag=window - 1 + lag, restart_s=parts.restart_s, replay_s=replay_s)
     own |= dict(conversion=window - 1, conversion_s=replay_s if parts.frozen_s is None else parts.frozen_s, local=local)

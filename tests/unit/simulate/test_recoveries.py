@@ -43,10 +43,17 @@ def test_a_loss_during_a_recovery_begins_it_anew():
 
 
 def test_frozen_iterations_are_not_part_of_loading():
-    again = [event("replay", 12.5, seconds=0.25), event("replay", 12.75, seconds=0.5)]
+    again = [event("replay", 12.5, seconds=0.25, frozen=2), event("replay", 12.75, seconds=0.5, frozen=1)]
     _, parts = recovered([KILL, GENERATION, *again, RESUME, START, iteration(9, 15.5)], 1.0)
     assert parts.frozen_s == 0.375 and parts.transfer_s == 0.25
-    assert parts.restart_s + 0.75 == FOUND.restart_s
+    assert parts.restart_s + 0.75 == FOUND.restart_s and parts.alone_s is None
+
+
+def test_stages_that_compute_again_alone_do_so_before_they_join_the_others():
+    again = [event("replay", 12.25, seconds=0.25, frozen=2), event("replay", 12.75, seconds=0.125, frozen=0)]
+    _, parts = recovered([KILL, GENERATION, *again, RESUME, START, iteration(9, 15.5)], 1.0)
+    assert (parts.frozen_s, parts.alone_s, parts.transfer_s) == (0.25, 0.125, 0.625)
+    assert fitted([Recovered(1, parts), Recovered(1, FOUND)]).alone_s == 0.125
 
 
 def test_without_an_injector_the_news_of_the_loss_is_its_moment():

@@ -54,7 +54,9 @@ def test_a_window_is_computed_again_by_all():
 
 
 def test_the_stage_of_what_was_lost_computes_it_again_by_itself():
-    alone = dataclasses.replace(program_way(WINDOW, PARTS, 1.0, 0.25, sparse=True, local=True), replay_s=0.5)
+    parts = dataclasses.replace(PARTS, alone_s=0.5)
+    alone = program_way(Saving("sparse", interval=3), parts, 1.0, 0.25, sparse=True)
+    assert alone.local and not WINDOW.local
     assert run(alone, 10.5).recovery_s == pytest.approx(0.5 + PARTS.restart_s + 2 * 0.75 + 2 * 0.5)
     # Who is beside it joins it, and who is not replays at the same time: see test_engine.
     assert run(alone, 10.5, 11.5).recovery_s == pytest.approx(0.5 + 1 + PARTS.restart_s + 2 * 0.75 + 2 * 0.5)
@@ -92,7 +94,7 @@ def test_the_plan_function_goes_on_where_the_formula_says(interval, lag, iterati
     mtbf_s=st.floats(30, 1e5),
     together=st.integers(1, 4),
     spares=st.sampled_from([None, 0, 1]),
-    parts=st.builds(Parts, *[st.floats(0, 60)] * 4, st.one_of(st.none(), st.floats(0, 5))),
+    parts=st.builds(Parts, *[st.floats(0, 60)] * 4, *[st.one_of(st.none(), st.floats(0, 5))] * 2),
     seed=st.integers(0, 10**6),
 )
 def test_time_is_neither_lost_nor_made(name, mtbf_s, together, spares, parts, seed):
