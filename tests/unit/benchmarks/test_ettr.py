@@ -43,6 +43,12 @@ def test_a_run_is_cut_where_nothing_recovers():
     assert len(first.faults) == len(second.faults) == 2 and all(lost == 1 for _, lost in first.faults)
     (at, _), _ = second.faults
     assert at == pytest.approx((150 - 105) * SAVING_S + SAVING_S / 2)
+    late = [*run(205, every=50), {"type": "inject", "time": first.seconds, "action": "kill"}]  # just before the middle
+    back = first.seconds + 3 * SAVING_S
+    late += [{"type": "resume", "time": back, "seconds": 0.1}, {"type": "start", "time": back}]
+    for one in halves(late):
+        starts = sum(event["type"] == "start" for event in one.events)
+        assert starts == len(one.faults)  # a recovery is in the half that its fault is in
     with pytest.raises(ValueError, match="too few to cut"):
         halves(run(6, every=50))
 
@@ -55,6 +61,12 @@ def test_the_other_half_is_predicted(back):
     assert found == pytest.approx(second.ettr(PLAIN_S), abs=0.005)
     by_chance = expected(Way(), second.seconds, 25, lag, *known[1:])
     assert 0 < abs(by_chance - found) < 0.05
+
+
+def test_an_iteration_that_is_no_longer_with_saving_cancels_out():
+    second, known = known_of(run(505, every=25))
+    slower = 2 * SAVING_S
+    assert predicted(Way(), second, *known[:2], slower) == pytest.approx(second.ettr(slower), abs=0.01)
 
 
 def test_recoveries_that_take_longer_than_those_before_are_not_foreseen():
