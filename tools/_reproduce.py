@@ -15,6 +15,7 @@ from _reproduce_moc import figure_13
 from _reproduce_sizes import figure_9, figure_10, figure_15
 from _reproduction import Reproduction, Row
 
+from moc.policy.window import find_window_size
 from moc.simulate.closed_form import at_interval, recovery_s
 from moc.simulate.cluster import CLUSTERS, Cluster
 from moc.simulate.engine import Job, simulate
@@ -22,7 +23,6 @@ from moc.simulate.failures import Faults
 from moc.simulate.policies import sparse_replay
 from moc.simulate.saving import Saving
 from moc.simulate.sizes import OperatorSize
-from moc.simulate.window import find_window_size
 
 RUNS = 100
 _SYSTEMS = {"checkfreq": "CheckFreq", "full": "Gemini", "sparse": "MoEvement"}
