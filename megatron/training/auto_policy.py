@@ -168,7 +168,8 @@ class Auto:
             "flags": dict(self._flags),
             "basis": dict(self._basis),
             "looked": self._looked,
-            "holds_for": self._holds_for,
+            "machine": self._machine,
+            "limits": self._limits_given,
             "orderly": self._orderly,
         }
 
@@ -185,26 +186,26 @@ class Auto:
         if state is not None:
             self._measured = Measurements.from_state(state["measured"])
             self._measured.faults += not state["orderly"]
-            if state["holds_for"] == self._holds_for:
+            if state["machine"] != self._machine:
+                self._measured = Measurements(self._measured.trained_s, self._measured.faults)
+            elif state["limits"] == self._limits_given:
                 self._flags, self._basis = dict(state["flags"]), dict(state["basis"])
                 self._looked = int(state["looked"])
         self._orderly = False
 
     @property
-    def _holds_for(self) -> dict[str, Any]:
-        """Where any of it is another, a choice has no meaning."""
-        snapshot, parallel = self._asked.snapshot, self._asked.parallel
-        return {
-            "ranks": self._ranks,
-            "layout": [
-                parallel.tensor_model_parallel_size,
-                parallel.pipeline_model_parallel_size,
-                parallel.expert_model_parallel_size,
-            ],
-            "tier": snapshot.ckpt_tier,
-            "replicas": snapshot.replicas,
-            "limits": [snapshot.exact_only, snapshot.host_memory_gb, snapshot.pec_plt_limit, snapshot.mtbf_hours],
-        }
+    def _machine(self) -> list:
+        """Where it is another, nothing that was measured has a meaning."""
+        parallel = self._asked.parallel
+        sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size]
+        return [*sizes, parallel.expert_model_parallel_size, *self._ranks]
+
+    @property
+    def _limits_given(self) -> list:
+        """Where they are others, a choice has none."""
+        snapshot = self._asked.snapshot
+        limits = [snapshot.exact_only, snapshot.host_memory_gb, snapshot.pec_plt_limit, snapshot.mtbf_hours]
+        return [snapshot.ckpt_tier, snapshot.replicas, *limits]
 
     @property
     def _replicas(self) -> tuple[int, ...]:

@@ -138,15 +138,24 @@ def test_faults_are_counted_and_ends_are_not(tmp_path):
     assert "mtbf_s is" in again.log.lines[0]
 
 
-@pytest.mark.parametrize(
-    "other", [dict(exact_only=True), dict(mtbf_hours=2), dict(ckpt_tier="memory"), dict(nodes=("a", "b"))], ids=str
-)
+@pytest.mark.parametrize("other", [dict(exact_only=True), dict(mtbf_hours=2), dict(ckpt_tier="memory")], ids=str)
 def test_under_other_limits_it_chooses_anew_from_what_it_knows(other, tmp_path):
     run = Run(tmp_path, mtbf_hours=1)
     run.train(40)
     again = Run(tmp_path, run.auto.state_dict(), **dict(mtbf_hours=1) | other)
     assert again.in_force.ckpt_policy == "full" and again.in_force.snapshot_interval == "auto"
     assert again.train(1) == 1
+
+
+@pytest.mark.parametrize("other", [dict(nodes=("a", "b")), dict(expert_model_parallel_size=2)], ids=str)
+def test_elsewhere_it_measures_again(other, tmp_path):
+    run = Run(tmp_path, mtbf_hours=1)
+    run.train(40)
+    again = Run(tmp_path, run.auto.state_dict(), mtbf_hours=1, **other)
+    assert again.in_force.snapshot_interval == "auto"
+    known = again.auto.state_dict()["measured"]
+    assert (known["trained_s"], known["faults"]) == (run.iteration, 1)
+    assert again.train(40) == BLOCK + WARM_UP
 
 
 def test_flags_of_policies_that_are_not_chosen_have_no_effect(tmp_path):
