@@ -2,8 +2,8 @@
 
     measure    a run begins with snapshots of everything, by which bandwidths become known
     choose     the planner (:mod:`moc.simulate.planner`) compares what policies would cost (:mod:`moc.simulate.running`)
-    switch     between two iterations: what is under way is finished, and workers begin again with the chosen flags
-               from the state that they have, as survivors do when another worker was lost
+    switch     between two iterations: all of the state goes to storage, as at the end of a run, and workers begin again
+               with the chosen flags, as survivors do when another worker was lost
     watch      a choice holds until what it was made from has changed by a factor of :data:`DRIFT`
 
 What is measured comes out of votes, so all workers choose alike without asking each other.  Measurements and choice are
@@ -26,7 +26,7 @@ from megatron.training.logging import Log
 from megatron.training.snapshot_peers import DEFAULT_REPLICAS
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.survivors import Left
-from moc.policy import POLICIES, Every, Observed, policy_named
+from moc.policy import POLICIES, Every, Observed
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
 from moc.policy.pec import Pec
@@ -78,8 +78,6 @@ class Auto:
         self._forget()
         self._orderly = False
         self._ranks: list[int] = []
-        self.through_storage = False
-        """The last switch needs all of the state in storage: one of its two policies is not exact."""
 
     def in_force(self, tiers: Tiers, mine: Left | None, first: bool) -> Config:
         """Takes up what the run knew, from live workers or the newest snapshot; a collective call.
@@ -160,7 +158,7 @@ class Auto:
         return self._choose(iteration, self._running(figures), cause)
 
     def ends(self) -> None:
-        """The run ends in good order: when it goes on, that was no fault."""
+        """All is about to be saved in good order: when the run goes on from there, that was no fault."""
         self._orderly = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,7 +168,8 @@ class Auto:
             "flags": dict(self._flags),
             "basis": dict(self._basis),
             "looked": self._looked,
-            "holds_for": self._holds_for,
+            "machine": self._machine,
+            "limits": self._limits_given,
             "orderly": self._orderly,
         }
 
@@ -187,26 +186,26 @@ class Auto:
         if state is not None:
             self._measured = Measurements.from_state(state["measured"])
             self._measured.faults += not state["orderly"]
-            if state["holds_for"] == self._holds_for:
+            if state["machine"] != self._machine:
+                self._measured = Measurements(self._measured.trained_s, self._measured.faults)
+            elif state["limits"] == self._limits_given:
                 self._flags, self._basis = dict(state["flags"]), dict(state["basis"])
                 self._looked = int(state["looked"])
         self._orderly = False
 
     @property
-    def _holds_for(self) -> dict[str, Any]:
-        """Where any of it is another, a choice has no meaning."""
-        snapshot, parallel = self._asked.snapshot, self._asked.parallel
-        return {
-            "ranks": self._ranks,
-            "layout": [
-                parallel.tensor_model_parallel_size,
-                parallel.pipeline_model_parallel_size,
-                parallel.expert_model_parallel_size,
-            ],
-            "tier": snapshot.ckpt_tier,
-            "replicas": snapshot.replicas,
-            "limits": [snapshot.exact_only, snapshot.host_memory_gb, snapshot.pec_plt_limit, snapshot.mtbf_hours],
-        }
+    def _machine(self) -> list:
+        """Where it is another, nothing that was measured has a meaning."""
+        parallel = self._asked.parallel
+        sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size]
+        return [*sizes, parallel.expert_model_parallel_size, *self._ranks]
+
+    @property
+    def _limits_given(self) -> list:
+        """Where they are others, a choice has none."""
+        snapshot = self._asked.snapshot
+        limits = [snapshot.exact_only, snapshot.host_memory_gb, snapshot.pec_plt_limit, snapshot.mtbf_hours]
+        return [snapshot.ckpt_tier, snapshot.replicas, *limits]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
@@ -265,10 +264,8 @@ class Auto:
         plan = best_of(every_candidate(run, self._mtbf_s, limits), run.iteration_s, self._mtbf_s, limits)
         now = priced(run, self._flags["ckpt_policy"], options_of(self._flags, self._mtbf_s)) if self._flags else None
         stays = now is not None and keeps_to(now, limits) and now.ettr >= plan.best.ettr - WORTH
-        before = self._flags.get("ckpt_policy", "full")
         if not stays:
-            self._flags, self._orderly = flags_of_candidate(plan.best), True
-            self.through_storage = not all(policy_named(name).exact for name in (before, plan.best.saving.name))
+            self._flags = flags_of_candidate(plan.best)
         self._tell(iteration, plan, now if stays else None, cause)
         return not stays
 

@@ -108,13 +108,9 @@ def plan_anew(run: Run) -> None:
     Raises:
         PlannedAnew: it is so, on all workers alike.
     """
-    if run.auto is None or not run.auto.plans_anew(run.position.iteration):
-        return
-    progress("save")
-    if run.auto.through_storage:
-        run.snapshots.secure(run.position)
-    wait_for_saves(run)
-    raise PlannedAnew
+    if run.auto is not None and run.auto.plans_anew(run.position.iteration):
+        secure(run)
+        raise PlannedAnew
 
 
 def collect_garbage_by_hand(run: Run) -> None:
@@ -172,7 +168,7 @@ def save(run: Run) -> None:
 
 
 def secure(run: Run) -> None:
-    """The run ends here: all of its state goes to storage."""
+    """The run ends here, or begins again: all of its state goes to storage."""
     progress("save")
     if run.auto is not None:
         run.auto.ends()

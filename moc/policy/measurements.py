@@ -21,13 +21,13 @@ class Measurements:
     The first ``WARM_UP`` iterations after each start are passed over.  Of the others, the time without stalls counts:
     where there is a snapshot in each iteration none is undisturbed, so what a snapshot slows down is in it.
 
-    Attributes:
+    Args:
         trained_s: seconds of all iterations since the job began.
         faults: that the job has seen.
     """
 
-    def __init__(self):
-        self.trained_s, self.faults = 0.0, 0
+    def __init__(self, trained_s: float = 0.0, faults: int = 0):
+        self.trained_s, self.faults = trained_s, faults
         self._passed_over = 0
         self._iteration_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
         self._forward_backward_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
@@ -79,9 +79,8 @@ class Measurements:
         Raises:
             ValueError: this is no such state.
         """
-        measured = cls()
         try:
-            measured.trained_s, measured.faults = float(state["trained_s"]), int(state["faults"])
+            measured = cls(float(state["trained_s"]), int(state["faults"]))
             measured._iteration_s.extend(map(float, state["iteration_s"]))
             measured._forward_backward_s.extend(map(float, state["forward_backward_s"]))
             for name, seen in measured._transfers.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moc.policy.adaptive import candidates, uniform_plt
 from moc.policy.dynamic_k import PLT_LIMIT
-from moc.simulate.closed_form import expected_ettr, recovery_s
+from moc.simulate.closed_form import best_interval, expected_ettr, recovery_s
 from moc.simulate.policies import POLICIES, Options, Setup
 from moc.simulate.saving import Saving
 
@@ -163,9 +163,29 @@ def _options(setup: Setup, mtbf_s: float, limits: Limits, name: str) -> Iterator
                 yield dataclasses.replace(options, window=window)
         elif name == "pec" and setup.num_experts:
             for k in candidates(setup.num_experts)[:-1]:
-                yield dataclasses.replace(options, k=k)
+                yield _at_best_interval(setup, dataclasses.replace(options, k=k, interval=1), limits)
         elif name == "full":
             yield options
+
+
+def _at_best_interval(setup: Setup, options: Options, limits: Limits) -> Options:
+    iteration_s = setup.timing.iteration_s
+    saving = POLICIES["pec"](setup, options).saving
+    best = best_interval(saving, iteration_s, options.mtbf_s)
+    of_one = _plt(setup, options, saving, iteration_s / options.mtbf_s)
+    return dataclasses.replace(options, interval=longest(1, best, of_one, limits.plt))
+
+
+def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
+    """The interval with the least overhead of those that keep to a limit on lost tokens, which grow with it.
+
+    Args:
+        least: the shortest that is possible; taken where even that passes the limit.
+        best: the one with the least overhead of all.
+        plt_of_one: expected proportion of lost tokens at an interval of one iteration.
+        limit: on this proportion.
+    """
+    return max(least, min(best, int(limit / plt_of_one))) if plt_of_one > 0 else best
 
 
 def _plt(setup: Setup, options: Options, saving: Saving, faults_per_iteration: float) -> float:

@@ -17,7 +17,7 @@ from moc.policy.adaptive import candidates, uniform_plt
 from moc.policy.window import OperatorBytes, find_window_size, order_operators
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, expected_ettr
-from moc.simulate.planner import Candidate, Limits
+from moc.simulate.planner import Candidate, Limits, longest
 from moc.simulate.policies import Options, sparse_replay
 from moc.simulate.saving import Saving, Traffic
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
@@ -194,8 +194,8 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
 
 def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, float]:
     """Everything, or K experts of each layer, every so many iterations; and the PLT to expect."""
-    nbytes = run.saved.full if options.k is None else run.saved.by_k[options.k]
-    copy_s, write_s, safe_s = nbytes / run.copy_rate, nbytes / run.write_rate, run.safe_s(nbytes, options.replicas)
+    nbytes = _bytes(run, options)
+    copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     stall_s = max(0.0, copy_s - run.forward_backward_s)
     saving = Saving(
         name=name,
@@ -207,16 +207,28 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, flo
         traffic=_traffic(run, nbytes, options.replicas),
         exact=options.k is None,
     )
-    # with fewer experts, what goes to memory has to go on to storage too, where the others are
-    each_s = max(safe_s, write_s) if options.k is not None else safe_s
-    least = run.iterations(copy_s + each_s if run.tier == "disk" else each_s)
+    least = shortest_interval(run, options)
     interval = options.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
     if options.k is None:
         return at_interval(saving, interval, run.iteration_s), 0.0
     of_one = _plt(run, options, 1)
-    if not options.interval and of_one > 0:
-        interval = max(least, min(interval, int(options.plt_limit / of_one)))
+    if not options.interval:
+        interval = longest(least, interval, of_one, options.plt_limit)
     return at_interval(saving, interval, run.iteration_s), interval * of_one
+
+
+def shortest_interval(run: Running, options: Options) -> int:
+    """Iterations until the next snapshot of everything, or of K experts of each layer, can begin."""
+    nbytes = _bytes(run, options)
+    copy_s, write_s, safe_s = nbytes / run.copy_rate, nbytes / run.write_rate, run.safe_s(nbytes, options.replicas)
+    if run.tier == "disk":
+        return run.iterations(copy_s + write_s)
+    # of fewer experts, what goes to memory goes on to storage too, where the others are
+    return run.iterations(safe_s if options.k is None else max(safe_s, write_s))
+
+
+def _bytes(run: Running, options: Options) -> float:
+    return run.saved.full if options.k is None else run.saved.by_k[options.k]
 
 
 def _sparse(run: Running, options: Options) -> Saving:
@@ -254,9 +266,9 @@ def _hiding_window(run: Running) -> int:
 
 
 def _plt(run: Running, options: Options, interval: int) -> float:
-    lost = 1.0 if run.tier == "disk" else 1 / run.nodes
+    """Whatever memory is lost: all experts of a snapshot go on to storage, so that has them as new."""
     rate = run.iteration_s / options.mtbf_s
-    return uniform_plt(max(run.saved.by_k), rate, lost, options.k, options.k, interval)
+    return uniform_plt(max(run.saved.by_k), rate, 1.0, options.k, options.k, interval)
 
 
 def _load_s(run: Running, nbytes: float) -> float:

@@ -35,7 +35,7 @@ def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
     choice = killed_after(48, flags, "die_after")
     assert choice["ckpt_policy"] in ("full", "sparse") and not any("pec" in name for name in choice["ettr"])
     resumed, straight = train("EP2", flags | dict(exit_interval=52)), known("EP2", data | SMALL)
-    assert choice["iteration"] <= resumed.start <= 48
+    assert choice["iteration"] <= resumed.start <= 48  # of the switch, all is in storage
     assert resumed.records == straight.records[resumed.start : 52]
     newest = stores(flags)["storage"].manifest(52)
     assert newest.policy == choice["ckpt_policy"] and newest.state["auto"]["measured"]["faults"] == 1
@@ -48,7 +48,7 @@ def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(data, flags):
     choice = killed_after(44, flags, "die_after_slow_copies", **EXPERTS_TAKE_2_S)
     assert choice["ckpt_policy"] == "pec" and int(choice["pec_k"]) < FLAGS["num_experts"]
     resumed, straight = train("EP2", flags | dict(exit_interval=46)), known("EP2", data | SMALL)
-    assert resumed.start == choice["iteration"]  # all of it is in storage, whatever is chosen
+    assert resumed.start == choice["iteration"]
     assert resumed.records == straight.records[resumed.start : 46]
     newest = stores(flags)["storage"].manifest(46)
     assert newest.policy == "pec" and newest.state["auto"]["orderly"]
