@@ -120,8 +120,8 @@ def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
     saver = Saver(1, CPU, memory, storage)
     snapshot = saver.take(2, 7, share(fragments), OPERATORS)
     part = snapshot.sealed.result()
-    path, slot = memory.place.root / "iter_0000007" / "rank_00001.safetensors", memory.place.root / "slots"
-    assert os.path.samefile(path, slot / "rank_00001.2")
+    path = memory.place.root / "iter_0000007" / "rank_00001.safetensors"
+    assert os.path.samefile(path, memory.place.root / "slots" / "rank_00001.0")
     assert_holds(path, part, fragments, expected)
     assert memory.reported(7, [1]) == [part]
     assert not storage.place.names()  # nobody asked for that
