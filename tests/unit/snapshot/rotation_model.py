@@ -309,9 +309,10 @@ def _led(state: State, setting: Setting, number: int) -> State:
         copies = _each(copies, which, lambda kept: tuple(number for number in kept if number >= rank.removes))
         rank = rank._replace(removes=None, at=_act(rank) if rank.publishes is None else "publish")
     else:
-        number, _, ends = rank.publishes
-        files = tuple((other, _slot_of(state.ranks[other], number)) for other in setting.nodes[which])
-        manifests, rank = (*manifests, Published(number, ends, files)), rank._replace(publishes=None, at=_act(rank))
+        taken = rank.publishes
+        files = tuple((other, _slot_of(state.ranks[other], taken.number)) for other in setting.nodes[which])
+        manifests = (*manifests, Published(taken.number, taken.ends, files))
+        rank = rank._replace(publishes=None, at=_act(rank))
         if setting.removes_at_once and rank.superseded is not None:
             rank = rank._replace(at="remove", removes=rank.superseded, superseded=None)
     all_manifests = _each(state.manifests, which, lambda _: manifests)

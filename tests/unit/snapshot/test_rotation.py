@@ -18,9 +18,9 @@ SETTINGS = {
     "memory of two nodes, after an earlier job": Setting(nodes=TWO_NODES, recovered=True),
     "memory, and some to storage": Setting(stores=True),
     "disk": Setting(memory=False),
-    "peers": Setting(nodes=TWO_NODES, peers=True, spare=3),
+    "peers": Setting(nodes=TWO_NODES, peers=True),
     "windows": Setting(window=2, recovered=True),
-    "windows of one rank, and some to storage": Setting(nodes=((0,),), window=3, stores=True),
+    "windows of one rank, and some to storage": Setting(nodes=((0,),), window=2, stores=True),
 }
 
 
@@ -95,7 +95,7 @@ BROKEN = {
     "the update does not wait for copies": (Setting(waits=False), NOT_WHOLE),
     "a node gives up what the others need": (Setting(nodes=TWO_NODES, removes_at_once=True), NOT_WHOLE),
     "older ones are given up before all have their copies": (
-        Setting(nodes=TWO_NODES, peers=True, spare=3, impatient=True),
+        Setting(nodes=TWO_NODES, peers=True, impatient=True),
         NOT_WHOLE,
     ),
 }
