@@ -20,7 +20,6 @@ SETTINGS = {
     "disk": Setting(memory=False),
     "peers": Setting(nodes=TWO_NODES, peers=True),
     "windows": Setting(window=2, recovered=True),
-    "windows of one rank, and some to storage": Setting(nodes=((0,),), window=2, stores=True),
 }
 
 
@@ -84,10 +83,7 @@ class NeverComplete(Rotation):
 NOT_WHOLE, NOT_STORED = "no published snapshot is whole", "storage gets what is not whole"
 BROKEN = {
     "a buffer is free before the newer snapshot is published": (Setting(machine=WithoutRetiring), NOT_WHOLE),
-    "the buffer to recover from is written over": (
-        Setting(machine=ReusesRecovery),
-        "what is published is written over",
-    ),
+    "the buffer to recover from is written over": (Setting(machine=ReusesRecovery), NOT_WHOLE),
     "what storage still reads is written over": (Setting(machine=ForgetsWriting, stores=True), NOT_STORED),
     "the same without a memory tier": (Setting(machine=ForgetsWriting, memory=False), NOT_STORED),
     "a window is broken up": (Setting(machine=ForgetsWindows, window=2), NOT_WHOLE),

@@ -158,6 +158,32 @@ def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(stora
     assert (memory.place.root / "iter_0000002" / "rank_00000.safetensors").stat().st_ino == reserved
 
 
+def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
+    saver, sizes = Saver(0, CPU, memory, storage), (4096, 2, 1024)
+    shares = [share(state_of(size)) for size in sizes]
+    buffers = [saver.take(slot, slot + 1, shares[slot], OPERATORS).buffer for slot in range(3)]
+
+    def taken(slot, number, others):
+        return saver.take(slot, 4 + number, shares[number], OPERATORS, others).buffer
+
+    assert taken(0, 1, [0, 1, 2]) is buffers[1] and taken(1, 2, [1, 2]) is buffers[2]
+    assert taken(2, 0, [2]) is buffers[0]  # each is another's now
+    assert taken(3, 2, []) not in buffers
+    saver.trim(1)
+    assert [path.name for path in (memory.place.root / "slots").iterdir()] == [buffers[1].path.name]
+
+
+def test_storage_alone_may_get_it(storage, memory):
+    fragments = state_of(6, 2)
+    saver = Saver(0, CPU, memory, storage)
+    snapshot = saver.take(0, 7, share(fragments), OPERATORS, in_memory=False)
+    saver.persist(snapshot)
+    snapshot.persisted.result()
+    path = storage.place.root / "iter_0000007" / "rank_00000.safetensors"
+    assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
+    assert memory.place.names() == ["slots"]
+
+
 def test_slots_do_not_share_memory(storage):
     saver, fragments = Saver(0, CPU, None, storage), state_of(6, 2)
     taken, expected = [], []
