@@ -28,10 +28,9 @@ from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import Inventory, Plan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot, recoveries
+from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
-from moc.state.operators import Operator
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
@@ -61,11 +60,6 @@ class Loaded:
     position: Position
     record: StepRecord | None
     held: Sequence[Held]
-
-    def newest(self, operators: Sequence[Operator], *tiers: str) -> int | None:
-        """Iteration of the newest checkpoint in some tiers that the run could come back to alone; None if none is."""
-        held = [one for one in self.held if one.tier in tiers and one.iteration <= self.plan.iteration]
-        return next((way.iteration for way in recoveries(held, operators, exact=True)), None)
 
 
 class SnapshotLoader:

@@ -36,6 +36,7 @@ from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Survivors, publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
+from moc.recovery.retention import staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
 from moc.sharding import scheme_named
@@ -137,6 +138,7 @@ def begin(
             observe=(lambda seen: None) if auto is None else auto.observe,
         )
         snapshots.reserve()
+        snapshots.take_again()
         undo.pop_all()
     return start.position, snapshots
 
@@ -177,10 +179,10 @@ def _setting(
 ) -> _Setting:
     tiers = _tiers(config, world)
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
-    peers = join_peers(config, tiers, log, again)
+    state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
+    peers = join_peers(config, tiers, policy, log, again)
     if peers is not None:
         undo.callback(peers.close)
-    state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
     stage = _stage(state)
     if tiers.memory is not None:
         agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
@@ -211,7 +213,7 @@ def _go_on(
     loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
     if mine is not None and not loaded:
         raise NothingToGoOnFrom
-    start = _from(loaded, its.policy) if loaded else Start(checkpoints.load() or Position(), None, None, None)
+    start = _from(loaded, its) if loaded else Start(checkpoints.load() or Position())
     if its.tokens is not None and not loaded:
         its.tokens.starts_at(start.position.iteration)
     if its.peers is not None:
@@ -220,14 +222,13 @@ def _go_on(
     return start
 
 
-def _from(loaded: Loaded, policy: Policy) -> Start:
-    """What there is when a run goes on: the checkpoint that it comes from, and where it comes from none, the newest."""
-    at, way = (loaded.position, loaded.record), loaded.plan.way
-    if way is not None and way.iteration == loaded.plan.iteration:
-        return Start(*at, way.iteration, way.iteration if way.base.tier == MEMORY else None)
-    newest = loaded.newest(policy.operators, MEMORY, STORAGE)
-    in_memory = loaded.newest(policy.operators, MEMORY)
-    return Start(*at, newest, in_memory if in_memory == newest else None)
+def _from(loaded: Loaded, its: _Setting) -> Start:
+    """What there is when a run goes on; the policy learns whether its window does."""
+    policy, tier, at = its.policy, MEMORY if its.tiers.memory is not None else STORAGE, loaded.position.iteration
+    there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
+    if not there.goes_on:
+        policy.begin_anew()
+    return Start(loaded.position, loaded.record, there.newest, there.in_memory, there.again)
 
 
 def _describer(
@@ -357,7 +358,7 @@ def _tidy(tiers: Tiers, world: World, start: Start) -> None:
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
         for other in tiers.memory.iterations():
-            if other != start.in_memory:
+            if other not in start.in_memory:
                 tiers.memory.remove(other)
         tiers.memory.clear_unpublished()
 
@@ -375,10 +376,14 @@ def _stage(state: TrainingState) -> Stage:
 
 def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
     """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory."""
-    here = set(tiers.node)
-    for item in stage.items(policy.everything(0).operators):
-        if here & set(item.holders) and not here.issuperset(item.holders):
-            raise CheckpointError(
-                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
-                "with --use-distributed-optimizer, keep tensor parallelism inside of a node, or take --ckpt-tier disk"
-            )
+    here, operators = set(tiers.node), policy.everything(0).operators
+    remedies = {Detail.FULL: "spread the optimizer with --use-distributed-optimizer, keep tensor parallelism inside"}
+    if policy.replays:  # whose snapshots have compute weights, too
+        remedies[Detail.COMPUTE] = "keep the ranks of a pipeline stage that hold the same weights inside"
+    for detail, remedy in remedies.items():
+        for item in stage.items(dict.fromkeys(operators, detail)):
+            if here & set(item.holders) and not here.issuperset(item.holders):
+                raise CheckpointError(
+                    f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: {remedy} of a "
+                    "node, or take --ckpt-tier disk"
+                )

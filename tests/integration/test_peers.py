@@ -11,6 +11,7 @@ from moc.store.store import Store
 from moc.store.tiers import memory_place
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
+from tests.integration.test_sparse import SMALL
 from tests.integration.tiny import SHALLOW
 from tests.worlds import run_world
 
@@ -30,6 +31,13 @@ def flags(data, tmp_path):
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory)
         yield data | places | dict(ckpt_policy="full", ckpt_tier="peers", snapshot_interval=1, train_iters=ITERATIONS)
+
+
+@pytest.fixture
+def sparse(flags):
+    """The same with windows of three snapshots, of a smaller model."""
+    flags.pop("snapshot_interval")
+    return flags | SMALL | dict(ckpt_policy="sparse", sparse_window=3, ckpt_blocking=True)
 
 
 def memory_of(flags: dict, node: str) -> Path:
@@ -73,6 +81,22 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
     stored = [contents(Store(LocalPlace(f["ckpt_dir"])), ITERATIONS) for f in (flags, plain)]
     assert stored[0] == stored[1]
     assert not [path for path in Path(flags["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp_path):
+    straight = train("PP2xEP2", data | SMALL)
+    with Launched("PP2xEP2", sparse, tmp_path / "job", nodes=2, spares=1) as job:
+        job.reach(9)
+        lose(job, 1, memory_of(sparse, "1"))
+        assert job.wait() == 0, job.console[-4000:]
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    resumed, back = job.events("resume")[-1], job.events("restore")
+    end = resumed["iteration"]
+    assert resumed["sources"] == [[i, "memory"] for i in (end, end - 1, end - 2)] and end % 3 == 1
+    assert {(event["of"], event["held_by"]) for event in back} == {("1", "0")}
+    assert [event["iteration"] for event in back][:3] == [end - 2, end - 1, end]
+    assert [event["exact"] for event in job.events("replay")] == [True] * 2
+    assert not [path for path in Path(sparse["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
 
 
 def test_copies_come_back_and_damaged_ones_do_not(tmp_path):

@@ -1,6 +1,7 @@
 """Sparse checkpoints: who goes on from a window has never stopped, to the last bit."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.store.store import directory_of, file_of
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import events, start, stores, train
+from tests.integration.snapshot_files import events, node_memory, start, stores, train, whole
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
 from tests.integration.tiny import EXPERT_BIAS
@@ -82,10 +83,33 @@ def test_what_cannot_be_frozen_is_refused_at_the_start(flags):
         assert result.exit == 1 and "turn off --overlap-grad-reduce" in result.output, result.output
 
 
+@pytest.fixture
+def in_memory(flags):
+    """The same, of a run that keeps its windows in memory."""
+    with node_memory() as memory:
+        yield flags | SMALL | dict(ckpt_tier="memory", ckpt_memory_dir=memory)
+
+
+@pytest.mark.recovery
+def test_a_window_in_memory_outlives_its_workers(data, in_memory):
+    flags = in_memory | dict(sparse_window=3, persist_interval=4)
+    straight = train("PP2xEP2", data | SMALL)
+    start("PP2xEP2", flags, "sparse_bodies:die_after", iteration=9).wait()
+    there = whole(flags)
+    assert there["memory"] == [5, 6, 7, 8, 9] and set(there["storage"]) <= {5, 6, 7, 8, 9}
+    resumed = train("PP2xEP2", flags)
+    (event,) = events(flags, "resume")
+    assert event["sources"] == [[7, "memory"], [6, "memory"], [5, "memory"]] and resumed.start == 7
+    assert [event["exact"] for event in events(flags, "replay")] == [True] * 2
+    assert resumed.records == straight.records[7:] and resumed.weights == straight.weights
+    there = whole(flags)
+    assert there["memory"] == [] and there["storage"][-1] == 14
+
+
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
-def test_survivors_go_on_from_a_window(data, flags, tmp_path):
-    flags = flags | SMALL | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
+def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
+    flags = in_memory | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
     straight = train("EP2", data | SMALL | dict(train_iters=20))
     with Launched("EP2", flags, tmp_path / "job") as job:
         for iteration, rank in ((9, 1), (15, 0)):
@@ -95,6 +119,26 @@ def test_survivors_go_on_from_a_window(data, flags, tmp_path):
         assert job.wait() == 0, job.console[-4000:]
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert [event["exact"] for event in job.events("replay")] == [True] * 4
+    assert {event["tier"] for event in job.events("resume")} == {"memory"}
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(300)
+def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_memory, tmp_path):
+    flags = in_memory | REPLICATED | dict(sparse_window=4)
+    straight = train("DP2", data | SMALL | REPLICATED)
+    with Launched("DP2", flags, tmp_path / "job") as job:
+        job.reach(6)
+        job.kill(1)
+        while not job.events("resume"):
+            time.sleep(0.05)
+        job.reach(11)
+        job.kill(0, 1)
+        assert job.wait() == 0, job.console[-4000:]
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    first, second = job.events("resume")
+    assert (first["tier"], second["tier"]) == ("live", "memory")
+    assert second["iteration"] % 4 == 1 and second["iteration"] > first["iteration"]  # as if nothing had been before
 
 
 def test_a_window_that_finds_itself(data, flags):
