@@ -28,7 +28,6 @@ from moc.logs.crossings import Crossing, Direction
 from moc.logs.files import LogReader, directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
-from moc.state.detail import Detail
 from moc.store.errors import CheckpointError, MissingRegionError
 
 
@@ -132,7 +131,6 @@ class UpstreamLog(Boundaries):
         self._given_up = 0.0
         self._replaying: frozenset[int] = frozenset()
         self._directory: Path | None = None
-        self._window: int | None = None  # iteration of the first snapshot of the window that is being stored
 
     def open(self, memory: Path) -> None:
         """See :class:`Boundaries`; what an earlier process of this rank has left is taken over."""
@@ -254,11 +252,8 @@ class UpstreamLog(Boundaries):
 
     def stored(self, plan: SnapshotPlan) -> None:
         """See :class:`Boundaries`; the last snapshot of a window supersedes what happened before its first."""
-        if self._window is None:
-            self._window = plan.iteration
-        if Detail.COMPUTE not in plan.operators.values():
-            self._writer.collect(before=self._window + 1)
-            self._window = None
+        if plan.ends_window:
+            self._writer.collect(before=plan.since + 1)
 
     def close(self) -> None:
         """See :class:`Boundaries`."""
