@@ -5,9 +5,9 @@
 Under our launcher, 4 workers (PP2 x EP2) train with one policy after the other, and the injector kills some of them, at
 a mean of 25, 50 and 100 iterations from one fault to the next; for each mean, one more run saves nothing and loses
 nothing, and tells what an iteration takes without either.  The first halves of a policy's runs say what an iteration
-with saving takes, when a snapshot can be used, and what a recovery is made of; with that, and the moments of the kills,
+with saving takes, when a snapshot can be used, and what a recovery is made of; with that, and the places of the faults,
 the simulator predicts the second halves (``benchmarks/ettr/predict.py``).  *From the mean alone*: the same where the
-moments are not known, over 100 runs of the model clock.
+places are not known, over 100 runs of the model clock.
 
 Flags that are not the benchmark's own are the program's.
 """
@@ -109,7 +109,7 @@ def judge(
     plain = {mtbf: profile_of(of[PLAIN]).mean_iteration_s for mtbf, of in runs.items()}
     found = {}
     for name, way in ways.items():
-        cut = {mtbf: halves(of[name]) for mtbf, of in runs.items()}
+        cut = {mtbf: halves(of[name], way.interval) for mtbf, of in runs.items()}
         profiles = {mtbf: profile_of(first.events) for mtbf, (first, _) in cut.items()}
         recoveries = [one for profile in profiles.values() for one in profile.recoveries]
         if not recoveries:
@@ -129,7 +129,7 @@ def _judge_one(way: Way, mtbf: float, half: Half, profile: Profile, parts, plain
         "from_the_mean": expected(way, half.seconds, mtbf, *known),
         "seconds": half.seconds,
         "iterations": half.iterations,
-        "faults": half.faults,
+        "faults": [asdict(hit) for hit in half.hits],
         "plain_iteration_s": plain_s,
         "iteration_s": profile.mean_iteration_s,
         "usable_s": profile.usable_s,
