@@ -7,7 +7,8 @@ a mean of 25, 50 and 100 iterations from one fault to the next; for each mean, o
 nothing, and tells what an iteration takes without either.  The first halves of a policy's runs say what an iteration
 with saving takes, when a snapshot can be used, and what a recovery is made of; with that, and the places of the faults,
 the simulator predicts the second halves (``benchmarks/ettr/predict.py``).  *From the mean alone*: the same where the
-places are not known, over 100 runs of the model clock.
+places are not known, over 100 runs of the model clock.  A policy is judged by its second halves together, since two or
+four recoveries in one of them take what they take by chance.
 
 Flags that are not the benchmark's own are the program's.
 """
