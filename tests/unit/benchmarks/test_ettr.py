@@ -103,14 +103,18 @@ def test_a_policy_on_the_model_clock():
     assert faster.stall_s == 0 and as_fast == pytest.approx(SAVING_S)
 
 
-def test_the_table_has_the_worst_of_each_policy():
+def test_a_policy_is_judged_by_all_of_its_halves_together():
     plain = run(50, every=1000)
     ways = {"full": Way(), "other": Way(window=3)}
     runs = {m: {simulator_vs_real.PLAIN: plain} | dict.fromkeys(ways, run(305, every=int(m))) for m in (25.0, 50.0)}
     found = simulator_vs_real.judge(runs, ways)
     lines = simulator_vs_real.table(found)
     assert "every 25 iterations | every 50 iterations" in lines[0] and lines[2].startswith("| full | 0.")
-    assert len(simulator_vs_real.errors(found)) == 4
-    assert max(map(abs, simulator_vs_real.errors({"full": found["full"]}))) < 0.01
+    by = found["full"]
+    assert abs(simulator_vs_real.error(by)) < 0.01 and lines[2].endswith(
+        f"| {100 * simulator_vs_real.error(by):+.1f} |"
+    )
+    halved = {25.0: {"measured": 0.5, "seconds": 30.0}, 50.0: {"measured": 0.9, "seconds": 10.0}}
+    assert simulator_vs_real.together(halved, "measured") == pytest.approx((15 + 9) / 40)
     with pytest.raises(ValueError, match="run longer"):
         simulator_vs_real.judge({25.0: {simulator_vs_real.PLAIN: plain, "full": plain}}, {"full": Way()})
