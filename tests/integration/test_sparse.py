@@ -106,6 +106,16 @@ def test_a_window_in_memory_outlives_its_workers(data, in_memory):
 
 
 @pytest.mark.recovery
+def test_a_window_of_a_run_that_was_done_reaches_storage(in_memory):
+    flags = in_memory | dict(sparse_window=3, train_iters=7)
+    start("1", flags, "sparse_bodies:die_after", iteration=7).wait()
+    assert whole(flags) == {"storage": [], "memory": [5, 6, 7]}
+    assert train("1", flags).start == 7
+    assert whole(flags) == {"storage": [5, 6, 7], "memory": []}
+    assert train("1", flags).start == 7
+
+
+@pytest.mark.recovery
 @pytest.mark.timeout(300)
 def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
     flags = in_memory | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
