@@ -156,6 +156,8 @@ class Worker:
         torch.distributed.barrier()
         self._events.write("replay begins")
         again = run_until_recovered(self._engine, self._coordinator, self._samples, 64)
+        if self._own.repair:
+            self._engine.reset_activation_shape()  # all tell each other anew what they send
         self._events.write("resume", replayed=again, iteration=self._engine.global_steps)
 
     def _tell_bytes(self) -> None:
@@ -193,6 +195,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=0, help="0: no snapshots")
     parser.add_argument("--victim", type=int, default=0, help="the worker that will be lost")
     parser.add_argument("--stop-at", type=int, help="the iteration after which all wait for that; by default none")
+    parser.add_argument("--repair", action="store_true", help="what it cannot go on without; see cases.py")
     parser.add_argument("--end", type=Path, required=True, help="directory for the state at the end")
     parser.add_argument("--log-dir", type=Path, required=True)
     own = parser.parse_args()
