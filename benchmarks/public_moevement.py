@@ -49,7 +49,7 @@ OUTCOMES = {
     "public as it is, killed between iterations": Case("public", 3, victim=1, repaired=False),
     "public, killed in the middle of an iteration": Case("public", 3, victim=1, anywhere=True),
 }
-GIVE_UP_S = 60.0
+GIVE_UP_S = 30.0
 END_S = 240.0
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--saving", default=SAVING, help=f"flags by which ours saves; the window follows ({SAVING})")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--rounds", type=int, default=2, help="of the jobs without faults (default: 2)")
-    parser.add_argument("--iterations", type=int, default=60, help="of each job (default: 60)")
+    parser.add_argument("--iterations", type=int, default=40, help="of each job (default: 40)")
     parser.add_argument("--warm-up", type=int, default=10, help="iterations that are not timed (default: 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file")

@@ -92,8 +92,8 @@ class Plan:
     python: str
     precision: str = "bf16"
     saving: str = SAVING
-    iterations: int = 60
-    kill_at: int = 31
+    iterations: int = 40
+    kill_at: int = 22
 
 
 def start(case: Case, plan: Plan, directory: Path) -> Job:

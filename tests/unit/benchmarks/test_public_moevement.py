@@ -87,11 +87,17 @@ def test_both_train_the_same_sizes_and_a_case_without_a_window_does_not_save(tmp
     assert "--stop-at" not in cases.public_flags(cases.Case("public", 3, 1, anywhere=True), plan, tmp_path)
 
 
-def test_the_end_of_a_public_run_is_that_of_all_stages(tmp_path):
-    for stage in (0, 1):
-        numpy.savez(tmp_path / f"stage_{stage}.npz", **{f"{stage}.weight/master": numpy.full(2, stage, "f4")})
-    told = ends.public_end(tmp_path)
-    assert set(told) == {("0.weight", "master"), ("1.weight", "master")} and told["1.weight", "master"].sum() == 2
+def test_the_end_of_a_public_run_is_put_together_from_flat_parts(tmp_path):
+    flat = {0: numpy.arange(8, dtype="f4"), 1: numpy.arange(100, 108, dtype="f4")}  # of stages; the last one is padding
+    for rank, (stage, data_rank) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        part = flat[stage][4 * data_rank : 4 * data_rank + 4]
+        parts = {f"0/{slot}": part + add for add, slot in enumerate(ends.SLOTS)}
+        parts |= {"0/names": [f"{stage}.bias", f"{stage}.weight"], "0/sizes": [2, 5]}
+        numpy.savez(tmp_path / f"rank_{rank}.npz", stage=stage, data_rank=data_rank, **parts)
+    told = {key: list(values) for key, values in ends.public_end(tmp_path).items()}
+    assert len(told) == 2 * 2 * 3
+    assert told["0.bias", "master"] == [0, 1] and told["0.weight", "master"] == [2, 3, 4, 5, 6]
+    assert told["1.weight", "exp_avg"] == [103, 104, 105, 106, 107]
 
 
 def test_tables_have_a_row_for_each_case_and_say_what_failed():
