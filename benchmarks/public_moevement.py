@@ -133,12 +133,13 @@ def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
     told = {}
     for case in (Case(s, w, victim) for w in WINDOWS if w for victim in VICTIMS[w] for s in SYSTEMS):
         try:
-            _, end, followed = run(case, plan, chance)
+            events, end, followed = run(case, plan, chance)
         except RuntimeError as error:
             told[case.name] = {"failed": str(error)}
             print(error, flush=True)
             continue
         told[case.name] = followed | figures.differences(end, ends[case.system])
+        told[case.name]["snapshot_bytes_at_end"] = figures.snapshot_bytes(events, case.window, last=True)
         shown = "{first_new_s:.2f} s, {again} again, {identical} of {parameters} identical, {largest:.2g} apart"
         print(f"{case.name:40}", shown.format(**told[case.name]), flush=True)
     return told

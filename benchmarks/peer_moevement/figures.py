@@ -49,18 +49,19 @@ def recovery(events: Sequence[dict], killed: float) -> dict[str, float] | None:
     return told
 
 
-def snapshot_bytes(events: Sequence[dict], window: int) -> list[int]:
+def snapshot_bytes(events: Sequence[dict], window: int, last: bool = False) -> list[int]:
     """Bytes of each of ``window`` snapshots in a row, over all workers.
 
     Ours tell of each snapshot, the public ones of each worker's ``share`` in those that they still hold.  The first
-    snapshots of a job and the last one are not typical, so as many in a row are taken from the middle.
+    snapshots of a job and ours of everything at its end are not typical, so as many in a row are taken from the
+    middle, or the last ones before that end.
     """
     by_iteration = defaultdict(int)
     for event in events:
         if event["type"] in ("snapshot", "share"):
             by_iteration[event["iteration"]] += event["bytes"]
     amounts = [amount for _, amount in sorted(by_iteration.items())]
-    begin = (len(amounts) - window) // 2
+    begin = max(0, len(amounts) - 1 - window) if last else (len(amounts) - window) // 2
     return amounts[begin : begin + window]
 
 

@@ -50,6 +50,7 @@ def test_a_public_job_tells_what_it_has_replayed_and_its_last_worker_counts():
 def test_bytes_are_of_a_window_in_the_middle_and_of_all_workers():
     ours = [event("snapshot", 0.0, iteration=i, bytes=amount) for i, amount in enumerate((99, 3, 2, 1, 3, 2, 1, 99))]
     assert sorted(figures.snapshot_bytes(ours, 3)) == [1, 2, 3]
+    assert figures.snapshot_bytes([*ours, event("snapshot", 0.0, iteration=8, bytes=5)], 3, last=True) == [2, 1, 99]
     public = [event("share", 0.0, iteration=i, bytes=i) for i in (7, 8, 9) for _ in range(4)]
     assert figures.snapshot_bytes(public, 3) == [28, 32, 36]
 
