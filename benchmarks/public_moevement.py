@@ -135,7 +135,7 @@ def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
         try:
             events, end, followed = run(case, plan, chance)
         except RuntimeError as error:
-            told[case.name] = {"failed": str(error)}
+            told[case.name] = {"failed": figures.reason(str(error))}
             print(error, flush=True)
             continue
         told[case.name] = followed | figures.differences(end, ends[case.system])

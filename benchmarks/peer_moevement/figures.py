@@ -5,6 +5,7 @@ Both sides write the same events: ``iteration`` (number, ``elapsed_s``), ``resum
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -13,6 +14,9 @@ import numpy
 
 State = Mapping[tuple[str, str], numpy.ndarray]
 """By parameter, and by what of it (a slot, or a piece of one): the values."""
+
+
+_ERROR = re.compile(r"\w+Error: .*")
 
 
 def iteration_seconds(events: Sequence[dict], warm_up: int) -> list[float]:
@@ -107,3 +111,10 @@ def overheads(seconds: Mapping[str, Sequence[Sequence[float]]], base: str) -> di
         }
         for case, of in medians.items()
     }
+
+
+def reason(words: str) -> str:
+    """The first error of a worker among a job's last words, after what the job did not do."""
+    first, *others = words.splitlines()
+    found = next((match[0] for line in others if (match := _ERROR.search(line))), None)
+    return first if found is None else f"{first.partition('; ')[0]}: {found}"

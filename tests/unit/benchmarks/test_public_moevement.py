@@ -122,3 +122,15 @@ def test_tables_have_a_row_for_each_case_and_say_what_failed():
     assert "| ours, W=3 | 110 | +10% | 3.0 / 2.0 / 1.0 | 6.0 |" in rows
     assert "| ours, W=3, worker 1 killed | 0.50 | 3 | 9 of 9 | 0 |" in rows
     assert "| public, W=3, worker 1 killed | failed | | | |" in rows
+
+
+def test_the_reason_of_a_failure_is_its_first_error_without_the_way_there():
+    lines = [
+        "a new iteration did not come; the job's last words:",
+        '  File "x.py"',
+        "[rank3]: KeyError: 'a'",
+        "TypeError: b",
+    ]
+    words = "\n".join(lines)
+    assert figures.reason(words) == "a new iteration did not come: KeyError: 'a'"
+    assert figures.reason("exit code 2\nnothing more") == "exit code 2"
