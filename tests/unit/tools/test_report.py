@@ -111,6 +111,13 @@ def test_an_iteration_that_the_lost_worker_could_not_report():
     assert (run.iterations, run.each[0].iteration, run.each[0].outside_s) == (15, 11, 1.75)
 
 
+def test_an_iteration_that_was_done_before_the_loss_was_noticed_and_is_given_up():
+    story = Story().start().usual(10).tell("inject", action="kill", rank=2).usual(1).generation(0.5).resume(1.0)
+    run = story.start(0.25, iteration=10).usual(2).report
+    assert spent(run) == {"start_up": 4, "useful": 12, "again": 1, "recoveries": 1.75}
+    assert [(one.undone, one.outside_s) for one in run.each] == [(1, 2.75)]
+
+
 def test_a_second_loss_belongs_to_the_recovery_that_it_hits():
     story = Story().start().usual(10).generation(1.0).resume(1.0).start(1.0).generation(1.0).resume(1.0)
     run = story.start(1.0, iteration=9).usual(4).report
