@@ -27,7 +27,7 @@ from megatron.training.replay import Repetition
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
 from megatron.training.snapshots import Snapshots
-from megatron.training.step import Stepper, sum_over_workers
+from megatron.training.step import Records, Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.survivors import Left
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -66,6 +66,7 @@ class Parts:
         saving: what saves the state, once training has started.
         changed: the state is not that which was built any more.
         left: what the state is, if an iteration was cut off that has not changed it.
+        records: of the iterations of late.
     """
 
     config: Config
@@ -82,6 +83,7 @@ class Parts:
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
     changed: bool = False
     left: Left = field(default_factory=Left)
+    records: Records = field(default_factory=Records)
 
     def met(self, loss: Loss | None) -> None:
         """All workers are there again, if one was lost."""
@@ -94,7 +96,7 @@ class Parts:
         self.met(loss)
         if self.saving is not None:
             checkpoints, snapshots = self.saving
-            self.left.live = snapshots.live
+            self.left.live, self.left.reduced = snapshots.live, self.optimizer.reduced
             checkpoints.close()
             snapshots.close()
             self.saving = None
@@ -112,6 +114,7 @@ class Run:
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
         position: iterations and samples completed.
+        records: what iterations of late decided; with what snapshots and logs hold it makes them repeatable.
     """
 
     config: Config
@@ -126,6 +129,7 @@ class Run:
     train_iters: int
     vocab_size: int
     position: Position
+    records: Records
 
     def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
         """This worker's micro batches of a split from a position on; None on stages that read no data."""
@@ -199,10 +203,9 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    repeat = Repetition(stepper, parts.streams["train"])
-    left = parts.left if parts.changed else None
+    repetition, left = Repetition(stepper, parts.streams["train"]), parts.left if parts.changed else None
     position, snapshots = begin(
-        config, world, *state, parts.vocab_size, checkpoints, log, repeat, crossing, left, parts.auto
+        config, world, *state, parts.vocab_size, checkpoints, log, repetition, parts.records, left, parts.auto
     )
     stepper = replace(stepper, rider=snapshots)
     log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
@@ -224,7 +227,8 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     )
     parts.changed = True
     saving, sizes = (checkpoints, snapshots, parts.auto), (parts.train_iters, parts.vocab_size)
-    return Run(config, world, stepper, *saving, log, parts.streams, splits, *sizes, position)
+    data = parts.streams, splits, *sizes
+    return Run(config, world, stepper, *saving, log, *data, position, parts.records)
 
 
 def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from megatron.training.config import Config, ConfigError
 from megatron.training.config.flag import refuse
 from megatron.training.logging import Log
 from megatron.training.snapshot_tiers import Tiers
+from moc.policy import Policy
 from moc.recovery.inventory import look
 from moc.recovery.lost_nodes import Inventory, Part, Restore, to_restore
 from moc.recovery.placement import Placement, describe, place, survival
@@ -44,12 +46,13 @@ class Copied(NamedTuple):
     seconds: float = 0.0
 
 
-def join_peers(config: Config, tiers: Tiers, log: Log, again: bool) -> Peers | None:
+def join_peers(config: Config, tiers: Tiers, policy: Policy, log: Log, again: bool) -> Peers | None:
     """What copies snapshots to other nodes, with ``--ckpt-tier peers``; a collective call.
 
     Args:
         config: the flags in force.
         tiers: where snapshots go.
+        policy: what is in them.
         log: where to report.
         again: it was all said before.
 
@@ -77,7 +80,7 @@ def join_peers(config: Config, tiers: Tiers, log: Log, again: bool) -> Peers | N
             )
         return None
     placement = place(len(nodes), replicas)
-    peers = Peers(tiers, nodes, placement, snapshot.replication_rate)
+    peers = Peers(tiers, policy, nodes, placement, snapshot.replication_rate)
     peers.join()
     if not again:
         _tell(placement, nodes, log)
@@ -119,13 +122,15 @@ class Peers:
 
     Args:
         tiers: where snapshots go.
+        policy: what is in them.
         nodes: names of all nodes, in the order of the placement.
         placement: who keeps whose.
         rate: GB/s that a node copies at, at most.
     """
 
-    def __init__(self, tiers: Tiers, nodes: list[str], placement: Placement, rate: float | None):
+    def __init__(self, tiers: Tiers, policy: Policy, nodes: list[str], placement: Placement, rate: float | None):
         self._memory, self._leads = tiers.memory, tiers.leads_node
+        self._operators, self._exact = policy.operators, policy.exact
         self._node = tiers.nodes[tiers.node[0]]
         self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
         self._rate = None if rate is None else rate * 1e9
@@ -161,22 +166,22 @@ class Peers:
         return done
 
     def give_up_older(self, iteration: int) -> None:
-        """All nodes have the copies of a snapshot: what is older is not needed any more."""
+        """All nodes have the copies of what supersedes the snapshots before an iteration: these go."""
         for copies in self._copies().values():
-            copies.retain(newest=1, upto=iteration)
+            copies.remove_before(iteration)
 
     def restore(self, log: Log) -> None:
-        """Brings back what nodes have lost of the newest snapshot that all together still have; a collective call.
+        """Brings back what nodes have lost of the newest window that all together still have, and of what is newer.
 
-        All its hashes are compared; where a copy is damaged, another one or an older snapshot is taken.
+        A collective call.  All hashes are compared; where a copy is damaged, another one or an older window is taken.
         """
         spoilt: set[Restore] = set()
-        while restores := to_restore(self._inventories(), spoilt):
+        while restores := to_restore(self._inventories(), self._operators, self._exact, spoilt):
             mine = [restore for restore in restores if self._leads and restore.of == self._node]
-            told = gather([(self._node, self._bring_back(restore)) for restore in mine])
-            problems = {node: problem for one in told for node, problem in one}
+            told = gather([(restore, self._bring_back(restore)) for restore in mine])
+            problems = {Restore(*restore): problem for one in told for restore, problem in one}
             for restore in restores:
-                if problem := problems[restore.of]:
+                if problem := problems[restore]:
                     spoilt.add(restore)
                     self._drop_if_damaged(restore)
                     log.message(f"WARNING: the copy of node {restore.of}'s snapshot cannot be used: {problem}")
@@ -187,26 +192,27 @@ class Peers:
                         f"the memory of node {restore.held_by}"
                     )
 
-    def goes_on_from(self, iteration: int | None, log: Log) -> None:
-        """Makes the copies of a snapshot that are missing, and removes all others; a collective call.
+    def goes_on_from(self, iterations: Collection[int], log: Log) -> None:
+        """Makes the copies of snapshots that are missing, and removes all others; a collective call.
 
         Args:
-            iteration: of the snapshot from which the run goes on, if it is in memory.
+            iterations: of the snapshots in memory that are still needed.
             log: where to report.
         """
-        problem = None
-        if iteration is not None:
+        problems = []
+        for iteration in iterations:
             try:
                 self.replicate(iteration, patient=False).result()
             except (CheckpointError, WireError) as error:
-                problem = str(error)
-        for text in filter(None, gather(problem)):
+                problems.append((iteration, str(error)))
+        for iteration, text in (problem for told in gather(problems) for problem in told):
             log.message(
-                f"WARNING: until the next snapshot, there is a copy less of that of iteration {iteration}: {text}"
+                f"WARNING: until what supersedes it is safe, there is a copy less of the snapshot of iteration "
+                f"{iteration}: {text}"
             )
-        agreed(lambda: self._remove_others(iteration), "cannot tidy up old copies of snapshots")
+        agreed(lambda: self._remove_others(iterations), "cannot tidy up old copies of snapshots")
 
-    def _remove_others(self, iteration: int | None) -> None:
+    def _remove_others(self, iterations: Collection[int]) -> None:
         if not self._leads:
             return
         for name in self._memory.place.names():
@@ -214,7 +220,7 @@ class Peers:
                 self._memory.place.remove(name)
         for copies in self._copies().values():
             for other in copies.iterations():
-                if other != iteration:
+                if other not in iterations:
                     copies.remove(other)
             copies.clear_unpublished()
 
@@ -299,7 +305,10 @@ class Peers:
 
 
 def _parts(store: Store) -> tuple[Part, ...]:
-    return tuple(Part(one.iteration, one.writers, one.files) for one in look(store)[0])
+    return tuple(
+        Part(one.iteration, one.writers, one.files, {name: detail for name, (detail, _) in one.operators.items()})
+        for one in look(store)[0]
+    )
 
 
 def _verify(store: Store, iteration: int) -> None:

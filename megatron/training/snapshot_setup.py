@@ -19,24 +19,24 @@ from megatron.training.agreement import agreed, gather
 from megatron.training.auto_policy import Auto
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
-from megatron.training.config import Config, ConfigError
+from megatron.training.config import Config, ConfigError, layout_sizes
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.no_snapshots import NoSnapshots
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.replay import Repeat, check_freezing
+from megatron.training.replay import Repetition, check_freezing
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import Snapshots, Start
-from megatron.training.step import StepRecord
-from megatron.training.survivors import Left, publish_what_is_whole, survivors
+from megatron.training.step import Records, StepRecord
+from megatron.training.survivors import Left, Survivors, publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
-from megatron.training.upstream import Boundaries
 from moc.policy import Policy, interval_named, policy_named
+from moc.recovery.retention import staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
 from moc.sharding import scheme_named
@@ -67,8 +67,8 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
-    repeat: Repeat,
-    boundaries: Boundaries,
+    repetition: Repetition,
+    records: Records,
     mine: Left | None = None,
     auto: Auto | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
@@ -83,8 +83,8 @@ def begin(
         vocab_size: rows of the embedding.
         checkpoints: the dense ones.
         log: where to report.
-        repeat: computes an iteration again.
-        boundaries: what logs what crosses pipeline stages, if anything does.
+        repetition: computes iterations again; it knows what logs what crosses pipeline stages, if anything does.
+        records: of iterations of late, as far as this worker knows them.
         mine: what this worker has left of the state; None if it has not trained yet.
         auto: what chooses the policy, if the flags do not.
 
@@ -100,6 +100,7 @@ def begin(
         if mine is not None:
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
+    boundaries = repetition.stepper.boundaries
     if auto is not None:
         config = auto.in_force(_tiers(config, world), mine, first=world.rank == 0)
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
@@ -109,9 +110,10 @@ def begin(
             agreed(lambda: boundaries.open(_memory(config, world, its.tiers.nodes).root), "cannot keep upstream logs")
             undo.callback(boundaries.close)
         loader = SnapshotLoader(
-            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repeat
+            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repetition, records
         )
-        start = _go_on(its, loader, checkpoints, world, log, mine)
+        left = survivors(mine, its.state, world, records, boundaries)
+        start = _go_on(its, loader, checkpoints, world, log, left, mine)
         saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
         its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
         if auto is not None:
@@ -136,6 +138,7 @@ def begin(
             observe=(lambda seen: None) if auto is None else auto.observe,
         )
         snapshots.reserve()
+        snapshots.take_again()
         undo.pop_all()
     return start.position, snapshots
 
@@ -176,16 +179,16 @@ def _setting(
 ) -> _Setting:
     tiers = _tiers(config, world)
     agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
-    peers = join_peers(config, tiers, log, again)
+    state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
+    peers = join_peers(config, tiers, policy, log, again)
     if peers is not None:
         undo.callback(peers.close)
-    state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
     stage = _stage(state)
     if tiers.memory is not None:
         agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
     if policy.replays:
         check_freezing(state)
-    publisher = Publisher(world, policy, tiers, _layout(config, world), log)
+    publisher = Publisher(world, policy, tiers, layout_sizes(config, world.size), log)
     undo.callback(publisher.close)
     tokens = None
     if counts_tokens or policy.counts_tokens:
@@ -195,17 +198,22 @@ def _setting(
 
 
 def _go_on(
-    its: _Setting, loader: SnapshotLoader, checkpoints: Checkpoints, world: World, log: Log, mine: Left | None
+    its: _Setting,
+    loader: SnapshotLoader,
+    checkpoints: Checkpoints,
+    world: World,
+    log: Log,
+    left: Survivors,
+    mine: Left | None,
 ) -> Start:
     """Brings the state to where the run goes on, and removes what it will take anew."""
-    left = survivors(mine, its.state, world)
     publish_what_is_whole(left, its.tiers, its.publisher, world)
     if its.peers is not None:
         its.peers.restore(log)
     loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
     if mine is not None and not loaded:
         raise NothingToGoOnFrom
-    start = _from(loaded, its.policy) if loaded else Start(checkpoints.load() or Position(), None, None, None)
+    start = _from(loaded, its) if loaded else Start(checkpoints.load() or Position())
     if its.tokens is not None and not loaded:
         its.tokens.starts_at(start.position.iteration)
     if its.peers is not None:
@@ -214,14 +222,13 @@ def _go_on(
     return start
 
 
-def _from(loaded: Loaded, policy: Policy) -> Start:
-    """What there is when a run goes on: the checkpoint that it comes from, and where it comes from none, the newest."""
-    at, way = (loaded.position, loaded.record), loaded.plan.way
-    if way is not None:
-        return Start(*at, way.iteration, way.iteration if way.base.tier == MEMORY else None)
-    newest = loaded.newest(policy.operators, MEMORY, STORAGE)
-    in_memory = loaded.newest(policy.operators, MEMORY)
-    return Start(*at, newest, in_memory if in_memory == newest else None)
+def _from(loaded: Loaded, its: _Setting) -> Start:
+    """What there is when a run goes on; the policy learns whether its window does."""
+    policy, tier, at = its.policy, MEMORY if its.tiers.memory is not None else STORAGE, loaded.position.iteration
+    there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
+    if not there.goes_on:
+        policy.begin_anew()
+    return Start(loaded.position, loaded.record, there.newest, there.in_memory, there.again)
 
 
 def _describer(
@@ -351,7 +358,7 @@ def _tidy(tiers: Tiers, world: World, start: Start) -> None:
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
         for other in tiers.memory.iterations():
-            if other != start.in_memory:
+            if other not in start.in_memory:
                 tiers.memory.remove(other)
         tiers.memory.clear_unpublished()
 
@@ -369,22 +376,14 @@ def _stage(state: TrainingState) -> Stage:
 
 def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
     """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory."""
-    here = set(tiers.node)
-    for item in stage.items(policy.everything(0).operators):
-        if here & set(item.holders) and not here.issuperset(item.holders):
-            raise CheckpointError(
-                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
-                "with --use-distributed-optimizer, keep tensor parallelism inside of a node, or take --ckpt-tier disk"
-            )
-
-
-def _layout(config: Config, world: World) -> dict[str, int]:
-    parallel = config.parallel
-    return {
-        "world": world.size,
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "ep": parallel.expert_model_parallel_size,
-        "expert_tp": parallel.expert_tensor_parallel_size,
-        "vpp": config.virtual_pipeline_model_parallel_size or 1,
-    }
+    here, operators = set(tiers.node), policy.everything(0).operators
+    remedies = {Detail.FULL: "spread the optimizer with --use-distributed-optimizer, keep tensor parallelism inside"}
+    if policy.replays:  # whose snapshots have compute weights, too
+        remedies[Detail.COMPUTE] = "keep the ranks of a pipeline stage that hold the same weights inside"
+    for detail, remedy in remedies.items():
+        for item in stage.items(dict.fromkeys(operators, detail)):
+            if here & set(item.holders) and not here.issuperset(item.holders):
+                raise CheckpointError(
+                    f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: {remedy} of a "
+                    "node, or take --ckpt-tier disk"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.training.agreement import agreed, gather, on_first
@@ -34,12 +35,19 @@ class Tiers:
     keep: int
 
 
-def copy_to_storage(iteration: int, tiers: Tiers, policy: Policy) -> None:
-    """Copies a snapshot from the memory of all nodes, and publishes it; a collective call.
+def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:
+    """Copies the snapshots of a window from the memory of all nodes, and publishes them; a collective call.
 
     Raises:
-        CheckpointError: on all workers; it cannot be read or written.
+        CheckpointError: on all workers; one cannot be read or written.
     """
+    for iteration in iterations:
+        _copy_one(iteration, tiers)
+    keep = (tiers.storage, policy.operators, policy.exact, tiers.keep, max(iterations))
+    on_first(lambda: retain(*keep), "cannot remove old snapshots from storage")
+
+
+def _copy_one(iteration: int, tiers: Tiers) -> None:
     manifest = None
 
     def copy() -> None:
@@ -48,10 +56,6 @@ def copy_to_storage(iteration: int, tiers: Tiers, policy: Policy) -> None:
             manifest = tiers.memory.manifest(iteration)
             tiers.memory.copy_files(manifest, tiers.storage)
 
-    def publish() -> None:
-        tiers.storage.publish(joined(manifests))
-        retain(tiers.storage, policy.operators, policy.exact, keep=tiers.keep, upto=iteration)
-
     agreed(copy, "cannot write a snapshot to storage")
     manifests = [found for found in gather(manifest) if found is not None]
-    on_first(publish, "cannot publish a snapshot in storage")
+    on_first(lambda: tiers.storage.publish(joined(manifests)), "cannot publish a snapshot in storage")

@@ -14,16 +14,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from megatron.training.agreement import agreed, first_of_any
+from megatron.training.agreement import first_of_any, on_first
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
-from megatron.training.snapshot_peers import Copied, Peers
+from megatron.training.snapshot_peers import Peers
 from megatron.training.snapshot_publishing import Publisher
+from megatron.training.snapshot_queues import Queues, Taken
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, StepRecord, sum_over_workers
@@ -34,13 +33,12 @@ from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
-from moc.snapshot.saver import Saver, Snapshot
+from moc.snapshot.saver import Saver
 from moc.store.errors import CheckpointError
 
-BUFFERS = 3
-"""One that is copied into, one that is written to storage, one to recover from (MoC-System, section 5.2)."""
-
-_LISTEN_S = 0.5
+SPARE = 2
+"""Buffers beside those of what is needed to recover: one that is copied into, and one that is written to storage
+(MoC-System, section 5.2)."""
 
 
 @dataclass(frozen=True)
@@ -50,33 +48,17 @@ class Start:
     Attributes:
         position: from here.
         record: of the iteration that led to it, if it is known.
-        newest: iteration of the newest snapshot, in memory or in storage; None if there is none.
-        in_memory: the same, if it is in memory.
+        newest: iteration of the newest way to go on, in memory or in storage; None if there is none.
+        in_memory: iterations of the snapshots in memory that stay: those of that way if it is there, and those of the
+            window under way.
+        again: the snapshot of this position, if it was begun already and is lost.
     """
 
     position: Position
-    record: StepRecord | None
-    newest: int | None
-    in_memory: int | None
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """One that is not everywhere yet where it is to go.
-
-    Attributes:
-        plan: what it holds.
-        storage: what of it goes to storage; None if nothing does.
-        state: what is not a tensor.
-        snapshot: this worker's part.
-        copied: done when this node has the copies of other nodes' parts that it keeps; without peers None.
-    """
-
-    plan: SnapshotPlan
-    storage: SnapshotPlan | None
-    state: dict
-    snapshot: Snapshot
-    copied: Future[Copied] | None = None
+    record: StepRecord | None = None
+    newest: int | None = None
+    in_memory: tuple[int, ...] = ()
+    again: SnapshotPlan | None = None
 
 
 class Snapshots(Rider):
@@ -120,16 +102,17 @@ class Snapshots(Rider):
         self._publisher, self._describe, self._blocking = publisher, describe, blocking
         self._peers, self._tokens, self._boundaries, self._report = peers, tokens, boundaries, report
         self._observe = observe
-        self._rotation = self._empty_rotation(start.in_memory)
-        self._copying: deque[_Taken] = deque()
-        self._replicating: deque[_Taken] = deque()
-        self._writing: deque[_Taken] = deque()
+        spare = SPARE + (peers is not None)  # one more from which peers copy
+        self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
+        self._start = start
+        self._queues = Queues()
         self._failure: str | None = None
         self._newest, self._newest_is_complete = start.newest, True
-        self._stored = None if start.in_memory else start.newest
-        self._in_memory: _Taken | None = None
-        self._replaces = False  # what is newest in memory has an older one beside it
+        self._stored = None if start.newest in start.in_memory else start.newest
+        self._in_memory: Taken | None = None
+        self._superseded: int | None = None  # what is newest in memory supersedes what is older than this
         self._persist_due = tiers.persist_interval or 0
+        self._stores_since: int | None = None  # first snapshot of the window that goes from memory to storage, too
         self._started, self._was_busy = False, False
         self._iteration_s, self._stall_s, self._compute_s = 0.0, 0.0, 0.0  # of this worker, until the next vote
         self._voted_at = time.perf_counter()
@@ -139,21 +122,38 @@ class Snapshots(Rider):
         self._position: Position | None = start.position  # None while the update changes the state
 
     def reserve(self) -> None:
-        """Makes the buffers that are free now, before training needs them.
+        """Makes the buffers that are needed for sure, before training needs them.
+
+        Each can hold everything.  Of windows it is one, for the first and the last snapshot of a run: how many there
+        are of the others, and how large, is found out as they come.
 
         Raises:
             CheckpointError: on all workers, if one of them has not so much memory.
         """
         share = self._contents.share(self._policy.everything(0).operators)
+        recovered, keeps = len(self._rotation.slots), self._rotation.keep
+        count = 1 if self._policy.replays and keeps else self._rotation.spare + (keeps and not recovered)
         failure = None
         try:
-            for number, slot in enumerate(self._rotation.slots):
-                if slot.free:
-                    self._saver.reserve(number, share)
+            for number in range(recovered, recovered + count):
+                self._saver.reserve(number, share)
         except CheckpointError as error:
             failure = str(error)
         if failure := first_of_any(failure):
             raise CheckpointError(failure)
+
+    def take_again(self) -> None:
+        """Begins the snapshot that the run goes on without, if there is one: the policy knows that it was taken.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        plan = self._start.again
+        if plan is not None:
+            self._newest, self._newest_is_complete = plan.iteration, plan.complete
+            self._copy(plan, self._for_storage(plan), self._start.position)
+            if self._blocking:
+                self.finish()
 
     def take(self, position: Position, record: StepRecord, step_s: float) -> None:
         """Begins a snapshot where the policy wants one; the state must be that after an update.
@@ -182,36 +182,24 @@ class Snapshots(Rider):
         self._started = plan is not None
         if plan is not None:
             with self._stalling():
-                self._start(plan, self._for_storage(plan), position)
+                self._begin(plan, self._for_storage(plan), position)
                 if self._blocking:
                     self.finish()
-        self._was_busy = self._under_way
+        self._was_busy = bool(self._queues)
         self._iteration_s = step_s + time.perf_counter() - begun
 
     def ballot(self) -> dict[str, float]:
         """How far this worker has come; see :class:`Rider`."""
-        copying, writing = _head(self._copying), _head(self._writing)
-        copied = copying is not None and copying.snapshot.sealed.done()
-        written = writing is not None and writing.snapshot.persisted.done()
+        queues = self._queues.ballot()  # before failures are looked for, so that none that counts as done is missed
         stall_s, self._stall_s = self._stall_s, 0.0
-        replicating, replicated = self._replicated()
         others = (self._tokens.ballot() if self._tokens is not None else {}) | self._boundaries.ballot()
-        return others | {
+        own = {
             "snapshot_failed": float(self._find_failure() is not None),
-            "snapshot_copied": float(copied),
-            "snapshot_written": float(written),
-            "snapshot_bytes": float(copying.snapshot.layout.nbytes if copied else 0),
-            "snapshot_copy_s": copying.snapshot.capture.seconds if copied and not self._failed(copying) else 0.0,
-            "snapshot_seal_s": copying.snapshot.seal_s if copied else 0.0,
-            "snapshot_written_bytes": float(writing.snapshot.persisted_bytes if written else 0),
-            "snapshot_write_s": writing.snapshot.persist_s if written else 0.0,
-            "snapshot_replicated": float(replicating),
-            "snapshot_replicated_bytes": float(replicated.bytes),
-            "snapshot_replicate_s": replicated.seconds,
             "snapshot_stall_s": stall_s,
             "snapshot_iteration_s": self._iteration_s,
             "snapshot_compute_s": self._compute_s,
         }
+        return others | queues | own
 
     def voted(self, tally: dict[str, float]) -> None:
         """Acts on how far all have come, and waits for copies of what the update is about to change.
@@ -229,15 +217,15 @@ class Snapshots(Rider):
             self._report.trained(self._seen.iteration_s)
         if self._tokens is not None:
             self._tokens.voted(tally)
-        if self._copying:
+        if self._queues.copying:
             with self._stalling():
-                for taken in self._copying:
+                for taken in self._queues.copying:
                     taken.snapshot.capture.wait()
         self._position = None
 
     def finish(self) -> None:
         """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
-        while self._under_way:
+        while self._queues:
             self._wait_and_vote()
         self._publisher.wait()
         self._wait_and_vote()
@@ -250,13 +238,14 @@ class Snapshots(Rider):
         """
         self.finish()
         if position.iteration != 0 and (position.iteration != self._newest or not self._newest_is_complete):
-            self._start_everything(position)
+            self._begin_everything(position)
             self.finish()
         if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
             self._bring_to_storage(self._in_memory)
             self.finish()
         elif self._in_memory is None and self._newest != self._stored:  # nothing was done since it was recovered
-            copy_to_storage(self._newest, self._tiers, self._policy)
+            way = [iteration for iteration in self._start.in_memory if iteration <= self._newest]
+            copy_to_storage(way, self._tiers, self._policy)
             self._stored = self._newest
         if self._peers is not None:
             self._peers.rest()
@@ -286,17 +275,6 @@ class Snapshots(Rider):
             self._tokens.close()
         self._boundaries.close()
 
-    @property
-    def _under_way(self) -> bool:
-        return bool(self._copying or self._replicating or self._writing)
-
-    def _replicated(self) -> tuple[bool, Copied]:
-        """Whether this node has its copies of the oldest snapshot that waits for them, and what they took."""
-        head = _head(self._replicating)
-        if head is None or not head.copied.done():
-            return False, Copied()
-        return True, Copied() if head.copied.exception() else head.copied.result()
-
     @contextlib.contextmanager
     def _stalling(self):
         begun = time.perf_counter()
@@ -307,51 +285,53 @@ class Snapshots(Rider):
     def _load(self) -> Load | None:
         return self._tokens.load if self._tokens is not None else None
 
-    def _start(self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position) -> None:
+    def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position) -> None:
         while self._rotation.free() is None:
             self._wait_and_vote()
-        slot = self._rotation.free()
         self._newest, self._newest_is_complete = plan.iteration, plan.complete
-        self._rotation = self._rotation.begin(plan.iteration, persisting=storage is not None)
         self._tell_policy(plan, storage)
+        self._rotation = self._rotation.trimmed(self._policy.window_length)
+        self._saver.trim(len(self._rotation.slots))
+        self._copy(plan, storage, position)
+
+    def _copy(
+        self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position, in_memory: bool = True
+    ) -> None:
+        slot, others = self._rotation.free(), self._rotation.all_free()
+        if in_memory:
+            self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         try:
             share, entries = self._contents.share(plan.operators), self._contents.entries(plan.operators)
-            snapshot = self._saver.take(slot, plan.iteration, share, entries)
+            snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory)
         except CheckpointError as error:
             self._failure = str(error)  # the next vote tells the others
             return
         publishes = self._world.rank == 0 or self._tiers.leads_node
-        taken = _Taken(plan, storage, self._describe(position, self.record) if publishes else {}, snapshot)
-        self._copying.append(taken)
+        taken = Taken(plan, storage, self._describe(position, self.record) if publishes else {}, snapshot)
+        self._queues.copying.append(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)
 
-    def _start_everything(self, position: Position) -> None:
-        if position.iteration == self._newest:  # it is partial, and all before it stays as it is
-            agreed(self._forget_newest, "cannot replace a partial snapshot")
-            self._rotation, self._in_memory, self._stored = self._empty_rotation(None), None, None
+    def _begin_everything(self, position: Position) -> None:
+        """At the end of a run: nothing is under way, and nothing else begins."""
         everything = self._policy.everything(position.iteration)
-        self._start(everything, everything, position)
-
-    def _forget_newest(self) -> None:
-        if self._world.rank == 0:
-            self._tiers.storage.remove(self._newest)
-        if self._tiers.memory is not None and self._tiers.leads_node:
-            self._tiers.memory.remove(self._newest)
-
-    def _empty_rotation(self, recovered: int | None) -> Rotation:
-        in_memory = self._tiers.memory is not None
-        count = BUFFERS - (not in_memory) + (self._peers is not None)  # one more from which peers copy
-        return Rotation.of(count, keep=in_memory, recovered=recovered)
+        on_first(lambda: self._tiers.storage.remove(position.iteration), "cannot replace a partial snapshot")
+        if not self._rotation.holds(position.iteration):
+            self._begin(everything, everything, position)
+            return
+        # memory has a part of it, without which what is there may be of no use: it goes to storage alone
+        self._newest, self._newest_is_complete = position.iteration, True
+        self._tell_policy(everything, everything)
+        self._copy(everything, everything, position, in_memory=False)
 
     def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
         """What of a snapshot that begins now is to go to storage."""
         if self._tiers.memory is None:
             return plan
         first = not self._policy.exact and plan.complete and self._stored is None  # without it others are of no use
-        if self._is_due_in_storage(plan.iteration) or first:
-            return self._policy.for_storage(plan)
-        return None
+        if plan.since == plan.iteration and (self._is_due_in_storage(plan.iteration) or first):
+            self._stores_since = plan.since
+        return self._policy.for_storage(plan) if self._stores_since == plan.since else None
 
     def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         self._policy.taken(plan, self._load)
@@ -360,7 +340,7 @@ class Snapshots(Rider):
         if self._tokens is not None:
             self._tokens.begun(plan, storage)
 
-    def _bring_to_storage(self, taken: _Taken) -> None:
+    def _bring_to_storage(self, taken: Taken) -> None:
         """All of a snapshot that is in memory; it is that of this iteration."""
         self._rotation = self._rotation.persist(taken.plan.iteration)
         self._policy.stored(taken.plan)
@@ -368,10 +348,10 @@ class Snapshots(Rider):
             self._tokens.brought_to_storage(taken.plan)
         self._persist(dataclasses.replace(taken, storage=taken.plan))
 
-    def _persist(self, taken: _Taken) -> None:
+    def _persist(self, taken: Taken) -> None:
         whole = taken.storage.operators == taken.plan.operators
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
-        self._writing.append(taken)
+        self._queues.writing.append(taken)
 
     def _observed(self, tally: dict[str, float]) -> Observed:
         seen = dataclasses.replace(
@@ -385,13 +365,7 @@ class Snapshots(Rider):
         return seen
 
     def _wait_and_vote(self) -> None:
-        heads = [_head(self._copying), _head(self._writing)]
-        wait([taken.snapshot.sealed for taken in heads if taken])
-        if heads[0] is None:
-            # of a node that is lost meanwhile, a worker hears in the vote alone
-            wait([taken.copied for taken in list(self._replicating)[:1]], timeout=_LISTEN_S)
-            if heads[1] is not None and not self._replicating:
-                wait([heads[1].snapshot.persisted])
+        self._queues.wait()
         self._hear(sum_over_workers(self.ballot(), self._world))
 
     def _hear(self, tally: dict[str, float]) -> None:
@@ -404,21 +378,23 @@ class Snapshots(Rider):
         self._boundaries.voted(tally)
         self._give_up_older()
         if self._all_have_copied(tally):
-            self._all_copied(self._copying.popleft(), tally)
+            self._all_copied(self._queues.copying.popleft(), tally)
         if tally["snapshot_replicated"] == self._world.size:
-            self._all_replicated(self._replicating.popleft(), tally)
+            self._all_replicated(self._queues.replicating.popleft(), tally)
         if tally["snapshot_written"] == self._world.size:
-            self._all_written(self._writing.popleft(), tally)
+            self._all_written(self._queues.writing.popleft(), tally)
 
     def _all_have_copied(self, tally: dict[str, float]) -> bool:
         return tally["snapshot_copied"] == self._world.size
 
-    def _all_copied(self, taken: _Taken, tally: dict[str, float]) -> None:
+    def _all_copied(self, taken: Taken, tally: dict[str, float]) -> None:
         iteration = taken.plan.iteration
         self._heard = dataclasses.replace(
             self._heard, copied=self._transfer(tally, "snapshot_bytes", "snapshot_copy_s")
         )
         self._report.snapshot(iteration, tally, self._world.size)
+        if not taken.snapshot.in_memory:
+            return  # it is safe when it is written
         if self._tiers.memory is not None and self._tiers.leads_node:
             # at once: no worker may write over the snapshot before this one until the next vote
             with self._remembering_failure():
@@ -427,44 +403,44 @@ class Snapshots(Rider):
         if self._peers is None:
             self._is_safe(taken)
         else:
-            self._replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
+            self._queues.replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
             reach("replicating")
 
-    def _all_replicated(self, taken: _Taken, tally: dict[str, float]) -> None:
+    def _all_replicated(self, taken: Taken, tally: dict[str, float]) -> None:
         nodes = len(set(self._tiers.nodes))
         amount, seconds = int(tally["snapshot_replicated_bytes"]), tally["snapshot_replicate_s"] / nodes
         self._report.replicated(taken.plan.iteration, amount, seconds)
         self._heard = dataclasses.replace(self._heard, replicated=Transfer(amount / nodes, seconds))
         self._is_safe(taken)
 
-    def _is_safe(self, taken: _Taken) -> None:
+    def _is_safe(self, taken: Taken) -> None:
         """All workers have it where it outlives what may be lost: older ones are not needed any more."""
         self._rotation = self._rotation.complete(taken.plan.iteration)
         if self._tokens is not None:
             self._tokens.snapshotted(taken.plan.iteration)
         if self._tiers.memory is not None:
-            self._replaces = self._tiers.leads_node
+            self._superseded = taken.plan.supersedes
             self._in_memory = taken
             self._boundaries.stored(taken.plan)
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""
-        if self._replaces:
+        if self._superseded is not None and self._tiers.leads_node:
             with self._remembering_failure():
-                self._tiers.memory.retain(newest=1, upto=self._in_memory.plan.iteration)
+                self._tiers.memory.remove_before(self._superseded)
                 if self._peers is not None:
-                    self._peers.give_up_older(self._in_memory.plan.iteration)
-            self._replaces = False
+                    self._peers.give_up_older(self._superseded)
+        self._superseded = None
 
     def _is_due_in_storage(self, iteration: int) -> bool:
         every = self._tiers.persist_interval
-        under_way = self._rotation.persisting or any(taken.storage is not None for taken in self._copying)
+        under_way = self._rotation.persisting or any(taken.storage is not None for taken in self._queues.copying)
         if every is None or iteration < self._persist_due or under_way:
             return False
         self._persist_due = (iteration // every + 1) * every
         return True
 
-    def _all_written(self, taken: _Taken, tally: dict[str, float]) -> None:
+    def _all_written(self, taken: Taken, tally: dict[str, float]) -> None:
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         self._stored = taken.plan.iteration
         if self._tiers.memory is None:
@@ -488,16 +464,5 @@ class Snapshots(Rider):
             self._failure = str(error)  # the next vote tells the others
 
     def _find_failure(self) -> str | None:
-        futures = [taken.snapshot.sealed for taken in self._copying]
-        futures += [taken.snapshot.persisted for taken in self._writing]
-        futures += [taken.copied for taken in self._replicating]
-        errors = (str(future.exception()) for future in futures if future.done() and future.exception())
-        self._failure = self._failure or self._publisher.failure() or next(errors, None)
+        self._failure = self._failure or self._publisher.failure() or self._queues.failure()
         return self._failure
-
-    def _failed(self, taken: _Taken) -> bool:
-        return taken.snapshot.sealed.exception() is not None
-
-
-def _head(queue: deque[_Taken]) -> _Taken | None:
-    return queue[0] if queue else None

@@ -28,6 +28,7 @@ class SnapshotPlan:
         policy: name of the policy that made it.
         operators: by name of the operator, how much of it; in model order, and read-only.
         complete: training can be recovered from this snapshot alone; where False, it takes earlier ones too.
+        since: iteration of the first snapshot of its window; its own, where it is no part of a longer one.
 
     Raises:
         ValueError: nothing to save.
@@ -37,6 +38,7 @@ class SnapshotPlan:
     policy: str
     operators: Mapping[str, Detail] = field(hash=False)
     complete: bool
+    since: int | None = None
 
     def __post_init__(self):
         if not self.operators:
@@ -45,6 +47,8 @@ class SnapshotPlan:
                 "None where there is nothing to save"
             )
         object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
+        if self.since is None:
+            object.__setattr__(self, "since", self.iteration)
 
     def of(self, detail: Detail) -> tuple[str, ...]:
         """Names of the operators that are saved at a detail, in model order."""
@@ -54,6 +58,11 @@ class SnapshotPlan:
     def ends_window(self) -> bool:
         """Whether nothing is still to come in full; only then can it take the place of earlier snapshots."""
         return Detail.COMPUTE not in self.operators.values()
+
+    @property
+    def supersedes(self) -> int | None:
+        """Once it is safe, snapshots before this iteration are of no use any more; None where they still are."""
+        return self.since if self.ends_window else None
 
     @property
     def details(self) -> tuple[Detail, ...]:
@@ -86,6 +95,11 @@ class Policy(ABC):
     name: ClassVar[str]
     exact: ClassVar[bool] = True
     replays: ClassVar[bool] = False
+
+    @property
+    def window_length(self) -> int:
+        """Snapshots of the window that is under way, or was last: so many make what a run can go on from."""
+        return 1
 
     @property
     def counts_tokens(self) -> bool:
@@ -123,6 +137,20 @@ class Policy(ABC):
             plan: from :meth:`plan` or :meth:`everything`.
             load: tokens by layer and expert at that moment; None where nobody counts them.
         """
+
+    def under_way(self, iteration: int) -> Sequence[SnapshotPlan]:
+        """The plans of the snapshots that the window of an iteration has so far, that iteration's the last.
+
+        Args:
+            iteration: which was completed last.
+
+        Returns:
+            Nothing where no such snapshot was begun, and where every snapshot is a window of its own.
+        """
+        return ()
+
+    def begin_anew(self) -> None:  # noqa: B027
+        """Learns that the window under way lacks a snapshot: the next one begins another window."""
 
     def routed(self, probabilities: Mapping[int, Sequence[float]]) -> None:  # noqa: B027
         """Learns with what probabilities routers chose; told after every iteration, before :meth:`plan`.

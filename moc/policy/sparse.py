@@ -35,12 +35,14 @@ class Current:
 
     Attributes:
         start: iteration of its first snapshot; 0 where there is no window yet.
-        turns: what its iterations save; not stored, since a run goes on behind the end of a window.
+        length: iterations over which it was to be spread; rounding may leave it with fewer.
+        turns: what its iterations save; not stored, since it follows from order and length.
         order: the operators by their places in the model, stage after stage, each in the order in which it saves.
         shares: of the experts, by layer, when they were ordered last.
     """
 
     start: int = 0
+    length: int = 0
     turns: tuple[Turn, ...] = ()
     order: tuple[int, ...] = ()
     shares: popularity.Scores = field(default_factory=dict)
@@ -122,6 +124,11 @@ class Sparse(Policy):
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
     @property
+    def window_length(self) -> int:
+        """As :attr:`Policy.window_length`."""
+        return max(1, len(self.told.current.turns))
+
+    @property
     def counts_tokens(self) -> bool:
         """As :attr:`Policy.counts_tokens`: for the order, and to see how unequal experts are."""
         return any(operator.expert is not None for operator in self.operators)
@@ -156,23 +163,30 @@ class Sparse(Policy):
         """The operators whose turn it is in full, and the compute weights of those that are still to come."""
         if not self.interval.due(iteration):
             return None
-        current = self._window_at(iteration, load)
-        turn = current.turns[iteration - current.start]
-        wanted = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
-        details = {one.name: wanted[one.name] for one in self.operators if one.name in wanted}
-        return SnapshotPlan(iteration, self.name, details, complete=len(turn.full) == len(self.operators))
+        return self._planned(self._window_at(iteration, load), iteration)
 
     def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.taken`; with a snapshot of everything, a window ends early."""
         current = self._window_at(plan.iteration, load)
         if plan.complete:
             whole = Turn(tuple(plan.operators), ())
-            current = dataclasses.replace(current, start=plan.iteration, turns=(whole,))
+            current = dataclasses.replace(current, start=plan.iteration, length=1, turns=(whole,))
         self.told.current = current
         if load is not None:
             self.told.counts, self.told.mean = self._counts(plan.iteration, load), self._mean(plan.iteration, load)
             self.told.load = load
         self.told.iteration = plan.iteration
+
+    def under_way(self, iteration: int) -> tuple[SnapshotPlan, ...]:
+        """As :meth:`Policy.under_way`."""
+        current = self.told.current
+        if self.told.iteration != iteration or not current.has(iteration):
+            return ()
+        return tuple(self._planned(current, one) for one in range(current.start, iteration + 1))
+
+    def begin_anew(self) -> None:
+        """As :meth:`Policy.begin_anew`; the order stays."""
+        self.told.current = dataclasses.replace(self.told.current, start=0, length=0, turns=())
 
     def routed(self, probabilities: popularity.Scores) -> None:
         """As :meth:`Policy.routed`."""
@@ -204,18 +218,23 @@ class Sparse(Policy):
         """As :meth:`Policy.state_dict`."""
         told, current = self.told, self.told.current
         plain = {"iteration": told.iteration, "order": list(current.order), "shares": _table(current.shares)}
-        return plain | {name: _table(getattr(told, name)) for name in _TABLES}
+        window = {"start": current.start, "length": current.length, "turns": len(current.turns)}
+        return plain | window | {name: _table(getattr(told, name)) for name in _TABLES}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings need not.
 
-        The next snapshot begins a window.
+        The next snapshot has the next turn of the window that was under way, if that was not over.
         """
         try:
-            current = Current(order=tuple(map(int, state["order"])), shares=_table(state["shares"]))
+            order, shares = tuple(map(int, state["order"])), _table(state["shares"])
+            start, length, number = (int(state.get(name, 0)) for name in ("start", "length", "turns"))
+            turns = self._turns(order, length) if length > 0 else ()
+            turns = turns if len(turns) == number else ()  # it was another layout's, with other queues
+            current = Current(start, length, turns, order, shares)
             tables = {name: _table(state[name]) for name in _TABLES}
             told = Told(current, int(state["iteration"]), **tables)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of sparse checkpoints: {state!r}; start without it") from error
         vars(self.told).update(vars(told))
 
@@ -231,15 +250,24 @@ class Sparse(Policy):
             places = {one.name: place for place, one in enumerate(self.operators)}
             queues = (order_operators(operators, scores, self.ep) for operators in self._stages.values())
             order, shares = tuple(places[one.name] for queue in queues for one in queue), now
-        return Current(iteration, self._turns(order, first=not current.order), order, shares)
+        length = 1 if not current.order else self.window or self._affordable(self._queues(order))
+        return Current(iteration, length, self._turns(order, length), order, shares)
 
-    def _turns(self, order: tuple[int, ...], first: bool) -> tuple[Turn, ...]:
+    def _planned(self, current: Current, iteration: int) -> SnapshotPlan:
+        turn = current.turns[iteration - current.start]
+        wanted = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
+        details = {one.name: wanted[one.name] for one in self.operators if one.name in wanted}
+        complete = len(turn.full) == len(self.operators)
+        return SnapshotPlan(iteration, self.name, details, complete, since=current.start)
+
+    def _turns(self, order: tuple[int, ...], length: int) -> tuple[Turn, ...]:
+        queues = [[operator.name for operator in queue] for queue in self._queues(order)]
+        return tuple(side_by_side([generate_schedule(queue, math.ceil(len(queue) / length)) for queue in queues]))
+
+    def _queues(self, order: tuple[int, ...]) -> list[list[Operator]]:
+        """By pipeline stage its operators, in the order in which they are saved."""
         ordered = [self.operators[place] for place in order]
-        queues = [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
-        length = 1 if first else self.window or self._affordable(queues)
-        return tuple(
-            side_by_side([generate_schedule([one.name for one in q], math.ceil(len(q) / length)) for q in queues])
-        )
+        return [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
         """W_sparse, as the slowest stage needs it; 1 as long as nothing is known to have been copied."""

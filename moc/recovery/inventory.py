@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from moc.recovery.sources import MEMORY, STORAGE, Held
+from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, Held
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -78,8 +78,12 @@ def in_memory(nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator])
 
 
 def _is_whole(name: str, size: int | None, summaries: Iterable[Summary]) -> bool:
-    elements: Counter[str] = Counter()
+    elements, details = Counter(), set()
     for one in summaries:
-        elements.update(one.operators.get(name, (None, {}))[1])
-    slots = [slot for slot in elements if slot != "param"]  # a router's biases are not among its parameters
+        detail, there = one.operators.get(name, (None, {}))
+        elements.update(there)
+        details.add(detail)
+    if COMPUTE in details:
+        return size is not None and elements["param"] >= size  # a router's biases are not among its parameters
+    slots = [slot for slot in elements if slot != "param"]
     return bool(slots) and all(elements[slot] == size for slot in slots)

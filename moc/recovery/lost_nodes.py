@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+from moc.recovery.sources import MEMORY, Held, recoveries
+from moc.state.operators import Operator
 
 
 class Part(NamedTuple):
@@ -13,11 +16,13 @@ class Part(NamedTuple):
         iteration: iterations completed.
         writers: ranks that wrote, over all nodes.
         files: how many of their files are in this part.
+        operators: by name of those of which these files have anything, the detail.
     """
 
     iteration: int
     writers: int
     files: int
+    operators: Mapping[str, str]
 
 
 class Inventory(NamedTuple):
@@ -46,36 +51,61 @@ class Restore(NamedTuple):
     iteration: int
 
 
-def to_restore(nodes: Mapping[str, Inventory], spoilt: Container[Restore] = ()) -> list[Restore]:
-    """What has to come back, so that the newest snapshot that the nodes can make whole together is whole again.
+def to_restore(
+    nodes: Mapping[str, Inventory], operators: Sequence[Operator], exact: bool, spoilt: Container[Restore] = ()
+) -> list[Restore]:
+    """What has to come back, so that the newest window that the nodes can make whole together is whole again.
+
+    A snapshot of everything is a window of one.  What is newer than the window, and can be made whole, comes back too:
+    it belongs to the window under way.
 
     Args:
         nodes: what each has that is there.
+        operators: of the model.
+        exact: experts must be there, too; if not, they may be older, and in storage.
         spoilt: what was tried already, in vain.
 
     Returns:
-        One for each node that lacks its part; nothing if none does, or if there is no such snapshot.
+        One for each node and snapshot of which it lacks its part; nothing if none does, or if there is no such window.
     """
-    whose = {part[:2] for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
-    for iteration, writers in sorted(whose, reverse=True):
-        found = {name: _find(name, (iteration, writers), nodes, spoilt) for name in nodes}
-        if sum(files for files, _ in found.values()) == writers:
-            return [restore for _, restore in found.values() if restore is not None]
-    return []
+    whole = _can_be_whole(nodes, spoilt)
+    held = [
+        Held(iteration, MEMORY, {name: detail for part, _ in parts for name, detail in part.operators.items()})
+        for iteration, parts in whole.items()
+    ]
+    way = next(recoveries(held, [one for one in operators if exact or one.expert is None], exact), None)
+    if way is None:
+        return []
+    first = way.moments[0].iteration
+    return [restore for i in sorted(whole) if i >= first for _, restore in whole[i] if restore is not None]
+
+
+def _can_be_whole(
+    nodes: Mapping[str, Inventory], spoilt: Container[Restore]
+) -> dict[int, list[tuple[Part, Restore | None]]]:
+    """By iteration the parts of all nodes, each with the way in which it comes back if its node does not have it."""
+    whole: dict[int, list[tuple[Part, Restore | None]]] = {}
+    there = {part[:2] for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
+    for iteration, writers in sorted(there):
+        found = [_find(name, (iteration, writers), nodes, spoilt) for name in nodes]
+        parts = [one for one in found if one is not None]
+        if sum(part.files for part, _ in parts) == writers:
+            whole[iteration] = parts
+    return whole
 
 
 def _find(
     name: str, snapshot: tuple[int, int], nodes: Mapping[str, Inventory], spoilt: Container[Restore]
-) -> tuple[int, Restore | None]:
-    """How many files a node's part has, and from where it comes if the node does not have it."""
-    if files := _files(nodes[name].own, snapshot):
-        return files, None
+) -> tuple[Part, Restore | None] | None:
+    """A node's part, and from where it comes if the node does not have it; None if nobody has it."""
+    if part := _part(nodes[name].own, snapshot):
+        return part, None
     for holder, inventory in nodes.items():
         restore = Restore(name, holder, snapshot[0])
-        if (files := _files(inventory.copies.get(name, ()), snapshot)) and restore not in spoilt:
-            return files, restore
-    return 0, None
+        if (part := _part(inventory.copies.get(name, ()), snapshot)) and restore not in spoilt:
+            return part, restore
+    return None
 
 
-def _files(parts: Iterable[Part], snapshot: tuple[int, int]) -> int:
-    return next((part.files for part in parts if part[:2] == snapshot), 0)
+def _part(parts: Iterable[Part], snapshot: tuple[int, int]) -> Part | None:
+    return next((part for part in parts if part[:2] == snapshot), None)

@@ -1,11 +1,13 @@
-"""Which checkpoints in storage are still of use."""
+"""Which checkpoints are still of use: in storage as the run goes on, and where snapshots are safe when it begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from moc.policy import SnapshotPlan
 from moc.recovery.inventory import in_storage, look
-from moc.recovery.sources import needed
+from moc.recovery.sources import MEMORY, Held, needed, recoveries
 from moc.state.operators import Operator
 from moc.store.store import Store
 
@@ -28,3 +30,63 @@ def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, 
     for one in held:
         if one.key not in kept:
             store.remove(one.iteration)
+
+
+@dataclass(frozen=True)
+class Staying:
+    """What a run finds when it goes on.
+
+    Attributes:
+        newest: iteration of the newest way to go on; None if there is none.
+        in_memory: iterations of the snapshots in memory that are of use, ascending: those of that way if it is in
+            memory, and of the window under way.
+        again: the snapshot of the window under way that is missing: the one of the iteration at which the run is, so
+            that it can be taken again.
+        goes_on: the window under way does; if not, another one begins.
+    """
+
+    newest: int | None = None
+    in_memory: tuple[int, ...] = ()
+    again: SnapshotPlan | None = None
+    goes_on: bool = True
+
+
+def staying(
+    held: Collection[Held],
+    operators: Sequence[Operator],
+    exact: bool,
+    tier: str,
+    iteration: int,
+    under_way: Sequence[SnapshotPlan],
+) -> Staying:
+    """What stays when a run goes on; the same on all ranks.
+
+    Args:
+        held: the checkpoints that there are.
+        operators: of the model.
+        exact: as in :func:`moc.recovery.sources.recoveries`.
+        tier: where a snapshot is safe, :data:`~moc.recovery.sources.MEMORY` or
+            :data:`~moc.recovery.sources.STORAGE`.
+        iteration: from which the run goes on.
+        under_way: the plans of what the window of that iteration has so far, that iteration's the last; empty if
+            nothing is known of it.
+    """
+    past = [one for one in held if one.iteration <= iteration]
+    way = next(recoveries(past, operators, exact), None)
+    newest = None if way is None else way.iteration
+    kept: list[int] = []
+    if way is not None and all(way.at(moment.iteration).tier == MEMORY for moment in way.moments):
+        kept = [moment.iteration for moment in way.moments]
+    if newest == iteration:
+        return Staying(newest, tuple(kept))
+    missing = [plan for plan in under_way if not any(_has_all(one, tier, plan) for one in past)]
+    if not under_way or missing not in ([], [under_way[-1]]):
+        return Staying(newest, tuple(kept), goes_on=False)
+    if tier == MEMORY:
+        kept = sorted({*kept, *(plan.iteration for plan in under_way if plan not in missing)})
+    return Staying(newest, tuple(kept), missing[0] if missing else None)
+
+
+def _has_all(one: Held, tier: str, plan: SnapshotPlan) -> bool:
+    details = {name: detail.value for name, detail in plan.operators.items()}
+    return one.key == (plan.iteration, tier) and details.items() <= dict(one.operators).items()

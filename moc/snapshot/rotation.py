@@ -6,14 +6,19 @@ them knows reaches the others by the vote of each iteration; so all have the sam
     FREE -> FILLING -> RECOVERY -> RETIRING -> FREE
 
 * FILLING: being copied into; no rank knows yet whether all have it.
-* RECOVERY: all ranks have this snapshot, and there is none that is newer.
-* RETIRING: a newer one is complete, but the rank that publishes it may be about to; with the next vote it has.
+* RECOVERY: all ranks have this snapshot, and nothing that is newer supersedes it.
+* RETIRING: a newer one does, but the rank that publishes that one may be about to; with the next vote it has.
+
+A snapshot of everything supersedes all that were before it.  One of a window (MoEvement, section 3.2) does only if it
+is the last of its window, and then all that were before the first one; so the newest whole window stays, and all of the
+one that is under way.
 
 A buffer that is being written to storage is not free either, whatever else it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -35,11 +40,13 @@ class Slot:
         use: what it is used for, apart from being written to storage.
         iteration: of the snapshot that it holds.
         persisting: it is being written to storage, by this rank or another.
+        supersedes: when all ranks have it, snapshots before this iteration are not needed; None if they are.
     """
 
     use: Use = Use.FREE
     iteration: int | None = None
     persisting: bool = False
+    supersedes: int | None = None
 
     @property
     def free(self) -> bool:
@@ -49,27 +56,40 @@ class Slot:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The buffers of every rank alike.
+    """The buffers of every rank alike: those of what is needed to recover, and a few more.
+
+    With windows of W snapshots and S to spare there are never more than 2 W + S - 1.
 
     Attributes:
-        slots: the buffers.
-        keep: the newest complete snapshot stays in memory; if not, storage has it, and memory need not.
+        slots: the buffers; they become more as they are needed.
+        spare: how many may be in use beside those that are needed to recover; what retires together counts as one.
+        keep: what is needed to recover stays in memory; if not, storage has it, and memory need not.
     """
 
     slots: tuple[Slot, ...]
+    spare: int
     keep: bool
 
     @classmethod
-    def of(cls, count: int, keep: bool, recovered: int | None = None) -> Rotation:
-        """Empty buffers; with ``recovered`` the first one stands for a snapshot that an earlier job left in memory."""
-        slots = [Slot()] * count
-        if keep and recovered is not None:
-            slots[0] = Slot(Use.RECOVERY, recovered)
-        return cls(tuple(slots), keep)
+    def of(cls, spare: int, keep: bool, recovered: Iterable[int] = ()) -> Rotation:
+        """No buffers yet but those that stand for snapshots which an earlier job has left in memory."""
+        return cls(tuple(Slot(Use.RECOVERY, iteration) for iteration in recovered) if keep else (), spare, keep)
 
     def free(self) -> int | None:
-        """A buffer that may be written to, or None; the lowest number."""
-        return next((number for number, slot in enumerate(self.slots) if slot.free), None)
+        """A buffer that may be written to, or None; the lowest number, which may be that of a new one."""
+        busy = [slot for slot in self.slots if not slot.free and slot.use in (Use.FREE, Use.FILLING)]
+        retiring = any(slot.use is Use.RETIRING for slot in self.slots)
+        if len(busy) + retiring >= self.spare:
+            return None
+        return next(iter(self.all_free()), len(self.slots))
+
+    def all_free(self) -> tuple[int, ...]:
+        """All buffers that hold nothing which is needed."""
+        return tuple(number for number, slot in enumerate(self.slots) if slot.free)
+
+    def holds(self, iteration: int) -> bool:
+        """Whether there is a buffer of a snapshot that has not been given up."""
+        return any(slot.iteration == iteration and not slot.free for slot in self.slots)
 
     def holding(self, iteration: int) -> int:
         """The buffer of a snapshot that has not been given up.
@@ -85,7 +105,7 @@ class Rotation:
     @property
     def recovery(self) -> int | None:
         """Iteration of the newest snapshot that all ranks have in memory."""
-        return next((slot.iteration for slot in self.slots if slot.use is Use.RECOVERY), None)
+        return max((slot.iteration for slot in self.slots if slot.use is Use.RECOVERY), default=None)
 
     @property
     def persisting(self) -> bool:
@@ -96,17 +116,22 @@ class Rotation:
         """A vote has passed: every rank has done what it had to do before, publishing included."""
         return self._each(lambda slot: replace(slot, use=Use.FREE) if slot.use is Use.RETIRING else slot)
 
-    def begin(self, iteration: int, persisting: bool) -> Rotation:
+    def begin(self, iteration: int, persisting: bool, supersedes: int | None) -> Rotation:
         """A snapshot is being copied into the buffer that :meth:`free` names."""
-        return self._set(self.free(), Slot(Use.FILLING, iteration, persisting))
+        return self._set(self.free(), Slot(Use.FILLING, iteration, persisting, supersedes))
 
     def complete(self, iteration: int) -> Rotation:
-        """All ranks have copied a snapshot; the one before need not be kept much longer."""
+        """All ranks have copied a snapshot; what it supersedes need not be kept much longer."""
         number = self.holding(iteration)
         if not self.keep:
             return self._set(number, replace(self.slots[number], use=Use.FREE))
-        retired = self._each(lambda slot: replace(slot, use=Use.RETIRING) if slot.use is Use.RECOVERY else slot)
-        return retired._set(number, replace(self.slots[number], use=Use.RECOVERY))
+        first = self.slots[number].supersedes
+
+        def retired(slot: Slot) -> Slot:
+            superseded = slot.use is Use.RECOVERY and first is not None and slot.iteration < first
+            return replace(slot, use=Use.RETIRING) if superseded else slot
+
+        return self._each(retired)._set(number, replace(self.slots[number], use=Use.RECOVERY))
 
     def persist(self, iteration: int) -> Rotation:
         """Every rank begins to write its part of a snapshot to storage."""
@@ -117,6 +142,13 @@ class Rotation:
         """Every rank has written its part."""
         number = self.holding(iteration)
         return self._set(number, replace(self.slots[number], persisting=False))
+
+    def trimmed(self, window: int) -> Rotation:
+        """Without free buffers at the end that windows of so many snapshots do not need."""
+        slots = self.slots
+        while len(slots) > 2 * window + self.spare - 1 and slots[-1].free:
+            slots = slots[:-1]
+        return replace(self, slots=slots)
 
     def _set(self, number: int, slot: Slot) -> Rotation:
         return replace(self, slots=(*self.slots[:number], slot, *self.slots[number + 1 :]))

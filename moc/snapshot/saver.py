@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ class Snapshot:
         buffer: host memory.
         operators: what it holds of each operator.
         capture: the copies into the buffer.
+        in_memory: the memory tier, if there is one, is to have it; if not, storage alone.
         sealed: done when the buffer holds the whole file, hashes included; in memory that outlives this process, if
             there is a memory tier.
         digests: hashes of the entries, as soon as it is sealed.
@@ -52,6 +53,7 @@ class Snapshot:
     buffer: Buffer
     operators: Mapping[str, OperatorEntry]
     capture: Capture
+    in_memory: bool = True
     sealed: Future = field(init=False)
     digests: tuple[str, ...] = ()
     persisted: Future | None = None
@@ -76,7 +78,7 @@ class Saver:
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-persist")
         self._buffers: dict[int, Buffer] = {}
-        self._copies: dict[int, tuple[Share, list[Copy]]] = {}
+        self._copies: dict[Buffer, tuple[Share, list[Copy]]] = {}
 
     def reserve(self, slot: int, share: Share) -> None:
         """Makes the buffer of a slot large enough for a share; keeps the one that is there if it is.
@@ -87,37 +89,70 @@ class Saver:
         buffer = self._buffers.get(slot)
         if buffer is not None and buffer.nbytes >= share.layout.nbytes:
             return
-        if buffer is not None:
-            self._copies.pop(slot, None)
-            self._buffers.pop(slot).close()
-        path = self._slot_path(slot)
-        if path is not None:
-            path.unlink(missing_ok=True)
-        self._buffers[slot] = Buffer(share.layout.nbytes, path, pin=self._device.type == "cuda")
+        self._give_back(slot)
+        self._buffers[slot] = Buffer(share.layout.nbytes, self._new_path(), pin=self._device.type == "cuda")
 
-    def take(self, slot: int, iteration: int, share: Share, operators: Mapping[str, OperatorEntry]) -> Snapshot:
+    def trim(self, slots: int) -> None:
+        """Gives back the buffers of all slots but so many."""
+        for slot in [slot for slot in self._buffers if slot >= slots]:
+            self._give_back(slot)
+
+    def take(
+        self,
+        slot: int,
+        iteration: int,
+        share: Share,
+        operators: Mapping[str, OperatorEntry],
+        others: Iterable[int] = (),
+        in_memory: bool = True,
+    ) -> Snapshot:
         """Begins to copy a share into a slot's buffer, and to seal it; returns at once.
 
         The live memory must not change before ``capture.wait()`` has returned.
 
+        Args:
+            slot: which.
+            iteration: iterations completed.
+            share: what this rank saves.
+            operators: what it holds of each operator.
+            others: slots that are free, too: the smallest buffer of all that fits becomes this one's.
+            in_memory: as in :class:`Snapshot`.
+
         Raises:
             CheckpointError: there is not so much memory.
         """
+        self._swap(slot, others, share.layout.nbytes)
         self.reserve(slot, share)
-        capture = self._capturer.start(self._copies_into(slot, share))
-        snapshot = Snapshot(iteration, share.layout, self._buffers[slot], operators, capture)
+        buffer = self._buffers[slot]
+        capture = self._capturer.start(self._copies_into(buffer, share))
+        snapshot = Snapshot(iteration, share.layout, buffer, operators, capture, in_memory)
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
         return snapshot
 
-    def _copies_into(self, slot: int, share: Share) -> list[Copy]:
-        known, copies = self._copies.get(slot, (None, []))
+    def _swap(self, slot: int, others: Iterable[int], nbytes: int) -> None:
+        fitting = [s for s in (slot, *others) if s in self._buffers and self._buffers[s].nbytes >= nbytes]
+        best = min(fitting, key=lambda s: self._buffers[s].nbytes, default=slot)
+        if best != slot:
+            found, mine = self._buffers.pop(best), self._buffers.pop(slot, None)
+            self._buffers[slot] = found
+            if mine is not None:
+                self._buffers[best] = mine
+
+    def _give_back(self, slot: int) -> None:
+        buffer = self._buffers.pop(slot, None)
+        if buffer is not None:
+            self._copies.pop(buffer, None)
+            buffer.close()
+
+    def _copies_into(self, buffer: Buffer, share: Share) -> list[Copy]:
+        known, copies = self._copies.get(buffer, (None, []))
         if known is not share:
-            buffer, layout = self._buffers[slot], share.layout
+            layout = share.layout
             targets = (
                 buffer.view(*span, entry.dtype) for entry, span in zip(layout.entries, layout.spans, strict=True)
             )
             copies = list(coalesced(map(Copy, share.sources, targets)))
-            self._copies[slot] = share, copies
+            self._copies[buffer] = share, copies
         return copies
 
     def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
@@ -148,7 +183,7 @@ class Saver:
         memory[: len(header)] = header
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
         part = Part(file_of(self._rank), entry, snapshot.operators)
-        if self._memory is not None:
+        if self._memory is not None and snapshot.in_memory:
             self._name_in_memory(snapshot, part)
         snapshot.seal_s = time.perf_counter() - begun
         reach("snapshot_sealed")
@@ -219,10 +254,14 @@ class Saver:
         target.unlink(missing_ok=True)
         os.link(snapshot.buffer.path, target)
 
-    def _slot_path(self, slot: int) -> Path | None:
+    def _new_path(self) -> Path | None:
         if self._memory is None:
             return None
-        return self._memory_place().root / "slots" / f"rank_{self._rank:05d}.{slot}"
+        directory, taken = self._memory_place().root / "slots", {buffer.path for buffer in self._buffers.values()}
+        names = (directory / f"rank_{self._rank:05d}.{number}" for number in range(len(taken) + 1))
+        path = next(name for name in names if name not in taken)
+        path.unlink(missing_ok=True)
+        return path
 
     def _memory_place(self) -> LocalPlace:
         place = self._memory.place

@@ -143,10 +143,10 @@ class Store:
             if not name.startswith("."):
                 self.place.remove(name)
 
-    def retain(self, newest: int, upto: int) -> None:
-        """Removes all but the newest checkpoints of those up to an iteration, the oldest first."""
-        for iteration in [i for i in self.iterations() if i <= upto][:-newest]:
-            self.remove(iteration)
+    def remove_before(self, iteration: int) -> None:
+        """Removes the checkpoints that are older, the oldest first."""
+        for older in [other for other in self.iterations() if other < iteration]:
+            self.remove(older)
 
     def damage_in_header(self, iteration: int, name: str, entry: FileEntry) -> str | None:
         """What is wrong with size or header of a file, if anything is; its data are compared as they are read."""

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from megatron.training.agreement import gather
 from megatron.training.snapshot_peers import Peers
 from megatron.training.snapshot_tiers import Tiers
+from moc.policy import Every
+from moc.policy.full import Full
 from moc.recovery.placement import place
 from moc.runtime import environment, job_token
+from moc.state.operators import Operator
 from moc.state.region import Region
 from moc.store.digest import digest_of
-from moc.store.manifest import FileEntry, Manifest
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.places import LocalPlace
 from moc.store.regions import FileLayout, RegionTensor, write_regions
 from moc.store.store import Store, directory_of, file_of
@@ -66,7 +69,8 @@ class Node:
             self.peers.close()
         names = tuple(map(str, range(self.size)))
         tiers = Tiers(self.store, self.store, names, True, (self.rank,), None, 2)
-        self.peers = Peers(tiers, list(names), place(self.size, self.size - 1), rate=None)
+        policy = Full([Operator("w", "output", None, None, 300)], Every(1))
+        self.peers = Peers(tiers, policy, list(names), place(self.size, self.size - 1), rate=None)
         self.peers.join()
 
     def publish(self, iteration: int) -> None:
@@ -79,7 +83,8 @@ class Node:
         header_bytes = FileLayout([tensor.entry]).header_bytes
         header = digest_of(path.read_bytes()[:header_bytes])
         file = FileEntry(path.stat().st_size, header_bytes, header)
-        self.store.publish(Manifest(iteration, "full", self.size, {path.name: file}, {}))
+        operators = {"w": OperatorEntry("full", None, {"master": 100})}
+        self.store.publish(Manifest(iteration, "full", self.size, {path.name: file}, operators))
 
     def lose_memory(self) -> None:
         """All of it."""
@@ -121,7 +126,7 @@ def lose_and_restore(memory: str, directory: str) -> dict:
 
     _lose_first(node, damaged={1: 2})
     told["another copy"] = node.has() | {"value": node.value(2)}
-    node.peers.goes_on_from(2, node)
+    node.peers.goes_on_from([2], node)
     told["gone on"] = node.has()
 
     node.end_keeper()

@@ -52,7 +52,7 @@ def stores(flags: dict) -> dict[str, Store]:
     """The places of a run's snapshots, by tier."""
     found = {"storage": Store(LocalPlace(flags["ckpt_dir"]))}
     if flags.get("ckpt_tier") == "memory":
-        found["memory"] = Store(memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"]))
+        found["memory"] = Store(memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"]), slack=True)
     return found
 
 

@@ -11,10 +11,18 @@ from moc.store.store import Store
 from moc.store.tiers import memory_place
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
+from tests.integration.test_sparse import SMALL
+from tests.integration.tiny import SHALLOW
 from tests.worlds import run_world
 
 pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
 ITERATIONS = 9
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, for a model of two layers."""
+    return data | SHALLOW
 
 
 @pytest.fixture
@@ -23,6 +31,13 @@ def flags(data, tmp_path):
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory)
         yield data | places | dict(ckpt_policy="full", ckpt_tier="peers", snapshot_interval=1, train_iters=ITERATIONS)
+
+
+@pytest.fixture
+def sparse(flags):
+    """The same with windows of three snapshots, of a smaller model."""
+    flags.pop("snapshot_interval")
+    return flags | SMALL | dict(ckpt_policy="sparse", sparse_window=3, ckpt_blocking=True)
 
 
 def memory_of(flags: dict, node: str) -> Path:
@@ -39,15 +54,22 @@ def lose(job: Launched, node: int, memory: Path) -> None:
     shutil.rmtree(memory)
 
 
+def slow_ways(job: Launched) -> list[psutil.Process]:
+    """What the copies between its nodes go through."""
+    processes = [p for launcher in job.launchers for p in psutil.Process(launcher.pid).children(recursive=True)]
+    return [process for process in processes if "tests.slow_way" in process.cmdline()]
+
+
 def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data, tmp_path):
     plain = data | dict(
         ckpt_policy="full", snapshot_interval=ITERATIONS, ckpt_dir=str(tmp_path / "plain"), train_iters=ITERATIONS
     )
     expected = [(r["iteration"], r["loss"], r["grad_norm"]) for r in train("PP2xEP2", plain).records]
-    slow = dict(replication_rate=0.01)  # GB/s: the copies lag behind training
-    with Launched("PP2xEP2", flags | slow, tmp_path / "job", nodes=2, spares=1) as job:
+    slow = dict(nodes=2, spares=1, program="tests/integration/slow_peers_pretrain_gpt_moe.py")  # copies lag behind
+    with Launched("PP2xEP2", flags, tmp_path / "job", **slow) as job:
         while not job.events("replicate"):
             job.reach(job.iteration + 1)
+        assert len(slow_ways(job)) == 2
         safe = job.events("replicate")[-1]["iteration"]
         lose(job, 1, memory_of(flags, "1"))
         assert job.wait() == 0, job.console[-4000:]
@@ -59,6 +81,22 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
     stored = [contents(Store(LocalPlace(f["ckpt_dir"])), ITERATIONS) for f in (flags, plain)]
     assert stored[0] == stored[1]
     assert not [path for path in Path(flags["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp_path):
+    straight = train("PP2xEP2", data | SMALL)
+    with Launched("PP2xEP2", sparse, tmp_path / "job", nodes=2, spares=1) as job:
+        job.reach(9)
+        lose(job, 1, memory_of(sparse, "1"))
+        assert job.wait() == 0, job.console[-4000:]
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    resumed, back = job.events("resume")[-1], job.events("restore")
+    end = resumed["iteration"]
+    assert resumed["sources"] == [[i, "memory"] for i in (end, end - 1, end - 2)] and end % 3 == 1
+    assert {(event["of"], event["held_by"]) for event in back} == {("1", "0")}
+    assert [event["iteration"] for event in back][:3] == [end - 2, end - 1, end]
+    assert [event["exact"] for event in job.events("replay")] == [True] * 2
+    assert not [path for path in Path(sparse["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
 
 
 def test_copies_come_back_and_damaged_ones_do_not(tmp_path):

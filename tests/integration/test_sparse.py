@@ -8,7 +8,7 @@ import pytest
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.store.store import directory_of, file_of
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import events, start, stores, train
+from tests.integration.snapshot_files import events, node_memory, start, stores, train, whole
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
 from tests.integration.tiny import EXPERT_BIAS
@@ -21,6 +21,7 @@ SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, t
 RUNS = {  # layout, flags, window, killed after
     "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
     "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 7),
+    "fp32, each snapshot of everything": ("PP2", {}, 1, 4),
     "fp32, recomputed": (
         "EP2",
         dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
@@ -82,10 +83,43 @@ def test_what_cannot_be_frozen_is_refused_at_the_start(flags):
         assert result.exit == 1 and "turn off --overlap-grad-reduce" in result.output, result.output
 
 
+@pytest.fixture
+def in_memory(flags):
+    """The same, of a run that keeps its windows in memory."""
+    with node_memory() as memory:
+        yield flags | SMALL | dict(ckpt_tier="memory", ckpt_memory_dir=memory)
+
+
+@pytest.mark.recovery
+def test_a_window_in_memory_outlives_its_workers(data, in_memory):
+    flags = in_memory | dict(sparse_window=3, persist_interval=4)
+    straight = train("PP2xEP2", data | SMALL)
+    start("PP2xEP2", flags, "sparse_bodies:die_after", iteration=9).wait()
+    there = whole(flags)
+    assert there["memory"] == [5, 6, 7, 8, 9] and set(there["storage"]) <= {5, 6, 7, 8, 9}
+    resumed = train("PP2xEP2", flags)
+    (event,) = events(flags, "resume")
+    assert event["sources"] == [[7, "memory"], [6, "memory"], [5, "memory"]] and resumed.start == 7
+    assert [event["exact"] for event in events(flags, "replay")] == [True] * 2
+    assert resumed.records == straight.records[7:] and resumed.weights == straight.weights
+    there = whole(flags)
+    assert there["memory"] == [] and there["storage"][-1] == 14
+
+
+@pytest.mark.recovery
+def test_a_window_of_a_run_that_was_done_reaches_storage(in_memory):
+    flags = in_memory | dict(sparse_window=3, train_iters=7)
+    start("1", flags, "sparse_bodies:die_after", iteration=7).wait()
+    assert whole(flags) == {"storage": [], "memory": [5, 6, 7]}
+    assert train("1", flags).start == 7
+    assert whole(flags) == {"storage": [5, 6, 7], "memory": []}
+    assert train("1", flags).start == 7
+
+
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
-def test_survivors_go_on_from_a_window(data, flags, tmp_path):
-    flags = flags | SMALL | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
+def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
+    flags = in_memory | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
     straight = train("EP2", data | SMALL | dict(train_iters=20))
     with Launched("EP2", flags, tmp_path / "job") as job:
         for iteration, rank in ((9, 1), (15, 0)):
@@ -95,6 +129,23 @@ def test_survivors_go_on_from_a_window(data, flags, tmp_path):
         assert job.wait() == 0, job.console[-4000:]
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert [event["exact"] for event in job.events("replay")] == [True] * 4
+    assert {event["tier"] for event in job.events("resume")} == {"memory"}
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(300)
+def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_memory, tmp_path):
+    midway = dict(inject="kill rank=1 iteration=7 point=snapshot_copying")  # of a window that goes from 6 to 9
+    flags = in_memory | REPLICATED | midway | dict(sparse_window=4)
+    straight = train("DP2", data | SMALL | REPLICATED)
+    with Launched("DP2", flags, tmp_path / "job") as job:
+        job.reach(11)
+        job.kill(0, 1)
+        assert job.wait() == 0, job.console[-4000:]
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    first, second = job.events("resume")
+    assert (first["tier"], second["tier"]) == ("live", "memory")
+    assert second["iteration"] % 4 == 1 and second["iteration"] > first["iteration"]  # so none was lost
 
 
 def test_a_window_that_finds_itself(data, flags):

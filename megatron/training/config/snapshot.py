@@ -85,8 +85,8 @@ class Snapshot(Group):
     )
     persist_interval: int | None = flag(
         None,
-        "With --ckpt-tier memory or peers: iterations between snapshots that are also written to --ckpt-dir; without "
-        "it, only the last one of a run is.",
+        "With --ckpt-tier memory or peers: iterations between snapshots (whole windows, with --ckpt-policy sparse) "
+        "that are also written to --ckpt-dir; without it, only the last one of a run is.",
         at_least=1,
     )
     replicas: int | None = flag(
@@ -210,10 +210,6 @@ class Snapshot(Group):
             self.ckpt_policy == "sparse" and self.snapshot_interval not in ("auto", "1"),
             f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {self.snapshot_interval}th: drop "
             "--snapshot-interval.",
-        )
-        refuse(
-            self.ckpt_policy == "sparse" and self.ckpt_tier != "disk",
-            f"--ckpt-policy sparse keeps its windows in --ckpt-dir, not with --ckpt-tier {self.ckpt_tier}: drop it.",
         )
         refuse(
             self.upstream_logging and self.ckpt_policy != "sparse",

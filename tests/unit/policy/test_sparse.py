@@ -136,11 +136,57 @@ def test_a_run_that_goes_on_behind_a_window_plans_what_it_would_have():
         assert run(other, range(8, 13), loads) == plans[7:]
 
 
+@pytest.mark.parametrize("at", [5, 6, 7, 8])
+def test_a_run_that_goes_on_within_a_window_takes_its_next_turn(at):
+    loads = grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 40]})
+    straight, first = (Sparse(OPERATORS, None, window=3, stages=(0, 0, 1)) for _ in range(2))
+    plans = run(straight, range(1, 13), loads)
+    run(first, range(1, at + 1), loads)
+    other = Sparse(OPERATORS, None, window=3, stages=(0, 0, 1))
+    other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    start = 5 if at < 8 else 8
+    assert list(other.under_way(at)) == plans[start - 1 : at] and {plan.since for plan in other.under_way(at)} == {
+        start
+    }
+    assert other.under_way(at + 1) == ()  # which it was not told of
+    assert run(other, range(at + 1, 13), loads) == plans[at:]
+
+
+def test_a_window_may_begin_anew():
+    policy = Sparse(OPERATORS, None, window=3)
+    run(policy, range(1, 7))
+    order = policy.told.current.order
+    policy.begin_anew()
+    assert policy.under_way(6) == () and policy.told.current.order == order
+    plans = run(policy, range(7, 10))
+    assert [plan.since for plan in plans] == [7] * 3
+    check_window(plans)
+
+
+def test_a_window_that_is_over_is_over_in_another_layout():
+    one, other = Sparse(OPERATORS, None, window=5, stages=(0, 0, 1)), Sparse(OPERATORS, None, window=5)
+    run(one, range(1, 6))
+    assert one.window_length == 4 and one.told.current.start == 2
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    plans = run(other, range(6, 11))
+    assert other.window_length == 5
+    check_window(plans)
+
+
+def test_the_last_snapshot_of_a_window_supersedes_what_was_before_it():
+    plans = run(Sparse(OPERATORS, None, window=3), range(1, 8))
+    assert [plan.supersedes for plan in plans] == [1, None, None, 2, None, None, 5]
+
+
 def test_everything_ends_a_window():
     policy = Sparse(OPERATORS, None, window=4)
     run(policy, range(1, 4))
     policy.taken(policy.everything(3))
+    other = Sparse(OPERATORS, None, window=4)
+    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert policy.window_length == other.window_length == 1
     check_window(run(policy, range(4, 8)))
+    check_window(run(other, range(4, 8)))
 
 
 @pytest.mark.parametrize("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])

@@ -1,47 +1,84 @@
-"""What comes back from other nodes: one snapshot, the newest that is whole, and never a mixture."""
+"""What comes back from other nodes: one window, the newest that is whole, what is newer, and never a mixture."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.recovery.lost_nodes import Inventory, Part, Restore, to_restore
+from moc.state.operators import Operator
 
 FILES = {"a": 1, "b": 2, "c": 3}
 WRITERS = sum(FILES.values())
+OPERATORS = [Operator(f"layers.0.expert.{number}", "expert", 0, number, 4) for number in (0, 1)]
+OPERATORS.append(Operator("output", "output", None, None, 4))
+NAMES = [operator.name for operator in OPERATORS]
+EVERYTHING = dict.fromkeys(NAMES, "full")
+FIRST, SECOND = {NAMES[0]: "full", NAMES[1]: "compute", NAMES[2]: "compute"}, dict.fromkeys(NAMES[1:], "full")
 
 
-def parts(node, iterations):
-    return tuple(Part(iteration, WRITERS, FILES[node]) for iteration in iterations)
+def parts(node, iterations, holding=lambda iteration: EVERYTHING):
+    return tuple(Part(iteration, WRITERS, FILES[node], holding(iteration)) for iteration in iterations)
 
 
-def has(node, own, **copies):
-    return Inventory(parts(node, own), {other: parts(other, iterations) for other, iterations in copies.items()})
+def has(node, own, holding=lambda iteration: EVERYTHING, **copies):
+    return Inventory(parts(node, own, holding), {other: parts(other, its, holding) for other, its in copies.items()})
+
+
+def back(nodes, spoilt=(), exact=True):
+    return to_restore(nodes, OPERATORS, exact, spoilt)
 
 
 def test_nothing_comes_back_where_nothing_is_lost():
-    assert to_restore({"a": has("a", [4]), "b": has("b", [4], a=[4]), "c": has("c", [4])}) == []
+    assert back({"a": has("a", [4]), "b": has("b", [4], a=[4]), "c": has("c", [4])}) == []
 
 
 def test_a_lost_node_gets_the_newest_that_all_can_have():
     nodes = {"a": has("a", []), "b": has("b", [3, 4], a=[3]), "c": has("c", [3, 4], a=[3])}
-    assert to_restore(nodes) == [Restore("a", "b", 3)]
-    assert to_restore(nodes, {Restore("a", "b", 3)}) == [Restore("a", "c", 3)]
-    assert to_restore(nodes, {Restore("a", "b", 3), Restore("a", "c", 3)}) == []
+    assert back(nodes) == [Restore("a", "b", 3)]
+    assert back(nodes, {Restore("a", "b", 3)}) == [Restore("a", "c", 3)]
+    assert back(nodes, {Restore("a", "b", 3), Restore("a", "c", 3)}) == []
 
 
 def test_an_older_one_is_taken_where_all_copies_of_the_newest_are_damaged():
     nodes = {"a": has("a", []), "b": has("b", [3, 4], a=[3, 4]), "c": has("c", [3, 4])}
-    assert to_restore(nodes, {Restore("a", "b", 4)}) == [Restore("a", "b", 3)]
+    assert back(nodes, {Restore("a", "b", 4)}) == [Restore("a", "b", 3)]
 
 
 def test_two_lost_nodes():
     nodes = {"a": has("a", []), "b": has("b", []), "c": has("c", [5], a=[5], b=[5])}
-    assert to_restore(nodes) == [Restore("a", "c", 5), Restore("b", "c", 5)]
-    assert to_restore({"a": has("a", []), "b": has("b", [5], c=[5]), "c": has("c", [5], b=[5])}) == []
+    assert back(nodes) == [Restore("a", "c", 5), Restore("b", "c", 5)]
+    assert back({"a": has("a", []), "b": has("b", [5], c=[5]), "c": has("c", [5], b=[5])}) == []
 
 
 def test_parts_of_different_jobs_are_not_mixed():
-    other = Inventory((Part(9, 2, 1),), {})
-    assert to_restore({"a": other, "b": has("b", [9], a=[9]), "c": has("c", [9])}) == [Restore("a", "b", 9)]
+    other = Inventory((Part(9, 2, 1, EVERYTHING),), {})
+    assert back({"a": other, "b": has("b", [9], a=[9]), "c": has("c", [9])}) == [Restore("a", "b", 9)]
+
+
+def windows_of_two(iteration):
+    return FIRST if iteration % 2 == 0 else SECOND
+
+
+def test_a_window_comes_back_and_the_one_under_way():
+    def nodes(*kept):
+        others = has("b", [2, 3, 4, 5, 6], windows_of_two, a=kept), has("c", [2, 3, 4, 5, 6], windows_of_two)
+        return {"a": has("a", [], windows_of_two), "b": others[0], "c": others[1]}
+
+    def iterations(*kept, spoilt=()):
+        restores = back(nodes(*kept), spoilt)
+        assert {restore[:2] for restore in restores} <= {("a", "b")}
+        return [restore.iteration for restore in restores]
+
+    assert iterations(2, 3, 4, 5, 6) == [4, 5, 6]
+    assert iterations(2, 3, 4, 5) == [4, 5]
+    assert iterations(2, 3, 4, 6) == [2, 3, 4, 6]
+    assert iterations(2, 3, 4, 5, 6, spoilt={Restore("a", "b", 4)}) == [2, 3, 5, 6]
+    assert iterations(3, 4, 6) == []
+
+
+def test_experts_that_are_in_storage_need_not_come_back():
+    partial = {"output": "full", NAMES[1]: "full"}
+    nodes = {"a": has("a", [])} | {node: has(node, [3, 4], lambda _: partial, a=[3, 4]) for node in "bc"}
+    assert back(nodes, exact=False) == [Restore("a", "b", 4)] and back(nodes) == []
 
 
 iterations = st.lists(st.integers(1, 4), max_size=3, unique=True)
@@ -58,7 +95,7 @@ def test_after_it_one_snapshot_is_whole_and_none_that_is_newer_could_be(nodes, s
         own = parts(node, [iteration])[0] in nodes[node].own
         return own or any(Restore(node, holder, iteration) not in spoilt for holder in copies)
 
-    restores = to_restore(nodes, spoilt)
+    restores = back(nodes, spoilt)
     newest = max((i for i in range(1, 5) if all(could_have(node, i) for node in nodes)), default=None)
     assert {restore.iteration for restore in restores} <= {newest}
     for node in nodes:

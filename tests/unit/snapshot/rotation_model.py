@@ -7,6 +7,8 @@ own: what it leaves behind is the state in which it hits, so each state that can
 
 When a snapshot is due, how long training goes on, and which snapshot goes to storage too, is left open: at each vote
 any of it may happen.  So what holds here holds for every interval, and for runs of any length.
+
+Snapshots may be those of windows, which are whole when all of their snapshots are; then there is another one.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class Setting:
         memory: there is a memory tier.
         stores: snapshots in memory may go to storage too, from when they begin, or at the end of the run.
         recovered: memory holds a snapshot of an earlier job, from which this one goes on.
+        window: snapshots that are whole together.
         machine: the state machine.
-        slots: number of buffers.
+        spare: buffers beside those of what is needed to recover.
         removes_at_once: a leader removes the older snapshot together with publishing, rather than after the next vote.
         waits: the update waits for copies of what it changes.
         peers: each node keeps a copy of what the node before it has published; a snapshot is complete when all have,
@@ -49,8 +52,9 @@ class Setting:
     memory: bool = True
     stores: bool = False
     recovered: bool = False
+    window: int = 1
     machine: type[Rotation] = Rotation
-    slots: int = 3
+    spare: int = 2
     removes_at_once: bool = False
     waits: bool = True
     peers: bool = False
@@ -62,27 +66,43 @@ class Setting:
         return {node[0] for node in self.nodes} if self.memory else set()
 
     @property
+    def slots(self) -> int:
+        """Number of buffers that are ever needed."""
+        return 2 * self.window + self.spare - 1 if self.memory else self.spare
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         return sum(map(len, self.nodes))
 
     def begin(self) -> State:
         """The state after set-up; snapshots are numbered, and what an earlier job left is number 0."""
-        rotation = self.machine.of(self.slots, self.memory, 0 if self.recovered else None)
+        rotation = self.machine.of(self.spare, self.memory, [0] if self.recovered else [])
         # one buffer more: the one of the earlier job, which this one does not write to
         buffers = (*[NOTHING] * self.slots, (0, WHOLE))
         manifests = tuple(
-            ((0, tuple((rank, self.slots) for rank in node)),) if self.recovered else () for node in self.nodes
+            (Published(0, 0, tuple((rank, self.slots) for rank in node)),) if self.recovered else ()
+            for node in self.nodes
         )
         copies = ((0,) if self.recovered else (),) * len(self.nodes) if self.peers else ()
-        return State((Rank("vote", rotation, buffers),) * self.size, manifests, copies, begun=self.recovered)
+        rank = Rank("vote", rotation, buffers, place=self.window)
+        return State((rank,) * self.size, manifests, copies, begun=self.recovered)
 
 
 class Taken(NamedTuple):
-    """A snapshot and its buffer."""
+    """A snapshot and its buffer, and the first of its window if it is the last one."""
 
     number: int
     slot: int
+    ends: int | None
+
+
+class Published(NamedTuple):
+    """What the memory of a node has of a snapshot: the same, and by rank the buffer."""
+
+    number: int
+    ends: int | None
+    files: tuple[tuple[int, int], ...]
 
 
 class Rank(NamedTuple):
@@ -92,22 +112,24 @@ class Rank(NamedTuple):
     rotation: Rotation
     buffers: tuple[tuple[int, str], ...]
     newest: int = 0
+    place: int = 1  # of the newest in its window, from 1 on
+    stores: bool = False  # the window goes to storage, too
     copying: tuple[Taken, ...] = ()
-    replicating: tuple[int, ...] = ()
+    replicating: tuple[Taken, ...] = ()
     writing: tuple[Taken, ...] = ()
     written: int = 0  # of those, by this rank
     then: str = "go on"  # what to do after the vote; or "take", "take, to storage too", "store" the newest, or "end"
     waiting: bool = False  # a snapshot is due and there was no buffer
-    publishes: int | None = None
-    removes: bool = False  # a newer one was published since, or with peers is safe since
-    safe: int = 0  # with peers, the newest that is
+    publishes: Taken | None = None
+    removes: int | None = None  # what is older than this
+    superseded: int | None = None  # the same, after the next vote: what supersedes it is safe
 
 
 class State(NamedTuple):
     """All processes, and what outlives them: buffers, the manifests in each node's memory, and storage."""
 
     ranks: tuple[Rank, ...]
-    manifests: tuple[tuple[tuple[int, tuple[tuple[int, int], ...]], ...], ...]
+    manifests: tuple[tuple[Published, ...], ...]
     copies: tuple[tuple[int, ...], ...] = ()  # by node, of the one before it
     begun: bool = False  # a snapshot was published
     to_publish: tuple[int, ...] = ()  # in storage, by rank 0
@@ -115,7 +137,7 @@ class State(NamedTuple):
 
 
 def check(state: State, setting: Setting) -> None:
-    """The promise: once a snapshot was published, there is one whose every buffer holds it whole.
+    """The promise: once a window was published, there is one whose every buffer holds it whole.
 
     Raises:
         Violation: there is none.
@@ -127,32 +149,31 @@ def check(state: State, setting: Setting) -> None:
 
 
 def is_safe(state: State) -> bool:
-    """Whether a snapshot is whole in memory, with peers whichever node is lost."""
+    """Whether a window is whole in memory, with peers whichever node is lost."""
     lost = range(len(state.manifests)) if state.copies else ()
     return any_whole_in_memory(state) and all(any_whole_in_memory(state, node) for node in lost)
 
 
 def any_whole_in_memory(state: State, lost: int | None = None) -> bool:
-    """Whether the manifests of all nodes name a snapshot that all of their buffers hold.
+    """Whether the manifests of all nodes name a window that all of their buffers hold.
 
     Args:
         state: of all.
         lost: a node without which it has to be so, but for the copy on the next one.
     """
     left = [manifests for node, manifests in enumerate(state.manifests) if node != lost]
-    common = set.intersection(*({number for number, _ in manifests} for manifests in left))
+    common = set.intersection(*({one.number for one in manifests} for manifests in left))
     if lost is not None:
         common &= set(state.copies[(lost + 1) % len(state.copies)])
-    return any(
-        all(
-            state.ranks[rank].buffers[slot] == (number, WHOLE)
-            for manifests in left
-            for published, files in manifests
-            if published == number
-            for rank, slot in files
-        )
-        for number in common
-    )
+    damaged = {
+        one.number
+        for manifests in left
+        for one in manifests
+        for rank, slot in one.files
+        if state.ranks[rank].buffers[slot] != (one.number, WHOLE)
+    }
+    windows = [range(one.ends, one.number + 1) for one in left[0] if one.ends is not None]
+    return any(common.issuperset(window) and not damaged.intersection(window) for window in windows)
 
 
 def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
@@ -184,7 +205,7 @@ def _beside(rank: Rank) -> Iterator[tuple[str, Rank]]:
     if unsealed:
         yield "sealed", _filled(rank, unsealed, WHOLE)
     if rank.written < len(rank.writing):
-        number, slot = rank.writing[rank.written]
+        number, slot, _ = rank.writing[rank.written]
         holds, stage = rank.buffers[slot]
         if holds != number or stage == TORN:
             raise Violation("storage gets what is not whole")
@@ -195,8 +216,8 @@ def _beside(rank: Rank) -> Iterator[tuple[str, Rank]]:
 def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, State]]:
     """The keeper of a node copies what its leader wants, as soon as the node before it has published that."""
     wanted, before = state.ranks[setting.nodes[node][0]].replicating, (node - 1) % len(setting.nodes)
-    number = next((number for number in wanted if number not in state.copies[node]), None)
-    files = dict(state.manifests[before]).get(number)
+    number = next((taken.number for taken in wanted if taken.number not in state.copies[node]), None)
+    files = next((one.files for one in state.manifests[before] if one.number == number), None)
     if files is not None:
         if any(state.ranks[rank].buffers[slot] != (number, WHOLE) for rank, slot in files):
             raise Violation("a peer copies what is not whole")
@@ -208,7 +229,7 @@ def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, St
 def _has_copies(state: State, setting: Setting) -> bool:
     """Whether all nodes have their copies of the oldest snapshot that waits for them."""
     wanted = state.ranks[0].replicating[:1]
-    return bool(wanted) and all(wanted[0] in kept for kept in state.copies)
+    return bool(wanted) and all(wanted[0].number in kept for kept in state.copies)
 
 
 def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
@@ -223,14 +244,17 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
     written = all(rank.written for rank in state.ranks)
     replicated = _has_copies(state, setting)
     taking = ["take"] + ["take, to storage too"] * (setting.stores and not first.rotation.persisting)
+    if first.place < setting.window:
+        taking = ["take, to storage too" if first.stores else "take"]
     if first.waiting:
         choices = taking
     else:
         choices = ["go on", *taking]
-        if setting.memory and not (first.copying or first.replicating or first.writing or state.to_publish):
+        done = first.place == setting.window
+        if setting.memory and done and not (first.copying or first.replicating or first.writing or state.to_publish):
             choices += ["end"] * (state.stored == first.newest)
             own = first.rotation.recovery == first.newest and (first.newest, WHOLE) in first.buffers[: setting.slots]
-            choices += ["store"] * (own and setting.stores)
+            choices += ["store"] * (own and setting.stores and setting.window == 1)
     for says_copied in {copied, copied and (first.waiting or not written)}:
         to_publish = (first.writing[0].number,) if written else state.to_publish  # others come before it
         for then in choices:
@@ -248,29 +272,29 @@ def _heard(rank: Rank, copied: bool, replicated: bool, written: bool, leads: boo
     replicating, safe = rank.replicating, []
     if copied:
         (taken, *copying) = copying
-        publishes = taken.number if leads else None
+        publishes = taken if leads else None
         if setting.peers:
-            replicating = (*replicating, taken.number)
+            replicating = (*replicating, taken)
         if not setting.peers or setting.impatient:
-            safe.append(taken.number)
+            safe.append(taken)
     if replicated:
-        (number, *replicating) = replicating
-        safe += [number] * (not setting.impatient)
-    for number in safe:
-        rotation = rotation.complete(number)
+        (taken, *replicating) = replicating
+        safe += [taken] * (not setting.impatient)
+    for taken in safe:
+        rotation = rotation.complete(taken.number)
     if written:
         (taken, *writing) = writing
         rotation = rotation.persisted(taken.number)
     return rank._replace(
-        at="remove" if rank.removes else _act(rank) if publishes is None else "publish",
+        at="remove" if rank.superseded is not None else _act(rank) if publishes is None else "publish",
         rotation=rotation,
         copying=tuple(copying),
         writing=tuple(writing),
         written=rank.written - written,
         replicating=tuple(replicating),
         publishes=publishes,
-        removes=setting.peers and leads and bool(safe),
-        safe=max(safe, default=rank.safe) if setting.peers else 0,
+        removes=rank.superseded,
+        superseded=max((taken.ends for taken in safe if taken.ends is not None), default=None) if leads else None,
     )
 
 
@@ -281,13 +305,16 @@ def _led(state: State, setting: Setting, number: int) -> State:
     manifests = state.manifests[which]
     copies = state.copies
     if rank.at == "remove":
-        manifests = tuple(one for one in manifests if one[0] >= rank.safe) if setting.peers else manifests[-1:]
-        copies = _each(copies, which, lambda kept: tuple(number for number in kept if number >= rank.safe))
-        rank = rank._replace(removes=False, at=_act(rank) if rank.publishes is None else "publish")
+        manifests = tuple(one for one in manifests if one.number >= rank.removes)
+        copies = _each(copies, which, lambda kept: tuple(number for number in kept if number >= rank.removes))
+        rank = rank._replace(removes=None, at=_act(rank) if rank.publishes is None else "publish")
     else:
-        files = tuple((other, _slot_of(state.ranks[other], rank.publishes)) for other in setting.nodes[which])
-        manifests, at = (*manifests, (rank.publishes, files)), "remove" if setting.removes_at_once else _act(rank)
-        rank = rank._replace(publishes=None, removes=rank.removes if setting.peers else len(manifests) > 1, at=at)
+        taken = rank.publishes
+        files = tuple((other, _slot_of(state.ranks[other], taken.number)) for other in setting.nodes[which])
+        manifests = (*manifests, Published(taken.number, taken.ends, files))
+        rank = rank._replace(publishes=None, at=_act(rank))
+        if setting.removes_at_once and rank.superseded is not None:
+            rank = rank._replace(at="remove", removes=rank.superseded, superseded=None)
     all_manifests = _each(state.manifests, which, lambda _: manifests)
     after = _with(state, number, rank)._replace(manifests=all_manifests, copies=copies)
     return after._replace(begun=after.begun or is_safe(after))
@@ -309,7 +336,7 @@ def _acted(state: State, setting: Setting, number: int) -> State:
         )
         return _with(state, number, rank._replace(at="ended"))._replace(manifests=manifests, copies=copies)
     if rank.then == "store":
-        taken = Taken(rank.newest, rank.rotation.holding(rank.newest))
+        taken = Taken(rank.newest, rank.rotation.holding(rank.newest), rank.newest)
         rotation = rank.rotation.persist(rank.newest)
         return _with(state, number, rank._replace(at="vote", then="go on", rotation=rotation, writing=(taken,)))
     if not rank.waiting:  # else the update was before
@@ -320,10 +347,16 @@ def _acted(state: State, setting: Setting, number: int) -> State:
     rank = rank._replace(at="vote", then="go on")
     if slot is None:
         return _with(state, number, rank._replace(waiting=True))
-    taken, stores = Taken(rank.newest + 1, slot), not setting.memory or then == "take, to storage too"
+    if slot >= setting.slots:
+        raise Violation("there are more buffers than are ever needed")
+    newest, place = rank.newest + 1, rank.place % setting.window + 1
+    taken = Taken(newest, slot, newest - place + 1 if place == setting.window else None)
+    stores = not setting.memory or then == "take, to storage too"
     rank = rank._replace(
-        rotation=rank.rotation.begin(taken.number, stores),
-        newest=taken.number,
+        rotation=rank.rotation.begin(newest, stores, taken.ends),
+        newest=newest,
+        place=place,
+        stores=stores,
         copying=(*rank.copying, taken),
         writing=(*rank.writing, taken) if stores else rank.writing,
         waiting=False,
@@ -366,10 +399,10 @@ def _with(state: State, number: int, rank: Rank) -> State:
 
 def canonical(state: State, setting: Setting) -> State:
     """The same state with snapshots numbered anew, and without what makes no difference any more."""
-    alive = {number for node in state.manifests for number, _ in node}
+    alive = {one.number for node in state.manifests for one in node}
     alive |= {number for kept in state.copies for number in kept}
     for rank in state.ranks:
-        alive |= {rank.newest, rank.safe, *rank.replicating, *(taken.number for taken in rank.copying + rank.writing)}
+        alive |= {rank.newest, *(taken.number for taken in (*rank.copying, *rank.replicating, *rank.writing))}
         alive |= {slot.iteration for slot in rank.rotation.slots if not slot.free}
     numbers = {old: new for new, old in enumerate(sorted(alive))}
     renumbering = tuple(numbers.items())
@@ -379,7 +412,10 @@ def canonical(state: State, setting: Setting) -> State:
         state, stored = state._replace(to_publish=()), {}
     return State(
         tuple(_renumbered(rank, renumbering) for rank in state.ranks),
-        tuple(tuple((numbers[number], files) for number, files in node) for node in state.manifests),
+        tuple(
+            tuple(Published(numbers[one.number], numbers.get(one.ends), one.files) for one in node)
+            for node in state.manifests
+        ),
         tuple(tuple(numbers[number] for number in kept) for kept in state.copies),
         state.begun,
         tuple(stored.get(number, -1) for number in state.to_publish),
@@ -390,16 +426,24 @@ def canonical(state: State, setting: Setting) -> State:
 @cache
 def _renumbered(rank: Rank, renumbering: tuple[tuple[int, int], ...]) -> Rank:
     numbers = dict(renumbering)
-    slots = (Slot() if s.free else Slot(s.use, numbers[s.iteration], s.persisting) for s in rank.rotation.slots)
+    slots = (
+        Slot() if s.free else Slot(s.use, numbers[s.iteration], s.persisting, numbers.get(s.supersedes))
+        for s in rank.rotation.slots
+    )
+
+    def renumbered(taken: Taken) -> Taken:
+        return Taken(numbers[taken.number], taken.slot, numbers.get(taken.ends))
+
     return rank._replace(
-        rotation=_same(type(rank.rotation)(tuple(slots), rank.rotation.keep)),
+        rotation=_same(type(rank.rotation)(tuple(slots), rank.rotation.spare, rank.rotation.keep)),
         buffers=tuple((numbers[n], stage) if n in numbers else NOTHING for n, stage in rank.buffers),
         newest=numbers[rank.newest],
-        copying=tuple(Taken(numbers[number], slot) for number, slot in rank.copying),
-        writing=tuple(Taken(numbers[number], slot) for number, slot in rank.writing),
-        replicating=tuple(numbers[number] for number in rank.replicating),
-        publishes=numbers.get(rank.publishes),
-        safe=numbers[rank.safe],
+        copying=tuple(map(renumbered, rank.copying)),
+        writing=tuple(map(renumbered, rank.writing)),
+        replicating=tuple(map(renumbered, rank.replicating)),
+        publishes=rank.publishes and renumbered(rank.publishes),
+        removes=numbers.get(rank.removes),
+        superseded=numbers.get(rank.superseded),
     )
 
 

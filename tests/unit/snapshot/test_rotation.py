@@ -17,8 +17,9 @@ SETTINGS = {
     "memory of two nodes": Setting(nodes=TWO_NODES),
     "memory of two nodes, after an earlier job": Setting(nodes=TWO_NODES, recovered=True),
     "memory, and some to storage": Setting(stores=True),
-    "disk": Setting(memory=False, slots=2),
+    "disk": Setting(memory=False),
     "peers": Setting(nodes=TWO_NODES, peers=True),
+    "windows": Setting(window=2, recovered=True),
 }
 
 
@@ -54,25 +55,39 @@ class ForgetsWriting(Rotation):
     """Takes a buffer that is still being written to storage."""
 
     def free(self):
-        return next((number for number, slot in enumerate(self.slots) if slot.use is Use.FREE), None)
+        writing = (number for number, slot in enumerate(self.slots) if slot.use is Use.FREE and slot.persisting)
+        return next(writing, super().free())
 
 
 class NeverRetires(Rotation):
     """Keeps all that was ever complete."""
 
-    def voted(self):
+    def begin(self, iteration, persisting, supersedes):
+        return super().begin(iteration, persisting, None)
+
+
+class ForgetsWindows(Rotation):
+    """Gives up all that is older than what is complete, window or not."""
+
+    def begin(self, iteration, persisting, supersedes):
+        return super().begin(iteration, persisting, iteration)
+
+
+class NeverComplete(Rotation):
+    """Does not hear that all have copied a snapshot."""
+
+    def complete(self, iteration):
         return self
 
 
 NOT_WHOLE, NOT_STORED = "no published snapshot is whole", "storage gets what is not whole"
 BROKEN = {
     "a buffer is free before the newer snapshot is published": (Setting(machine=WithoutRetiring), NOT_WHOLE),
-    "the buffer to recover from is written over": (
-        Setting(machine=ReusesRecovery),
-        "what is published is written over",
-    ),
+    "the buffer to recover from is written over": (Setting(machine=ReusesRecovery), NOT_WHOLE),
     "what storage still reads is written over": (Setting(machine=ForgetsWriting, stores=True), NOT_STORED),
-    "the same without a memory tier": (Setting(machine=ForgetsWriting, memory=False, slots=2), NOT_STORED),
+    "the same without a memory tier": (Setting(machine=ForgetsWriting, memory=False), NOT_STORED),
+    "a window is broken up": (Setting(machine=ForgetsWindows, window=2), NOT_WHOLE),
+    "nothing is ever given up": (Setting(machine=NeverRetires), "more buffers than are ever needed"),
     "the update does not wait for copies": (Setting(waits=False), NOT_WHOLE),
     "a node gives up what the others need": (Setting(nodes=TWO_NODES, removes_at_once=True), NOT_WHOLE),
     "older ones are given up before all have their copies": (
@@ -90,7 +105,7 @@ def test_the_model_finds_what_is_wrong(name):
 
 
 def test_the_model_finds_who_waits_forever():
-    setting = Setting(machine=NeverRetires)
+    setting = Setting(machine=NeverComplete)
     waiting = [s for s in model.explore(setting) if all(rank.waiting and rank.at == "vote" for rank in s.ranks)]
     assert not all(model.takes_what_is_due(state, setting) for state in waiting)
 
@@ -99,9 +114,9 @@ FOUR = st.sampled_from([((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((
 
 
 @settings(max_examples=40, deadline=None)
-@given(FOUR, st.booleans(), st.booleans(), st.booleans(), st.randoms(use_true_random=False))
-def test_random_runs_of_four_ranks(nodes, memory, stores, recovered, random):
-    setting = Setting(nodes, memory, stores and memory, recovered and memory, slots=3 if memory else 2)
+@given(FOUR, st.booleans(), st.booleans(), st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_random_runs_of_four_ranks(nodes, memory, stores, recovered, window, random):
+    setting = Setting(nodes, memory, stores and memory, recovered and memory, window if memory else 1)
     state = setting.begin()
     for _ in range(250):
         model.check(state, setting)
@@ -113,30 +128,60 @@ def test_random_runs_of_four_ranks(nodes, memory, stores, recovered, random):
 
 
 def test_buffers_are_taken_in_order_and_given_back():
-    rotation = Rotation.of(3, keep=True)
+    rotation = Rotation.of(2, keep=True)
     assert (rotation.free(), rotation.recovery, rotation.persisting) == (0, None, False)
-    rotation = rotation.begin(10, persisting=False).complete(10).begin(20, persisting=False)
+    rotation = rotation.begin(10, False, 10).complete(10).begin(20, False, 20)
     assert (rotation.holding(10), rotation.holding(20), rotation.free(), rotation.recovery) == (0, 1, 2, 10)
     rotation = rotation.complete(20)
-    assert [slot.use for slot in rotation.slots] == [Use.RETIRING, Use.RECOVERY, Use.FREE]
-    assert rotation.recovery == 20
-    assert rotation.voted().free() == 0
+    assert [slot.use for slot in rotation.slots] == [Use.RETIRING, Use.RECOVERY]
+    assert (rotation.free(), rotation.recovery) == (2, 20)
+    assert rotation.voted().free() == 0 and rotation.voted().all_free() == (0,)
     with pytest.raises(KeyError):
         rotation.voted().holding(10)
 
 
 def test_what_goes_to_storage_is_kept_until_it_is_there():
-    rotation = Rotation.of(1, keep=False).begin(10, persisting=True).complete(10)
-    assert rotation.slots == (Slot(Use.FREE, 10, persisting=True),)
+    rotation = Rotation.of(1, keep=False).begin(10, True, 10).complete(10)
+    assert rotation.slots == (Slot(Use.FREE, 10, persisting=True, supersedes=10),)
     assert rotation.free() is None and rotation.persisting
     assert rotation.persisted(10).free() == 0
 
-    rotation = Rotation.of(2, keep=True).begin(10, persisting=False).complete(10).persist(10)
-    rotation = rotation.begin(20, persisting=False).complete(20).voted()
+    rotation = Rotation.of(1, keep=True).begin(10, False, 10).complete(10).persist(10)
+    rotation = rotation.begin(20, False, 20).complete(20).voted()
     assert rotation.free() is None
     assert rotation.persisted(10).free() == 0
 
 
 def test_what_an_earlier_job_left_in_memory_counts():
-    assert Rotation.of(3, keep=True, recovered=7).slots == (Slot(Use.RECOVERY, 7), Slot(), Slot())
-    assert Rotation.of(3, keep=False, recovered=7).free() == 0
+    rotation = Rotation.of(2, keep=True, recovered=[7, 8])
+    assert rotation.slots == (Slot(Use.RECOVERY, 7), Slot(Use.RECOVERY, 8))
+    assert (rotation.free(), rotation.recovery, rotation.holds(8), rotation.holds(9)) == (2, 8, True, False)
+    assert Rotation.of(2, keep=False, recovered=[7]).free() == 0
+
+
+def uses(rotation: Rotation) -> dict[int, Use]:
+    return {slot.iteration: slot.use for slot in rotation.slots if not slot.free}
+
+
+def test_a_window_stays_until_another_one_is_whole():
+    rotation = Rotation.of(2, keep=True)
+    for iteration, supersedes in ((1, 1), (2, None), (3, None), (4, 2), (5, None)):
+        rotation = rotation.begin(iteration, False, supersedes)
+        assert Use.RETIRING not in uses(rotation).values()
+        rotation = rotation.complete(iteration)
+        assert (uses(rotation)[min(uses(rotation))] is Use.RETIRING) == (iteration == 4)
+        rotation = rotation.voted()
+    assert uses(rotation) == dict.fromkeys((2, 3, 4, 5), Use.RECOVERY)
+    everything = rotation.begin(6, False, 6).complete(6).voted()
+    assert uses(everything) == {6: Use.RECOVERY} and len(everything.slots) == 5
+
+
+def test_buffers_that_shorter_windows_do_not_need_go():
+    rotation = Rotation.of(2, keep=True)
+    for iteration in range(1, 5):
+        rotation = rotation.begin(iteration, False, 1 if iteration == 4 else None).complete(iteration).voted()
+    rotation = rotation.begin(5, False, 5).complete(5).voted()
+    assert len(rotation.slots) == 5 and rotation.trimmed(4).slots == rotation.slots
+    assert rotation.trimmed(2) == rotation.trimmed(1)  # what is needed stays
+    rotation = rotation.begin(6, False, 6).complete(6).voted()
+    assert len(rotation.trimmed(1).slots) == 3 and rotation.trimmed(1).free() == 1

@@ -120,8 +120,8 @@ def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
     saver = Saver(1, CPU, memory, storage)
     snapshot = saver.take(2, 7, share(fragments), OPERATORS)
     part = snapshot.sealed.result()
-    path, slot = memory.place.root / "iter_0000007" / "rank_00001.safetensors", memory.place.root / "slots"
-    assert os.path.samefile(path, slot / "rank_00001.2")
+    path = memory.place.root / "iter_0000007" / "rank_00001.safetensors"
+    assert os.path.samefile(path, memory.place.root / "slots" / "rank_00001.0")
     assert_holds(path, part, fragments, expected)
     assert memory.reported(7, [1]) == [part]
     assert not storage.place.names()  # nobody asked for that
@@ -156,6 +156,32 @@ def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(stora
     assert_holds(memory.place.root / "iter_0000003" / "rank_00000.safetensors", part, third, held)
     # what the other buffer held is still there under the name that it had
     assert (memory.place.root / "iter_0000002" / "rank_00000.safetensors").stat().st_ino == reserved
+
+
+def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
+    saver, sizes = Saver(0, CPU, memory, storage), (4096, 2, 1024)
+    shares = [share(state_of(size)) for size in sizes]
+    buffers = [saver.take(slot, slot + 1, shares[slot], OPERATORS).buffer for slot in range(3)]
+
+    def taken(slot, number, others):
+        return saver.take(slot, 4 + number, shares[number], OPERATORS, others).buffer
+
+    assert taken(0, 1, [0, 1, 2]) is buffers[1] and taken(1, 2, [1, 2]) is buffers[2]
+    assert taken(2, 0, [2]) is buffers[0]  # each is another's now
+    assert taken(3, 2, []) not in buffers
+    saver.trim(1)
+    assert [path.name for path in (memory.place.root / "slots").iterdir()] == [buffers[1].path.name]
+
+
+def test_storage_alone_may_get_it(storage, memory):
+    fragments = state_of(6, 2)
+    saver = Saver(0, CPU, memory, storage)
+    snapshot = saver.take(0, 7, share(fragments), OPERATORS, in_memory=False)
+    saver.persist(snapshot)
+    snapshot.persisted.result()
+    path = storage.place.root / "iter_0000007" / "rank_00000.safetensors"
+    assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
+    assert memory.place.names() == ["slots"]
 
 
 def test_slots_do_not_share_memory(storage):

@@ -124,7 +124,7 @@ def test_a_checkpoint_is_there_when_it_is_published(store):
 def test_saving_killed_anywhere(store):
     def action(store):
         saved(store, 30)
-        store.retain(newest=2, upto=30)
+        store.remove_before(20)
 
     seen = set()
     for _ in left_by_kills(store, action):
@@ -132,7 +132,7 @@ def test_saving_killed_anywhere(store):
         seen.add(tuple(store.iterations()))
         store.clear_unpublished()
         saved(store, 30)  # the next job does it again
-        store.retain(newest=2, upto=30)
+        store.remove_before(20)
         assert_whole(store, 30)
         assert files(store) == files_of(20, 30)
     assert seen == {(10, 20), (10, 20, 30), (20, 30)}
@@ -213,10 +213,10 @@ def test_clearing_keeps_the_lock(store):
     assert files(store) == [".lock"]
 
 
-@pytest.mark.parametrize("newest, upto, left", [(1, 40, [40]), (2, 30, [20, 30, 40]), (5, 40, [10, 20, 30, 40])])
-def test_the_newest_are_retained(store, newest, upto, left):
+@pytest.mark.parametrize("first, left", [(40, [40]), (15, [20, 30, 40]), (10, [10, 20, 30, 40])])
+def test_older_ones_are_removed(store, first, left):
     saved(store, 30, 40)
-    store.retain(newest=newest, upto=upto)
+    store.remove_before(first)
     assert store.iterations() == left
     assert files(store) == files_of(*left)
 
@@ -249,7 +249,7 @@ def test_other_directories_are_left_alone(store):
         (store.place.root / name).mkdir()
     assert store.iterations() == [10, 20]
     store.clear_unpublished()
-    store.retain(newest=1, upto=100)
+    store.remove_before(20)
     assert {"iter_12", "iter_0000010.old", "xiter_0000010", "notes"} < set(store.place.names())
 
 

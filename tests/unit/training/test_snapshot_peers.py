@@ -9,8 +9,11 @@ import pytest  # noqa: E402
 from megatron.training.config import ConfigError, compose  # noqa: E402
 from megatron.training.snapshot_peers import copies_wanted, join_peers  # noqa: E402
 from megatron.training.snapshot_tiers import Tiers  # noqa: E402
+from moc.policy import Every  # noqa: E402
+from moc.policy.full import Full  # noqa: E402
 from moc.runtime import environment  # noqa: E402
 
+FULL = Full([], Every(1))
 PEERS = dict(ckpt_policy="full", ckpt_tier="peers", save="nowhere")
 
 
@@ -44,20 +47,20 @@ def test_as_many_copies_as_there_are_other_nodes_up_to_two():
 
 
 def test_another_tier_has_no_peers():
-    assert join_peers(config(**PEERS | dict(ckpt_tier="memory")), tiers("0", "1"), Said(), again=False) is None
+    assert join_peers(config(**PEERS | dict(ckpt_tier="memory")), tiers("0", "1"), FULL, Said(), again=False) is None
 
 
 def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
     monkeypatch.delenv(environment.KEEPER, raising=False)
     with pytest.raises(ConfigError, match="python -m moc.launch"):
-        join_peers(config(**PEERS), tiers("0", "1"), Said(), again=False)
+        join_peers(config(**PEERS), tiers("0", "1"), FULL, Said(), again=False)
 
 
 def test_one_node_has_no_peers_and_that_is_said_once(monkeypatch):
     monkeypatch.setenv(environment.KEEPER, "unix:nowhere")
     said = Said()
     for again in (False, True):
-        assert join_peers(config(**PEERS), tiers("0", "0"), said, again) is None
+        assert join_peers(config(**PEERS), tiers("0", "0"), FULL, said, again) is None
     (line,) = said.lines
     assert "with one node there are no peers" in line and "--ckpt-dir" in line
 

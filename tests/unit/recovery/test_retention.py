@@ -1,0 +1,77 @@
+"""What stays when a run goes on: the newest window, and the one under way if it has all that it needs."""
+
+import pytest
+
+from moc.policy.plan import SnapshotPlan
+from moc.recovery.retention import Staying, staying
+from moc.recovery.sources import MEMORY, STORAGE, Held
+from moc.state.detail import Detail
+from moc.state.operators import Operator
+
+OPERATORS = [Operator(name, "mlp", 0, None, 4) for name in ("a", "b", "c")]
+TURNS = [{"a": "full", "b": "compute", "c": "compute"}, {"b": "full", "c": "compute"}, {"c": "full"}]
+
+
+def held(*iterations, tier=MEMORY):
+    """Snapshots of windows of three, which begin with 1, 4, ..."""
+    return [Held(iteration, tier, TURNS[(iteration - 1) % 3]) for iteration in iterations]
+
+
+def under_way(start, upto):
+    """What was planned of a window so far."""
+    return [
+        SnapshotPlan(i, "sparse", {name: Detail(detail) for name, detail in TURNS[i - start].items()}, False, start)
+        for i in range(start, upto + 1)
+    ]
+
+
+def stays(there, iteration, plans=(), tier=MEMORY):
+    return staying(there, OPERATORS, True, tier, iteration, plans)
+
+
+def test_at_the_end_of_a_window_nothing_else_stays():
+    assert stays(held(1, 2, 3, 4, 5, 6, 7), 6) == Staying(6, (4, 5, 6))
+    assert stays(held(1, 2, 3, 4, 5, 6, 7), 3) == Staying(3, (1, 2, 3))
+    assert stays([Held(7, MEMORY, dict.fromkeys("abc", "full")), *held(4, 5, 6)], 7) == Staying(7, (7,))
+    assert stays([], 7) == Staying(goes_on=False)
+
+
+@pytest.mark.parametrize("at", [7, 8])
+def test_the_window_under_way_goes_on_where_it_is_whole(at):
+    there = held(*range(4, at + 1))
+    assert stays(there, at, under_way(7, at)) == Staying(6, tuple(range(4, at + 1)))
+
+
+def test_the_snapshot_of_where_the_run_is_can_be_taken_again():
+    plans = under_way(7, 8)
+    assert stays(held(4, 5, 6, 7), 8, plans) == Staying(6, (4, 5, 6, 7), again=plans[-1])
+    assert stays(held(4, 5, 6), 7, plans[:1]) == Staying(6, (4, 5, 6), again=plans[0])
+    partly = Held(8, MEMORY, {"b": "full"})  # a node is lost, and with it what it had of an operator
+    assert stays([*held(4, 5, 6, 7), partly], 8, plans) == Staying(6, (4, 5, 6, 7), again=plans[-1])
+
+
+@pytest.mark.parametrize("there", [(4, 5, 6, 8), (4, 5, 6), (4, 5, 6, 9)])
+def test_a_window_that_lacks_another_snapshot_begins_anew(there):
+    assert stays(held(*there), 8, under_way(7, 8)) == Staying(6, (4, 5, 6), goes_on=False)
+
+
+def test_what_nobody_has_planned_is_of_no_use():
+    assert stays(held(4, 5, 6, 7, 8), 8) == Staying(6, (4, 5, 6), goes_on=False)
+
+
+def test_the_last_snapshot_of_a_window_can_be_taken_again():
+    plans = under_way(4, 6)
+    assert stays(held(1, 2, 3, 4, 5), 6, plans) == Staying(3, (1, 2, 3, 4, 5), again=plans[-1])
+
+
+def test_a_window_in_storage_leaves_nothing_in_memory():
+    assert stays(held(4, 5, 6, tier=STORAGE), 6) == Staying(6)
+    assert stays(held(4, 6) + held(4, 5, 6, tier=STORAGE), 6) == Staying(6)
+    assert stays(held(1, 2, 3) + held(4, 5, 6, tier=STORAGE), 6) == Staying(6)
+
+
+def test_without_a_memory_tier_storage_has_the_window_under_way():
+    there = held(4, 5, 6, 7, tier=STORAGE)
+    assert stays(there, 7, under_way(7, 7), STORAGE) == Staying(6)
+    assert stays(there, 8, under_way(7, 8), STORAGE) == Staying(6, (), under_way(7, 8)[-1])
+    assert not stays(there[:3], 8, under_way(7, 8), STORAGE).goes_on
