@@ -13,7 +13,7 @@ from moc.simulate.policies import POLICIES
 from tests.unit.simulate.setups import small_setup
 
 
-def measured(setup, mtbf_s, found, seeds=3):
+def measured(setup, mtbf_s, found, seeds=2):
     runs = (
         simulate(
             Job(setup.timing.iteration_s, nodes=4, stages=4, seed=seed, wall_s=100 * mtbf_s),

@@ -57,7 +57,7 @@ def chosen(run, mtbf_s=3600.0, **limits):
     return best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)
 
 
-def measured(run, mtbf_s, found, seeds=3):
+def measured(run, mtbf_s, found, seeds=2):
     jobs = (Job(run.iteration_s, nodes=4, stages=1, seed=seed, wall_s=100 * mtbf_s) for seed in range(seeds))
     return fmean(simulate(job, Faults(mtbf_s), Strategy(found.saving)).ettr for job in jobs)
 
