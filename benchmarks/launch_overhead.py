@@ -17,16 +17,16 @@ import json
 import os
 import platform
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import PROGRAM, Job, launcher, torchrun
+from benchmarks.live.job import PROGRAM, launcher, torchrun
+from benchmarks.live.turns import in_turns, ratios, run_to_end
 
 MODEL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --num-experts 8
     --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
@@ -43,33 +43,12 @@ GOAL = 0.98
 
 def run(case: str, warm_up: int, iterations: int, flags: Sequence[str]) -> list[float]:
     """Seconds of each iteration after the warm-up."""
-    with tempfile.TemporaryDirectory(prefix="overhead-") as name:
-        directory, every = Path(name), CASES[case]
-        memory = None if every is None else Path("/dev/shm") / directory.name
-        start = torchrun(WORKERS) if every is None else launcher(WORKERS)
-        saving = [] if every is None else ["--ckpt-policy", "full", "--ckpt-tier", "memory"]
-        saving += [] if every is None else ["--snapshot-interval", every, "--ckpt-dir", directory / "snapshots"]
-        last = warm_up + iterations
-        command = [*start, PROGRAM, *MODEL, *flags, "--train-iters", last, *saving]
-        with Job(command, directory, memory) as job:
-            if job.process.wait() != 0:
-                raise RuntimeError(f"{case} failed:\n{job.last_words()}")
-            return [e["elapsed_s"] for e in job.events.of("iteration") if e["iteration"] > warm_up]
-
-
-def ratios(rounds: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, dict]:
-    """By case, torchrun's seconds divided by its own: of medians and of sums, for each round, and their medians.
-
-    Args:
-        rounds: of each, by case, seconds of its iterations.
-    """
-    told = {}
-    for case in rounds[0]:
-        by = {
-            kind: [of(one[BASE]) / of(one[case]) for one in rounds] for kind, of in (("median", median), ("sum", mean))
-        }
-        told[case] = {kind: {"median": median(values), "rounds": values} for kind, values in by.items()}
-    return told
+    every = CASES[case]
+    start = torchrun(WORKERS) if every is None else launcher(WORKERS)
+    saving = [] if every is None else ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", every]
+    command = [*start, PROGRAM, *MODEL, *flags, "--train-iters", warm_up + iterations, *saving]
+    events = run_to_end(command, saves=every is not None, memory=every is not None)
+    return [e["elapsed_s"] for e in events if e["type"] == "iteration" and e["iteration"] > warm_up]
 
 
 def main() -> None:
@@ -82,12 +61,10 @@ def main() -> None:
     own, flags = parser.parse_known_args()
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     machine["load_before"], rounds = os.getloadavg()[0], []
-    for number in range(own.rounds):
-        order = list(CASES) if number % 2 == 0 else list(reversed(CASES))
-        told = {case: run(case, own.warm_up, own.iterations, flags) for case in order}
-        rounds.append({case: told[case] for case in CASES})
+    for told in in_turns(list(CASES), own.rounds, lambda case: run(case, own.warm_up, own.iterations, flags)):
+        rounds.append(told)
         print("  ".join(f"{case} {median(seconds):.4f}" for case, seconds in rounds[-1].items()), flush=True)
-    found = ratios(rounds)
+    found = ratios(rounds, BASE)
     for case in CASES:
         of = {kind: found[case][kind]["median"] for kind in ("median", "sum")}
         verdict = "" if case == BASE else f"  {'holds' if min(of.values()) >= GOAL else 'DOES NOT HOLD'}: {GOAL}"

@@ -2,11 +2,15 @@
 
     python benchmarks/random_faults.py --faults 200 --output docs/results/random_faults_cpu.json
 
-Each run trains a tiny model under our launcher, in one layout and with one tier of snapshots, the next run in the
-next.  One to three workers at once are killed at random points of step, snapshot, persistence and recovery
-(``--inject-mtbf-iterations``), one of them is stopped (SIGSTOP) somewhere in a step, one is slow, and the controller
-is killed.  With ``peers`` a job has two nodes, each with a launcher and memory of its own; the second one is lost as a
-whole, memory and all, and comes back.
+Each run trains a tiny model under our launcher, in one layout and with one tier of snapshots; the next run in the next,
+until all have been there and enough has happened.  A run has two nodes, each with a launcher and memory of its own, but
+for the layout in which both would hold the same (with a memory tier).  In each:
+
+* one to three workers at once are killed at random points of step, snapshot, persistence and recovery, again and again
+  (``--inject-mtbf-iterations``); one is stopped (SIGSTOP) somewhere in a step, and one is slow;
+* the controller is killed; so is the launcher of the last node, with which its workers die;
+* the last node is lost as a whole, its memory too, and comes back empty: from copies with ``peers``, else from storage;
+* with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets.
 
 At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
 hash of every tensor of the last snapshot.  A run that does not end, and one that leaves processes, memory or temporary
@@ -16,58 +20,28 @@ files behind, has failed too; all files of a run that failed are kept.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import platform
 import random
-import secrets
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean
 
-import psutil
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.faults.run import LAYOUTS, TIERS, End, Outside, Run, fits, nodes_of  # noqa: E402
 from moc.faults import STEP  # noqa: E402
 from moc.runtime.inject import Fault  # noqa: E402
-from moc.store.places import LocalPlace  # noqa: E402
-from moc.store.regions import RegionReader  # noqa: E402
-from moc.store.store import Store, directory_of  # noqa: E402
 
-MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
-    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --seq-length 32
-    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --micro-batch-size 1
-    --global-batch-size 8 --lr 1e-3 --eval-iters 0 --num-workers 0 --log-interval 1 --ckpt-policy full""".split()
-ZERO, PP2, EP2 = "--use-distributed-optimizer", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
-LAYOUTS = {  # name: (workers, flags)
-    "DP4xEP2": (4, f"{ZERO} {EP2}"),
-    "PP2xEP2": (4, f"{ZERO} {PP2} {EP2}"),
-    "PP2xDP2": (4, f"{ZERO} {PP2}"),
-    "TP2xEP2": (4, f"{ZERO} {TP2} {EP2}"),
-    "DP4, replicated": (4, ""),
-    "PP2, interleaved": (2, f"{ZERO} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
-}
-TIERS = {
-    "memory": "--ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
-    "disk": "--ckpt-tier disk --snapshot-interval 2",
-    "peers": "--ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
-}
 SLOW_S = 1.0
-ONE_NODE = ("DP4, replicated",)
-"""Layouts in which several nodes would hold the same state, which memory tiers refuse."""
 
 
 @dataclass
@@ -76,9 +50,11 @@ class Row:
 
     Attributes:
         fired: each fault that happened.
-        generations: memberships that began after the first one.
+        generations: memberships that began after the first one, as far as the first worker told.
         wrong: what is not as it should be; empty if all is.
         seconds: from start to end.
+        again: of each recovery of pipeline stages by themselves, the iterations that they computed again.
+        by_all: the same of recoveries in which all workers computed them.
     """
 
     layout: str
@@ -88,129 +64,12 @@ class Row:
     generations: int = 0
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class End:
-    """How a run ended: by iteration its losses and norms, by tensor and region the hash in the last snapshot."""
-
-    losses: dict
-    hashes: dict
-
-
-class Run:
-    """One job, in a directory of its own.
-
-    Args:
-        own: flags of this benchmark.
-        layout: one of :data:`LAYOUTS`.
-        tier: one of :data:`TIERS`.
-        directory: for its files; made.
-        faults: flags that name them.
-    """
-
-    def __init__(self, own: argparse.Namespace, layout: str, tier: str, directory: Path, faults: list[str]):
-        self.directory, self._own, self.wrong = directory, own, []
-        self._memory = Path(tempfile.mkdtemp(prefix="random-faults-", dir="/dev/shm"))
-        directory.mkdir(parents=True)
-        size, parallel = LAYOUTS[layout]
-        places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory, "--log-dir", directory]
-        self._nodes = 2 if tier == "peers" else 1
-        launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
-        if self._nodes > 1:
-            launcher += ["--nnodes", self._nodes, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
-        program = [ROOT / "pretrain_gpt_moe.py", *MODEL, "--train-iters", own.iterations]
-        self._launcher = [sys.executable, "-W", "ignore", *map(str, launcher)]
-        self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *places, *faults]))
-        self._token = secrets.token_hex(32)
-
-    def to_its_end(self, lose_node_at: int | None = None, lose_controller_at: int | None = None) -> float:
-        """Runs it, and notes in ``wrong`` what it should not have done; seconds.
-
-        Args:
-            lose_node_at: iteration after which the second node is lost; None for not at all.
-            lose_controller_at: the same for the controller.
-        """
-        begun = time.monotonic()
-        launchers = [self._start(node) for node in range(self._nodes)]
-        while launchers[0].poll() is None and time.monotonic() - begun < self._own.limit:
-            time.sleep(0.02)
-            if lose_node_at is not None and self._iteration() >= lose_node_at:
-                self._lose(launchers[1])
-                launchers[1], lose_node_at = self._start(1), None
-            if lose_controller_at is not None and self._iteration() >= lose_controller_at:
-                lose_controller_at = None if _kill_controller(launchers[0]) else lose_controller_at
-        if launchers[0].poll() is None:
-            self.wrong.append(f"no end after {self._own.limit:g} s")
-        elif launchers[0].returncode:
-            self.wrong.append(f"exit code {launchers[0].returncode}")
-        seconds = time.monotonic() - begun
-        for launcher in launchers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(5 if launchers[0].poll() is not None else 0)
-            launcher.kill()
-            launcher.wait()
-        self._look_for_leftovers()
-        return seconds
-
-    def _start(self, node: int) -> subprocess.Popen:
-        ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "MOC_TOKEN": self._token}
-        self._temporary(node).mkdir(exist_ok=True)
-        with open(self.directory / "console", "a") as console:
-            return subprocess.Popen(
-                [*self._launcher, "--node-rank", str(node), *self._program],
-                env=os.environ | ours | {"TMPDIR": str(self._temporary(node))},
-                stdout=console,
-                stderr=subprocess.STDOUT,
-            )
-
-    def _iteration(self) -> int:
-        return max((event["iteration"] for event in self.events("iteration")), default=0)
-
-    def _lose(self, launcher: subprocess.Popen) -> None:
-        """A machine is gone: all of its processes at once, what was in its memory, and what it had in /tmp."""
-        processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        launcher.wait()
-        psutil.wait_procs(processes, timeout=30)
-        for path in [*self._memory.glob("*/*-node-1"), self._temporary(1)]:
-            shutil.rmtree(path)
-
-    def _temporary(self, node: int) -> Path:
-        return self.directory / f"tmp{node}"
-
-    def end(self) -> End:
-        """What it has come to."""
-        lines = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events("iteration")}
-        store = Store(LocalPlace(self.directory / "snapshots"))
-        if store.iterations()[-1:] != [self._own.iterations]:
-            return End(lines, {})
-        names = store.manifest(self._own.iterations).files
-        reader = RegionReader(store.place.blob(f"{directory_of(self._own.iterations)}/{name}") for name in names)
-        hashes = {(one.entry.name, one.entry.slot, one.entry.region): one.digest for one in reader.sources()}
-        return End(lines, hashes)
-
-    def events(self, kind: str) -> list[dict]:
-        """The events of a kind."""
-        path = self.directory / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [event for event in map(_loads, lines) if event.get("type") == kind]
-
-    def _look_for_leftovers(self) -> None:
-        time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
-        mine = [p for p in psutil.process_iter(["cmdline"]) if str(self.directory) in " ".join(p.info["cmdline"] or ())]
-        self.wrong += [f"process {process.pid} is left" for process in mine]
-        for process in mine:
-            process.kill()
-        memory = [path for path in self._memory.rglob("*") if path.is_file() and path.stat().st_size]
-        self.wrong += [f"{path} is left" for path in [*memory, *self.directory.glob("tmp*/mocrun-*")]]
-        shutil.rmtree(self._memory)
+    again: list[int] = field(default_factory=list)
+    by_all: list[int] = field(default_factory=list)
 
 
 class Campaign:
-    """Runs one after the other, until enough faults have happened.
+    """Runs one after the other, until all cases have been there and enough faults have happened.
 
     Args:
         own: flags of this benchmark.
@@ -223,11 +82,9 @@ class Campaign:
 
     def rows(self):
         """Gives what became of each run."""
-        fired = 0
-        cases = itertools.product(self._own.tiers, self._own.layouts)
-        cases = [(tier, layout) for tier, layout in cases if tier != "peers" or layout not in ONE_NODE]
-        for number, (tier, layout) in enumerate(itertools.cycle(cases)):
-            if fired >= self._own.faults:
+        fired, cases = 0, [case for case in itertools.product(self._own.layouts, self._own.tiers) if fits(*case)]
+        for number, (layout, tier) in enumerate(itertools.cycle(cases)):
+            if number >= len(cases) and fired >= self._own.faults:
                 return
             row = self._row(layout, tier, self._own.seed * 1000 + number, self._directory / f"run_{number:03d}")
             fired += len(row.fired)
@@ -236,21 +93,19 @@ class Campaign:
     def _row(self, layout: str, tier: str, seed: int, directory: Path) -> Row:
         expected = self._without_faults(layout)
         faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed]
-        chance = random.Random(seed)
-        stop, slow = (_somewhere(kind, chance, LAYOUTS[layout][0], self._own.iterations) for kind in ("stop", "slow"))
-        run = Run(self._own, layout, tier, directory, [*faults, "--inject", stop, slow])
-        chance, last = random.Random(seed), self._own.iterations - 5
-        lose_node_at = chance.randint(2, last) if tier == "peers" else None
-        lose_controller_at = chance.randint(2, last)
-        seconds = run.to_its_end(lose_node_at, lose_controller_at)
+        chance, size = random.Random(seed), LAYOUTS[layout][0]
+        inside = [_somewhere(kind, chance, size, self._own.iterations) for kind in ("stop", "slow")]
+        run = Run(self._own, layout, tier, directory, [*faults, "--inject", *inside])
+        seconds = run.to_its_end(from_outside(chance, layout, tier, self._own.iterations))
         ended = run.end()
-        fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events("inject")]
-        fired += [] if lose_node_at is None else [f"lose node 1 at {lose_node_at}, any"]
-        fired += [f"lose controller at {lose_controller_at}, any"]
+        fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events.of("inject")]
+        fired += map(str, run.done)
         wrong = run.wrong + _differences(ended, expected)
         if not wrong:
             shutil.rmtree(directory)
-        return Row(layout, tier, seed, fired, len(run.events("generation")), wrong, round(seconds, 1))
+        alone, by_all = computed_again(run.events.all())
+        generations = len(run.events.of("generation"))
+        return Row(layout, tier, seed, fired, generations, wrong, round(seconds, 1), alone, by_all)
 
     def _without_faults(self, layout: str) -> End:
         if layout not in self._undisturbed:
@@ -265,20 +120,25 @@ class Campaign:
         return self._undisturbed[layout]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
+    """How many iterations were computed again, by recovery: by stages alone, and by all workers."""
+    alone, by_all, replays = [], [], 0
+    for event in events:
+        if event["type"] == "replay":
+            replays += 1
+        elif event["type"] == "resume" and replays:
+            (alone if event["stages"] else by_all).append(replays)
+            replays = 0
+    return alone, by_all
 
 
-def _kill_controller(launcher: subprocess.Popen) -> bool:
-    """Whether there was one to kill."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(launcher.pid).children():
-            if "moc.runtime.controller" in child.cmdline():
-                child.kill()
-                return True
-    return False
+def from_outside(chance: random.Random, layout: str, tier: str, iterations: int) -> tuple[Outside, ...]:
+    """What is done to a run from outside, and when; not in its last iterations, so that it comes to pass."""
+    actions = ["controller", "agent", "node"] + (["keeper"] if "peers" in tier and nodes_of(layout, tier) > 1 else [])
+    return tuple(
+        Outside(action, chance.randint(2, iterations - 5), chance.choice((0, 1)) if action == "keeper" else -1)
+        for action in actions
+    )
 
 
 def _somewhere(action: str, chance: random.Random, size: int, iterations: int) -> Fault:
@@ -298,11 +158,9 @@ def _differences(ended: End, expected: End) -> list[str]:
     return wrong
 
 
-def _loads(line: str) -> dict:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:  # the line that a killed worker was writing
-        return {}
+def _spread(counts: list[int]) -> dict | None:
+    """Iterations that recoveries computed again."""
+    return {"recoveries": len(counts), "mean": mean(counts), "most": max(counts)} if counts else None
 
 
 def summary(rows: list[Row]) -> dict:
@@ -313,6 +171,8 @@ def summary(rows: list[Row]) -> dict:
         "equal": sum(not row.wrong for row in rows),
         "faults": len(fired),
         "by_point": dict(Counter(fault.rpartition(" ")[2] for fault in fired).most_common()),
+        "computed_again": _spread([count for row in rows for count in row.again]),
+        "computed_again_by_all": _spread([count for row in rows for count in row.by_all]),
         "by_action": dict(Counter(fault.partition(" ")[0] for fault in fired)),
     }
 
@@ -320,14 +180,14 @@ def summary(rows: list[Row]) -> dict:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200, help="runs follow each other until so many have happened")
+    parser.add_argument("--faults", type=int, default=200, help="at least so many")
     parser.add_argument("--layouts", nargs="+", choices=["all", *LAYOUTS], default=["all"], metavar="LAYOUT")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), metavar="TIER")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--iterations", type=int, default=40, help="of each run")
-    parser.add_argument("--mtbf", type=float, default=8.0, help="iterations from one random fault to the next")
-    parser.add_argument("--silence", type=float, default=5.0, help="seconds after which a stopped worker is lost")
-    parser.add_argument("--limit", type=float, default=400.0, help="seconds after which a run hangs")
+    parser.add_argument("--iterations", type=int, default=24, help="of each run")
+    parser.add_argument("--mtbf", type=float, default=6.0, help="iterations from one random fault to the next")
+    parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a stopped worker is lost")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run hangs")
     parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
     parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args(arguments)
@@ -342,7 +202,7 @@ def main() -> int:
     for row in Campaign(own, directory).rows():
         rows.append(row)
         what = "EQUAL" if not row.wrong else f"FAILED: {'; '.join(row.wrong)} (see {directory}/run_{len(rows) - 1:03d})"
-        print(f"{row.layout:17} {row.tier:7} {len(row.fired):3} faults {row.seconds:6.1f} s  {what}", flush=True)
+        print(f"{row.layout:17} {row.tier:13} {len(row.fired):3} faults {row.seconds:6.1f} s  {what}", flush=True)
         if own.output is not None:
             machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
             flags = {name: value for name, value in vars(own).items() if name not in ("output", "directory")}

@@ -6,7 +6,8 @@
 #   --no-venv  use the active environment instead of .venv
 #   --help     this text
 #
-# Everything else goes to pytest; without any, the whole suite runs, two files at a time. Examples:
+# Everything else goes to pytest; without any, the whole suite runs, three files at a time: tests
+# of worker processes wait as much as they compute. Examples:
 #
 #   ./scripts/test.sh tests/unit
 #   ./scripts/test.sh -m "not slow" -x
@@ -25,6 +26,6 @@ done
 
 set_up dev
 cd "$ROOT"
-((${#arguments[@]})) || arguments=(-n 2 --dist loadfile)
+((${#arguments[@]})) || arguments=(-n 3 --dist loadfile)
 say "Running the tests"
 exec "$PYTHON" -m pytest "${arguments[@]}"

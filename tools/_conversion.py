@@ -25,6 +25,7 @@ from moc.store.regions import Entry, FileLayout, bytes_of, digest_of
 from moc.store.store import Store, directory_of, file_of
 
 Advance = Callable[[int], None]
+WITH_FLAGS = "give the flags of the run behind --, and the window that this snapshot is part of is computed again"
 
 
 def write_snapshot(contents: Contents, root: Path, writers: int, advance: Advance) -> Path:
@@ -45,7 +46,7 @@ def write_snapshot(contents: Contents, root: Path, writers: int, advance: Advanc
     facts, store = contents.facts, Store(LocalPlace(root, patience=0.0))
     directory = root / directory_of(facts.iteration)
     store.place.lock()
-    _refuse_to_replace(directory)
+    refuse_to_replace(directory)
     store.remove(facts.iteration)  # what a killed conversion has left
     directory.mkdir(parents=True)
     written, entries = {}, cut(contents.tensors, writers)
@@ -89,7 +90,7 @@ def write_dense(
     state = _training_state(contents) | {"params_dtype": DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
     places = _places(weights)
-    _refuse_to_replace(files.directory_of(root, iteration))
+    refuse_to_replace(files.directory_of(root, iteration))
     _refuse_to_disturb(root, iteration)
     staging = files.start(root, iteration)
     boxes = [_weight(weights, entry, places[entry.name], advance) for entry in weights.tensors]
@@ -146,17 +147,28 @@ def check_whole(contents: Contents) -> None:
         CheckpointError: what is missing, and of what.
     """
     state, slots = contents.facts.state, contents.slots()
+    window = contents.facts.policy == "sparse"  # of which each snapshot has a part
     if missing := _missing(slots, state.get("shape")):
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
-        raise CheckpointError(f"{missing[0]} is not there{others}: only a whole model can be converted")
+        remedy = WITH_FLAGS if window else "only a whole model can be converted"
+        raise CheckpointError(f"{missing[0]} is not there{others}: {remedy}")
     needed = SLOTS.get(state.get("optimizer"), (PARAM,))
     for name, found in slots.items():
         wanted = (PARAM,) if name.endswith(BUFFER) else needed
         if lacking := sorted(set(wanted) - found.keys()):
-            raise CheckpointError(
-                f"there is no {' and no '.join(lacking)} of {name}: --no-optim converts the weights without the "
-                "state of the optimizer"
-            )
+            remedy = WITH_FLAGS if window else "--no-optim converts the weights without the state of the optimizer"
+            raise CheckpointError(f"there is no {' and no '.join(lacking)} of {name}: {remedy}")
+
+
+def refuse_to_replace(directory: Path) -> None:
+    """Nothing that is there goes, but the files of a conversion or save that was killed before its manifest.
+
+    Raises:
+        CheckpointError: there is more.
+    """
+    there = os.listdir(directory) if directory.exists() else []
+    if not all(name.startswith(("rank_", ".rank_")) for name in there):
+        raise CheckpointError(f"{directory} is there already: remove it, or name another directory to write to")
 
 
 def _missing(names: Iterable[str], shape: dict | None) -> list[str]:
@@ -193,13 +205,6 @@ def _weight(weights: Contents, entry: Entry, place: Place, advance: Advance) -> 
         return weights.read(entry.name, entry.slot, entry.region).reshape(place.region.shape)
 
     return Weight(place.key, place.global_shape, place.region, entry.dtype, values)
-
-
-def _refuse_to_replace(directory: Path) -> None:
-    """Nothing that is there goes, but the files of a conversion or save that was killed before its manifest."""
-    there = os.listdir(directory) if directory.exists() else []
-    if not all(name.startswith(("rank_", ".rank_")) for name in there):
-        raise CheckpointError(f"{directory} is there already: remove it, or name another directory to write to")
 
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:

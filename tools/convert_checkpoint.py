@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from _checkpoint import SNAPSHOT, choose, files, format_of, human, is_checkpoint
@@ -17,10 +20,17 @@ examples:
   python tools/convert_checkpoint.py snapshots checkpoints                  # Format v1 to dense
   python tools/convert_checkpoint.py checkpoints snapshots --writers 8      # dense to Format v1, in 8 files
   python tools/convert_checkpoint.py snapshots/iter_0000100 recut --to snapshot --writers 2
+  python tools/convert_checkpoint.py snapshots checkpoints -- --model tiny ...   # a window of sparse snapshots
 
 snapshot    Format v1 (docs/format_v1.md): what the policies save
 torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and optimizer
             state, schedule and position beside them, with which --load goes on bit by bit as the run would have
+
+A window of --ckpt-policy sparse is converted as a run goes on from it (docs/moevement.md): pretrain_gpt_moe.py computes
+its iterations again.  That takes the data, as many processes as the run had (or --nproc-per-node), and behind -- the
+flags of the run; those that say where and when to save, load, log or evaluate are passed over.  In the layout of the
+run the result is its state to the last bit, in another one as close as floating point allows.  Where the losses are
+not what they were, nothing is written.
 
 Neither depends on a parallel layout.  Tensors are converted one by one: memory holds some of them, and one file of
 weights, whatever the size of the model.
@@ -35,7 +45,10 @@ exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the comm
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Convert a checkpoint.", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="%(prog)s [options] SOURCE OUTPUT [-- FLAGS]",
+        description="Convert a checkpoint.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a directory of checkpoints, or one iter_* in it")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory to write an iter_* into")
@@ -60,6 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MB",
         help="size of a file of weights in torch_dist; memory holds one of them (default: %(default)s)",
     )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="with FLAGS: processes that compute a window again (default: as many as the run had)",
+    )
     parser.add_argument("--trust", action="store_true", help="read torch_dist that has no manifest of ours: see below")
     return parser
 
@@ -74,13 +93,17 @@ def main(argv: list[str] | None = None) -> int:
         The exit status.
     """
     parser = build_parser()
-    args = parser.parse_args(argv)
+    own, flags = _split(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(own)
+    args.flags = flags
     if not args.source.is_dir():
         parser.error(f"{args.source} is not a directory")
     if is_checkpoint(args.source) and args.iteration is not None:
         parser.error(f"{args.source} is one checkpoint: give the directory that it is in, or drop --iteration")
     if args.writers is not None and args.writers < 1 or args.max_file_size < 1:
         parser.error("--writers and --max-file-size must be at least 1")
+    if args.nproc_per_node is not None and (args.nproc_per_node < 1 or not flags):
+        parser.error("--nproc-per-node must be at least 1, and is of use only with the flags of a run behind --")
     try:
         written = convert(args)
     except files.CheckpointError as error:
@@ -95,11 +118,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The tool's own command line, and the flags of a run."""
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    return own, argv[len(own) + 1 :]
+
+
 def convert(args: argparse.Namespace) -> Path:
     """Converts what the command line says.
 
     Args:
-        args: The command line.
+        args: The command line, and ``flags``, those of a run.
 
     Returns:
         The directory that was written.
@@ -107,13 +136,37 @@ def convert(args: argparse.Namespace) -> Path:
     Raises:
         CheckpointError: It cannot be converted.
     """
+    if args.flags:
+        with _computed_again(args) as directory:
+            return _convert(directory, args.to or TORCH_DIST, args)
+    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
+    return _convert(directory, args.to or (TORCH_DIST if format_of(directory) == SNAPSHOT else SNAPSHOT), args)
+
+
+@contextlib.contextmanager
+def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
+    """A dense checkpoint of the state at the end of a window, until it is converted."""
+    from _contents import iteration_of
+    from _conversion import refuse_to_replace
+    from _window import compute_again, window_in
+
+    one, root = is_checkpoint(args.source), args.source.resolve()
+    window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
+    refuse_to_replace(files.directory_of(args.output, window.end.iteration))
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".window-", dir=args.output) as scratch:
+        directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
+        if not exact:
+            print("computed again in another layout: the run's state as far as floating point allows", file=sys.stderr)
+        yield directory
+
+
+def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     from _contents import DTYPES, MASTER, SnapshotContents
     from _conversion import check_whole, write_dense, write_snapshot
     from _dense_contents import DenseContents
 
-    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
     from_snapshot = format_of(directory) == SNAPSHOT
-    target = args.to or (TORCH_DIST if from_snapshot else SNAPSHOT)
     with progress(_size(directory), "verifying") as advance:
         contents = SnapshotContents(directory) if from_snapshot else DenseContents(directory, args.trust, advance)
     dtype = DTYPES.get(_dtype(contents.facts.state.get("params_dtype"), args.dtype))

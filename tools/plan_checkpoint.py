@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints how many bytes the busiest rank saves under each sharding rule, for any model and layout; needs no GPU."""
+"""Prints how many bytes the busiest rank saves, and which policy to use, for any model and layout; needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import _explain_policy
 from _explain_k import add_flags, explained, measured
 from _model import config_of, operators_of
 
@@ -48,6 +49,8 @@ examples:
   python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --json
   python tools/plan_checkpoint.py --case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 \\
       --snapshot-gbs 1 --persist-gbs 0.1 --restart-s 120 --mtbf-hours 24 --plt-limit 0.0375
+  python tools/plan_checkpoint.py --model qwen-moe-14b --world 96 --pp 6 --ep 8 --explain-policy \\
+      --cluster a100-80gb --tier peers --mtbf-hours 1 --exact-only --host-memory-gb 400
 
 Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage, "forced" the most that
 some rank is the only holder of; no rule can go below either, and "over" says how far above the larger of them the best
@@ -82,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-zero", action="store_true", help="optimizer state is replicated, not partitioned")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     add_flags(parser)
+    _explain_policy.add_flags(parser)
     return parser
 
 
@@ -105,14 +109,17 @@ def main(argv: list[str] | None = None) -> int:
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
         busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
         choice = choose(measured(args, busiest), Limits(plt=args.plt_limit)) if args.explain_k else None
+        policy = _explain_policy.chosen(args, *plan.shape) if args.explain_policy else None
     except (ToolError, ValueError) as error:
         print(f"plan_checkpoint: {error}", file=sys.stderr)
         return 1
     if args.json:
         told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
+        told |= {"policy": policy and _explain_policy.told(*policy)}
         print(json.dumps(plan.facts() | told, indent=2))
     else:
         more = ([_rank_table(plan, ranks)] if ranks else []) + ([explained(choice)] if choice else [])
+        more += [_explain_policy.explained(*policy)] if policy else []
         print(_title(plan), _table(rows), *more, sep="\n\n")
     return 0
 
@@ -135,6 +142,7 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> Plan:
         extra = Scheme(args.experts or "equal", args.others or "adaptive")
         schemes[f"{extra.experts}+{extra.others}"] = extra
     return Plan(
+        config=config,
         name=config.model or "model",
         operators=operators_of(config, args.vocab_size),
         layout=layout,
@@ -195,6 +203,7 @@ class Row:
 class Plan:
     """A model, a layout, and what is saved of it."""
 
+    config: Config
     name: str
     operators: list[Operator]
     layout: Layout
@@ -205,6 +214,11 @@ class Plan:
     checkpoint: int
     num_experts: int
     schemes: dict[str, Scheme]
+
+    @property
+    def shape(self) -> tuple[Config, list[Operator], Layout, StateBytes]:
+        """What a policy is chosen for."""
+        return self.config, self.operators, self.layout, self.state
 
     @property
     def moe_layers(self) -> list[int]:

@@ -25,7 +25,9 @@ from moc.simulate.failures import Faults, read_trace
 from moc.simulate.planner import Limits, plan
 from moc.simulate.policies import POLICIES, Options, Setup
 from moc.simulate.profile import read_profile
+from moc.simulate.recoveries import fitted
 from moc.simulate.result import Result, mean_of
+from moc.simulate.ways import Parts
 
 EPILOG = """\
 Flags of pretrain_gpt_moe.py that shape the model work here too, such as --num-layers or --num-experts.
@@ -93,6 +95,12 @@ def _model_flags(group) -> None:
     group.add_argument("--profile", metavar="EVENTS", help="take times and bandwidths from a run's events.jsonl")
     group.add_argument(
         "--scale-to", metavar="gpus=N", help="of --profile: more data-parallel ranks, as much work for each"
+    )
+    group.add_argument(
+        "--ways",
+        choices=("papers", "program"),
+        default="papers",
+        help="how policies come back: as the papers' do (default), or as our program does, by --profile's recoveries",
     )
     for name, text in (("host", "from a GPU to host memory"), ("storage", "of the job to storage")):
         group.add_argument(f"--{name}-gbs", type=float, metavar="X", help=f"GB/s {text}")
@@ -225,9 +233,18 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
         pipelines=pipelines,
     )
     timing = _timing(args, operators, layout, cluster, work)
-    return Setup(
-        operators, layout, cluster, timing, work, total_iterations=math.ceil(3600 * args.hours / timing.iteration_s)
-    )
+    total = math.ceil(3600 * args.hours / timing.iteration_s)
+    return Setup(operators, layout, cluster, timing, work, total_iterations=total, program=_program(args))
+
+
+def _program(args: argparse.Namespace) -> Parts | None:
+    """What a recovery of our program takes, where policies are to come back as it does."""
+    if args.ways == "papers":
+        return None
+    seen = read_profile(args.profile).recoveries if args.profile else ()
+    if not seen:
+        raise ValueError("--ways program takes its times from a run: give --profile one in which workers were lost")
+    return dataclasses.replace(fitted(seen), more_s=0.0)  # nodes that are lost together do not share processors
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

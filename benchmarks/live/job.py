@@ -74,6 +74,7 @@ class Job:
         memory: for snapshots in memory; it is made, and removed at the end.  None where there are none.
         keep: whether a line of the job's output is to be remembered; all of them by default.
         environment: variables beside this process's own.
+        python: the interpreter.
 
     Attributes:
         events: what the job has told.
@@ -88,6 +89,7 @@ class Job:
         memory: Path | None = None,
         keep: Callable[[str], bool] = lambda _: True,
         environment: dict[str, str] | None = None,
+        python: str = sys.executable,
     ):
         self.events, self.said = Events(directory / "log" / "events.jsonl"), []
         self._memory, self._keep = memory, keep
@@ -97,7 +99,7 @@ class Job:
         command = [*command, "--log-dir", directory / "log"]
         alike = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *map(str, command)],
+            [python, "-W", "ignore", *map(str, command)],
             env=os.environ | alike | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

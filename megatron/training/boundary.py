@@ -7,7 +7,7 @@ in the 1F1B and the interleaved schedule, with batched and unbatched messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from megatron.core import parallel_state
@@ -61,38 +61,63 @@ class Recorder(P2PCommunicator):
         return super()._communicate(tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **receiving)
 
 
-class Replayer(P2PCommunicator):
-    """Receives from a source in place of the neighbours, and shows what it would send to a sink; for one iteration.
+class Replayer(Recorder):
+    """The same where some stages compute an iteration again: what others sent them comes from a source.
 
-    Nothing is communicated: the other stages need not be there (MoEvement, section 3.4).
+    Nothing is communicated with those others, which need not be there (MoEvement, section 3.4); stages that compute
+    again together communicate as ever.
 
     Args:
         core_config: of the model.
         pipeline: all stages.
-        source: gives what this stage received when the iteration was computed first.
-        sink: takes what the stage sends.
+        sink: sees each tensor that this stage sends.
+        source: gives what this stage received from others when the iteration was computed first.
+        stages: that compute again; by default this one alone.
     """
 
-    def __init__(self, core_config: TransformerConfig, pipeline: Pipeline, source: Source, sink: Sink):
-        super().__init__(parallel_state.get_pipeline_model_parallel_group(), core_config)
+    def __init__(
+        self,
+        core_config: TransformerConfig,
+        pipeline: Pipeline,
+        sink: Sink,
+        source: Source,
+        stages: Collection[int] | None = None,
+    ):
+        super().__init__(core_config, pipeline, sink)
         stage = self.pp_group.rank()
-        self._sending, self._source = _Sending(pipeline, stage, sink), source
-        self._next = {direction: iter(pipeline.received(stage, direction)) for direction in Direction}
+        beside = {way: pipeline.sender(stage, way) for way in Direction}
+        # a stage receives activations from the one before it, and gradients from the next
+        self._with_previous, self._with_next = (one in (stages or ()) for one in beside.values())
+        self._source = source
+        self._next = {way: iter(pipeline.received(stage, way)) for way in Direction}
 
     def _communicate(
         self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True
     ):
-        self._sending(tensor_send_next, tensor_send_prev)
-        activation = self._receive(Direction.FORWARD, tensor_shape) if recv_prev else None
-        gradient = self._receive(Direction.BACKWARD, tensor_shape) if recv_next else None
         busy = {
             "send_next": tensor_send_next is not None,
             "send_prev": tensor_send_prev is not None,
             "recv_prev": recv_prev,
             "recv_next": recv_next,
         }
-        # a schedule that waits later looks for one request by message
-        return activation, gradient, None if wait_on_reqs else {name: _Done() for name, is_so in busy.items() if is_so}
+        self._sending(tensor_send_next, tensor_send_prev)
+        activation, gradient, requests = P2PCommunicator._communicate(
+            self,
+            tensor_send_next=tensor_send_next if self._with_next else None,
+            tensor_send_prev=tensor_send_prev if self._with_previous else None,
+            recv_prev=recv_prev and self._with_previous,
+            recv_next=recv_next and self._with_next,
+            tensor_shape=tensor_shape,
+            wait_on_reqs=wait_on_reqs,
+        )
+        if recv_prev and not self._with_previous:
+            activation = self._receive(Direction.FORWARD, tensor_shape)
+        if recv_next and not self._with_next:
+            gradient = self._receive(Direction.BACKWARD, tensor_shape)
+        if wait_on_reqs:
+            return activation, gradient, None
+        done = {name: _Done() for name, is_so in busy.items() if is_so}  # looked for one by message
+        return activation, gradient, done | dict(requests or {})
 
     def _receive(self, direction: Direction, shape) -> torch.Tensor:
         logged = self._source(next(self._next[direction]))

@@ -14,6 +14,7 @@ from megatron.training.agreement import first_line
 from megatron.training.config import Config, global_batch_size, train_iterations
 from megatron.training.initialize import World
 from megatron.training.optimizer import VotedOptimizer
+from megatron.training.step import StepRecord
 from moc.state.optimizer import get_step, members
 from moc.state.parameters import unwrap
 from moc.store.errors import CheckpointError
@@ -33,6 +34,14 @@ class Position:
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
+
+    def after(self, record: StepRecord) -> Position:
+        """The position after an iteration."""
+        return Position(
+            iteration=record.iteration,
+            consumed_samples=self.consumed_samples + record.samples,
+            skipped_iterations=self.skipped_iterations + record.skipped,
+        )
 
 
 def described_weights(chunks: list[DistributedDataParallel]) -> dict:

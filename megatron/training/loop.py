@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from dataclasses import replace
 
+from megatron.training.auto_policy import PlannedAnew
 from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
 from megatron.training.faults import inject_faults
@@ -49,6 +49,8 @@ def pretrain(config: Config, providers: Providers) -> int:
             return EXIT_REQUEUE
         except NothingToGoOnFrom:
             job.start_over()
+        except PlannedAnew:
+            loss = None
         except Exception as error:
             loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
         parts.go_on_after(loss)
@@ -67,7 +69,8 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
     """Iterates, evaluates and saves until the end, or until somebody asks to stop."""
     collect_garbage_by_hand(run)
     run.log.skip_time()
-    while run.position.iteration < run.train_iters:
+    last = run.position.iteration if run.config.training.skip_train else run.train_iters
+    while run.position.iteration < last:
         record = iterate(run, stop)
         stopping = record.stop
         if due(run.config.validation.eval_interval, run) and not stopping:
@@ -77,6 +80,8 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
             save(run)
         if stopping or exiting:
             return leave(run, stop)
+        if run.position.iteration < run.train_iters:
+            plan_anew(run)
     return finish(run, stop)
 
 
@@ -86,7 +91,8 @@ def iterate(run: Run, stop: StopRequests) -> StepRecord:
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
-    run.position = advance(run.position, record)
+    run.position = run.position.after(record)
+    run.records.add(record)
     progress("save")
     run.snapshots.take(run.position, record, step_s=time.perf_counter() - begun)
     run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
@@ -94,6 +100,17 @@ def iterate(run: Run, stop: StopRequests) -> StepRecord:
     if due(run.config.training.manual_gc_interval, run):
         gc.collect()
     return record
+
+
+def plan_anew(run: Run) -> None:
+    """With ``--ckpt-policy auto``: begins again where another policy is to be in force, once all is saved.
+
+    Raises:
+        PlannedAnew: it is so, on all workers alike.
+    """
+    if run.auto is not None and run.auto.plans_anew(run.position.iteration):
+        secure(run)
+        raise PlannedAnew
 
 
 def collect_garbage_by_hand(run: Run) -> None:
@@ -113,16 +130,6 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def advance(position, record: StepRecord):
-    """The position after an iteration."""
-    return replace(
-        position,
-        iteration=record.iteration,
-        consumed_samples=position.consumed_samples + record.samples,
-        skipped_iterations=position.skipped_iterations + record.skipped,
-    )
 
 
 def due(interval: int | None, run: Run) -> bool:
@@ -161,8 +168,10 @@ def save(run: Run) -> None:
 
 
 def secure(run: Run) -> None:
-    """The run ends here: all of its state goes to storage."""
+    """The run ends here, or begins again: all of its state goes to storage."""
     progress("save")
+    if run.auto is not None:
+        run.auto.ends()
     run.snapshots.secure(run.position)
     run.checkpoints.finish()
 
@@ -185,11 +194,11 @@ def leave(run: Run, stop: StopRequests) -> int:
 
 
 def finish(run: Run, stop: StopRequests) -> int:
-    """All iterations are done: save, and report the final losses."""
+    """All iterations are done, or none are wanted: save, and report the final losses."""
     save(run)
     secure(run)
     run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)
-    run.log.message("training is done")
+    run.log.message("training is skipped" if run.config.training.skip_train else "training is done")
     if report_loss(run, "valid", 0, stop):
         report_loss(run, "test", 0, stop)
     return EXIT_DONE

@@ -35,6 +35,8 @@ class VotedOptimizer:
             module for chunk in chunks for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
         ]
         self._next_biases: list[torch.Tensor] = []
+        self.reduced: int | None = None
+        """The iteration, counted from 1, of which this rank has the reduced gradients; None while it has none."""
 
     @property
     def loss_scale(self) -> float:
@@ -49,6 +51,7 @@ class VotedOptimizer:
 
     def zero_grad(self) -> None:
         """Drops the gradients of the previous iteration, which were kept until now."""
+        self.reduced = None
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.core.zero_grad()

@@ -9,10 +9,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
+from megatron.training.auto_policy import Auto
 from megatron.training.auxiliary import AuxiliaryLosses
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
+from megatron.training.config.snapshot import AUTO
 from megatron.training.data import Batch, BatchStream, Datasets
 from megatron.training.half_done import forget_half_done
 from megatron.training.initialize import World
@@ -25,7 +27,7 @@ from megatron.training.replay import Repetition
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
 from megatron.training.snapshots import Snapshots
-from megatron.training.step import Stepper, sum_over_workers
+from megatron.training.step import Records, Stepper, sum_over_workers
 from megatron.training.stopping import StopRequests
 from megatron.training.survivors import Left
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
@@ -60,9 +62,11 @@ class Parts:
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
+        auto: what chooses the policy, with ``--ckpt-policy auto``.
         saving: what saves the state, once training has started.
         changed: the state is not that which was built any more.
         left: what the state is, if an iteration was cut off that has not changed it.
+        records: of the iterations of late.
     """
 
     config: Config
@@ -75,9 +79,11 @@ class Parts:
     train_iters: int
     vocab_size: int
     log: Log
+    auto: Auto | None
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
     changed: bool = False
     left: Left = field(default_factory=Left)
+    records: Records = field(default_factory=Records)
 
     def met(self, loss: Loss | None) -> None:
         """All workers are there again, if one was lost."""
@@ -90,7 +96,7 @@ class Parts:
         self.met(loss)
         if self.saving is not None:
             checkpoints, snapshots = self.saving
-            self.left.live = snapshots.live
+            self.left.live, self.left.reduced = snapshots.live, self.optimizer.reduced
             checkpoints.close()
             snapshots.close()
             self.saving = None
@@ -102,11 +108,13 @@ class Run:
     """A worker's parts, and how far it has come.
 
     Attributes:
+        auto: as in :class:`Parts`.
         streams: as in :class:`Parts`.
         splits: the splits that have data, the same on all workers.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
         position: iterations and samples completed.
+        records: what iterations of late decided; with what snapshots and logs hold it makes them repeatable.
     """
 
     config: Config
@@ -114,12 +122,14 @@ class Run:
     stepper: Stepper
     checkpoints: Checkpoints
     snapshots: Snapshots | NoSnapshots
+    auto: Auto | None
     log: Log
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
     vocab_size: int
     position: Position
+    records: Records
 
     def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
         """This worker's micro batches of a split from a position on; None on stages that read no data."""
@@ -161,7 +171,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     streams = _streams(config, world, datasets, micro_batches)
     stop.check_set_up(world)
     phases.done("data")
-    return Parts(config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log)
+    auto = Auto(config, log) if config.snapshot.ckpt_policy == AUTO else None
+    return Parts(config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log, auto)
 
 
 def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
@@ -192,9 +203,10 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    repeat = Repetition(stepper, parts.streams["train"])
-    left = parts.left if parts.changed else None
-    position, snapshots = begin(config, world, *state, parts.vocab_size, checkpoints, log, repeat, crossing, left)
+    repetition, left = Repetition(stepper, parts.streams["train"]), parts.left if parts.changed else None
+    position, snapshots = begin(
+        config, world, *state, parts.vocab_size, checkpoints, log, repetition, parts.records, left, parts.auto
+    )
     stepper = replace(stepper, rider=snapshots)
     log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
@@ -214,8 +226,9 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         startup_s=phases.seconds,
     )
     parts.changed = True
-    sizes = parts.train_iters, parts.vocab_size
-    return Run(config, world, stepper, checkpoints, snapshots, log, parts.streams, splits, *sizes, position)
+    saving, sizes = (checkpoints, snapshots, parts.auto), (parts.train_iters, parts.vocab_size)
+    data = parts.streams, splits, *sizes
+    return Run(config, world, stepper, *saving, log, *data, position, parts.records)
 
 
 def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:

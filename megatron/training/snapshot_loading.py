@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import NoReturn
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -17,28 +17,23 @@ from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.replay import Repeat, check_freezing, convert, is_repeated, record_of
+from megatron.training.replay import Repetition, Replay, check_freezing, convert, record_of
+from megatron.training.snapshot_reading import Key, Problem, SnapshotReader
 from megatron.training.snapshot_tiers import Tiers
-from megatron.training.step import StepRecord
-from megatron.training.survivors import Left, Survivors
+from megatron.training.step import Records, StepRecord
+from megatron.training.survivors import Left, Live, Survivors
 from megatron.training.tokens import TokenBook
-from moc.faults import reach
 from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import Inventory, Plan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot
+from moc.recovery.sources import MEMORY, Held, Moment, Recovery
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
-from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest
-from moc.store.regions import MissingRegionError, RegionReader
-from moc.store.store import Store, directory_of, file_of
-
-Key = tuple[int, str]
-"""Tells a checkpoint from the others: see :class:`Held`."""
+from moc.store.store import directory_of
 
 LIVE = "live"
 """In place of a tier, where the state comes from the workers that are left."""
@@ -74,7 +69,8 @@ class SnapshotLoader:
         policy: which goes on from what it was told.
         tokens: the token ledger, where snapshots are partial.
         log: where to report.
-        repeat: computes an iteration again.
+        repetition: computes iterations again.
+        records: of iterations of late, as far as this worker knows them.
     """
 
     def __init__(
@@ -88,12 +84,15 @@ class SnapshotLoader:
         policy: Policy,
         tokens: TokenBook | None,
         log: Log,
-        repeat: Repeat,
+        repetition: Repetition,
+        records: Records,
     ):
         self._config, self._world, self._state, self._log = config, world, state, log
-        self._repeat = repeat
+        self._repetition, self._records = repetition, records
         self._optimizer, self._scheduler, self._policy, self._tokens = optimizer, scheduler, policy, tokens
+        self._stage = world.pipeline_rank
         self._storage, self._memory, self._leads_node = tiers.storage, tiers.memory, tiers.leads_node
+        self._reader = SnapshotReader(config, world, state, tiers)
         self._damage: str | None = None
 
     def find(self) -> list[Held]:
@@ -127,10 +126,15 @@ class SnapshotLoader:
         while plan := next(self._plans(held, left), None):
             if oldest is not None and plan.iteration < oldest:
                 break
+            if plan.stages and (damaged := self._damaged_logs(plan)):
+                left = left.without_logs(damaged)
+                continue
             if mine is not None and self._world.rank not in plan.keep:
                 mine.live = None  # it is about to be written over
             saved, bad = self._follow(plan, left)
             if not bad:
+                if mine is not None:  # should another worker be lost before training goes on
+                    mine.live = Live(_position(saved), saved)
                 return Loaded(plan, _position(saved), _record(saved), held)
             for problem in bad.values():
                 self._note(problem)
@@ -153,32 +157,60 @@ class SnapshotLoader:
 
     def _plans(self, held: list[Held], left: Survivors) -> Iterator[Plan]:
         only = None if left.again else self._config.checkpoint.ckpt_step
-        return plans(Inventory(held, left.live, left.pieces), self._policy.operators, self._policy.exact, only)
+        return plans(
+            Inventory(held, left.live, left.pieces, left.logs), self._policy.operators, self._policy.exact, only
+        )
+
+    def _damaged_logs(self, plan: Plan) -> dict[int, list[int]]:
+        """By rank, iterations of which its log is there, but could not be served."""
+        damaged = []
+        if self._stage not in plan.stages:
+            damaged = self._repetition.stepper.boundaries.damaged(plan.again, plan.stages)
+        told = {rank: iterations for rank, iterations in enumerate(gather(damaged)) if iterations}
+        if told:
+            self._log.message(f"WARNING: upstream logs of workers {', '.join(map(str, told))} are damaged")
+        return told
 
     def _follow(self, plan: Plan, left: Survivors) -> tuple[Mapping | None, dict[Key, str]]:
         """What of the state is not a tensor, once all is there; or by checkpoint what is wrong with it."""
-        begun = time.perf_counter()
-        if plan.way is None:
-            taken, saved = exchange(plan.copies, self._state, self._world.rank), left.states[plan.iteration]
-            self._restore(saved, left.steps[plan.iteration], self._policy.name, "the workers that are left")
-            if self._tokens is not None:
-                self._tokens.goes_on(saved["ledger"])
-            self._report(plan, sum(gather(taken)), begun)
-            return saved, {}
+        begun, amount, manifests = time.perf_counter(), 0, {}
+        if plan.way is not None:
+            manifests, bad = self._load(plan)
+            if bad:
+                return None, bad
+            amount = sum(manifest.bytes for manifest in manifests.values())
+        if plan.way is None or plan.stages:
+            amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
+            saved = self._join(plan, left)
+        else:
+            self._restore_from(plan.way, manifests)
+            saved = manifests[plan.way.base.key].state
+        self._report(plan, amount, begun)
+        return saved, {}
+
+    def _join(self, plan: Plan, left: Survivors) -> Mapping:
+        """Brings all workers to where those are who keep their state; what of it is not a tensor."""
+        saved = left.states[plan.iteration]
+        if self._world.rank in plan.complete:
+            self._repetition.complete(_record(saved))
+        self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
+        if self._tokens is not None:
+            self._tokens.goes_on(saved["ledger"])
+        return saved
+
+    def _load(self, plan: Plan) -> tuple[dict[Key, Manifest], dict[Key, str]]:
+        """Loads what a plan has loaded, and computes again what it has computed again."""
         if len(plan.way.moments) > 1:
             check_freezing(self._state)
-        fragments = {} if self._world.rank in plan.keep else self._fragments(plan.way)
-        manifests, bad = self._manifests(plan.way, fragments)
+        keeps = self._world.rank in plan.keep | plan.complete
+        fragments = {} if keeps else self._reader.fragments(plan.way)
+        manifests, problem = self._reader.manifests(plan.way, fragments)
+        bad = self._agree(problem)
         if not bad:
-            where = self._where(plan.way.base)
-            self._check(manifests[plan.way.base.key], where)
-            self._log.message(f"loading snapshot {where}")
-            bad = self._fill(plan.way, manifests, fragments)
-        if bad:
-            return None, bad
-        self._restore_from(plan.way, manifests)
-        self._report(plan, sum(manifest.bytes for manifest in manifests.values()), begun)
-        return manifests[plan.way.base.key].state, {}
+            self._reader.check(plan.way.base, manifests[plan.way.base.key])
+            self._log.message(f"loading snapshot {self._reader.where(plan.way.base)}")
+            bad = self._fill(plan, manifests, fragments)
+        return manifests, bad
 
     def _forget_moments(self) -> None:
         """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
@@ -189,33 +221,9 @@ class SnapshotLoader:
         """Another model is refused by name, before anybody wonders what of it is missing."""
         newest = max((one for one in held if one.tier != MEMORY), key=lambda one: one.iteration, default=None)
         if newest is not None:
-            self._check(self._store(newest).manifest(newest.iteration), self._where(newest))
+            self._reader.check(newest, self._reader.store(newest).manifest(newest.iteration))
 
-    def _fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
-        """By checkpoint, what this worker takes from it."""
-        fragments: dict[Key, list[Fragment]] = defaultdict(list)
-        for moment in way.moments:
-            for fragment in self._state.fragments(moment.full, Detail.FULL):
-                fragments[moment.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
-            for fragment in self._state.fragments(moment.frozen, Detail.COMPUTE):
-                fragments[moment.sources[fragment.operator, COMPUTE].key].append(fragment)
-        return fragments
-
-    def _manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], dict[Key, str]]:
-        """Of what this worker reads; and by checkpoint what is wrong with it, as all workers know."""
-        manifests, problem = {}, None
-        needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
-        for one in way.used():
-            try:
-                if one.key in needed:  # the memory of another node cannot be read here, and need not
-                    manifests[one.key] = self._store(one).manifest(one.iteration)
-                    if one.iteration > way.moments[0].iteration:
-                        record_of(manifests[one.key].state, self._where(one))
-            except CheckpointError as error:
-                problem = problem or (one.key, str(error))
-        return manifests, self._agree(problem)
-
-    def _agree(self, problem: tuple[Key, str] | None) -> dict[Key, str]:
+    def _agree(self, problem: Problem | None) -> dict[Key, str]:
         """By checkpoint what is wrong with it, for all that any worker has found."""
         return {tuple(key): text for key, text in filter(None, gather(problem))}
 
@@ -223,82 +231,77 @@ class SnapshotLoader:
         self._damage = self._damage or problem
         self._log.message(f"WARNING: {problem}; an older snapshot is tried")
 
-    def _store(self, held: Held) -> Store:
-        return self._memory if held.tier == MEMORY else self._storage
-
-    def _where(self, held: Held) -> str:
-        return self._store(held).place.path(directory_of(held.iteration))
-
-    def _check(self, manifest: Manifest, where: str) -> None:
-        contents.check_shape(self._config, manifest.state["shape"], where)
-        contents.check_optimizer(self._config, manifest.state["optimizer"], where)
-
-    def _fill(
-        self, way: Recovery, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
-    ) -> dict[Key, str]:
+    def _fill(self, plan: Plan, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]) -> dict[Key, str]:
         """Fills this worker's state; by checkpoint what is wrong with it, as all workers know."""
         bad: dict[Key, str] = {}
+        known = self._known(range(plan.way.iteration + 1, plan.iteration + 1))
 
         def load(moment: Moment) -> bool:
-            bad.update(self._agree(self._fill_at(moment, manifests, fragments)))
+            bad.update(self._agree(self._reader.fill(moment, manifests, fragments)))
             return not bad
 
-        convert(way.moments, load, self._state, lambda moment: self._compute_again(moment, way, manifests))
+        with self._repetition.by(plan.stages) as replay:
+            again = partial(self._compute_again, way=plan.way, manifests=manifests, replay=replay)
+            if convert(plan.way.moments, load, self._state, again, learns=replay.takes_part):
+                self._catch_up(plan, manifests, known, replay)
+                self._tell(replay, plan)
         return bad
 
-    def _fill_at(
-        self, moment: Moment, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
-    ) -> tuple[Key, str] | None:
-        """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
-        reach("loading")
-        for one in moment.used():
-            if one.key in manifests:
-                manifest = manifests[one.key]
-                problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
-                if problem is not None:
-                    return one.key, problem
-        return None
+    def _known(self, iterations: Sequence[int]) -> list[StepRecord]:
+        """Records of iterations, from whoever knows them; a collective call."""
+        mine = set(self._records.iterations())
+        told = gather(self._records.of(iteration for iteration in iterations if iteration in mine))
+        for record in (record for records in told for record in records):
+            self._records.add(record)
+        return self._records.of(iterations)
 
-    def _compute_again(self, moment: Moment, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+    def _catch_up(
+        self, plan: Plan, manifests: dict[Key, Manifest], records: Sequence[StepRecord], replay: Replay
+    ) -> None:
+        """From a window's end to where the others have stayed."""
+        if not replay.takes_part:
+            for record in records:
+                replay.serve(record.iteration)
+            return
+        base = manifests[plan.way.base.key]
+        if records:
+            self._restore_moment(base.state, _steps(base), plan.way.moments[-1].full, self._reader.where(plan.way.base))
+        position = _position(base.state)
+        for record in records:
+            replay.compute(position, record)
+            position = position.after(record)
+
+    def _compute_again(self, moment: Moment, way: Recovery, manifests: dict[Key, Manifest], replay: Replay) -> None:
         """The iteration after a moment of a window, once the state is that of the moment."""
-        begun = time.perf_counter()
+        if not replay.takes_part:
+            replay.serve(moment.iteration + 1)
+            return
         here, after = (manifests[way.at(moment.iteration + i).key] for i in (0, 1))
-        self._restore_moment(here.state, _steps(here), moment.full, self._where(way.at(moment.iteration)))
-        record = record_of(after.state, self._where(way.at(moment.iteration + 1)))
-        rate = self._optimizer.learning_rate
-        loss = self._repeat(_position(here.state), record)
-        seconds, same = time.perf_counter() - begun, is_repeated(loss, rate, record)
-        self._log.events.write(
-            "replay", iteration=record.iteration, seconds=seconds, frozen=len(moment.frozen), exact=same
-        )
-        if not same:
-            self._log.message(
-                f"WARNING: iteration {record.iteration}, computed again, has loss {loss} and learning rate {rate}; it "
-                f"had {record.loss} and {record.learning_rate}. Layout, data or flags are others than it was saved "
-                "with: the run that goes on is not bit-identical to the one that was"
+        self._restore_moment(here.state, _steps(here), moment.full, self._reader.where(way.at(moment.iteration)))
+        record = record_of(after.state, self._reader.where(way.at(moment.iteration + 1)))
+        replay.compute(_position(here.state), record, len(moment.frozen))
+
+    def _tell(self, replay: Replay, plan: Plan) -> None:
+        for one in replay.repeated():
+            self._log.events.write(
+                "replay",
+                iteration=one.iteration,
+                seconds=one.seconds,
+                frozen=one.frozen,
+                workers=one.workers,
+                stages=sorted(plan.stages),
+                loss=one.loss,
+                exact=one.exact,
             )
-
-    def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
-        try:
-            for fragment in reading_ahead(fragments, reader):
-                self._state.load(fragment, values_for(fragment, reader))
-            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # all, whoever needs them
-                self._store(one).blob(one.iteration, name, manifest.files[name])
-        except MissingRegionError as error:
-            return str(error)
-        except OSError as error:
-            return f"{self._where(one)} cannot be read ({error.strerror or error})"
-        return None
-
-    def _reader(self, one: Held, manifest: Manifest) -> RegionReader:
-        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
-        names = sorted(manifest.files, key=lambda name: name != mine)
-        blobs = (self._store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
-        return RegionReader(blobs, verify=True, lazy=True)
+            if one.exact is False:
+                self._log.message(
+                    f"WARNING: iteration {one.iteration}, computed again, has {one.is_not}. Layout, data or flags are "
+                    "others than it was saved with: the run that goes on is not bit-identical to the one that was"
+                )
 
     def _restore_from(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
         base = manifests[way.base.key]
-        self._restore(base.state, _steps(base), base.policy, self._where(way.base))
+        self._restore(base.state, _steps(base), base.policy, self._reader.where(way.base))
         if self._memory is not None and way.base.tier != MEMORY:
             self._policy.memory_lost()
         if self._tokens is not None:
@@ -349,10 +352,14 @@ class SnapshotLoader:
             bytes=amount,
             seconds=seconds,
             sources=[list(one.key) for one in plan.way.used()] if plan.way else [],
-            kept=len(plan.keep),
+            kept=len(plan.keep) + len(plan.complete),
+            stages=sorted(plan.stages),
         )
         kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
         source = f"from {tier}" if plan.way else "from one another"
+        if plan.stages:
+            stages, first, last = ", ".join(map(str, sorted(plan.stages))), plan.again[0], plan.again[-1]
+            kept += f"stages {stages} alone computed iterations {first} to {last} again; "
         self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source} in {seconds:.2f} s")
 
 

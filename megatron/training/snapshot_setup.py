@@ -16,25 +16,25 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.training import checkpoint_contents as contents
 from megatron.training.agreement import agreed, gather
+from megatron.training.auto_policy import Auto
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
-from megatron.training.config import Config, ConfigError
+from megatron.training.config import Config, ConfigError, layout_sizes
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.no_snapshots import NoSnapshots
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.replay import Repeat, check_freezing
+from megatron.training.replay import Repetition, check_freezing
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.snapshots import Snapshots, Start
-from megatron.training.step import StepRecord
-from megatron.training.survivors import Left, publish_what_is_whole, survivors
+from megatron.training.step import Records, StepRecord
+from megatron.training.survivors import Left, Survivors, publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
-from megatron.training.upstream import Boundaries
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.retention import staying
 from moc.recovery.sources import MEMORY, STORAGE
@@ -67,9 +67,10 @@ def begin(
     vocab_size: int,
     checkpoints: Checkpoints,
     log: Log,
-    repeat: Repeat,
-    boundaries: Boundaries,
+    repetition: Repetition,
+    records: Records,
     mine: Left | None = None,
+    auto: Auto | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
     """Brings all workers to the newest state that there is; a collective call.
 
@@ -82,9 +83,10 @@ def begin(
         vocab_size: rows of the embedding.
         checkpoints: the dense ones.
         log: where to report.
-        repeat: computes an iteration again.
-        boundaries: what logs what crosses pipeline stages, if anything does.
+        repetition: computes iterations again; it knows what logs what crosses pipeline stages, if anything does.
+        records: of iterations of late, as far as this worker knows them.
         mine: what this worker has left of the state; None if it has not trained yet.
+        auto: what chooses the policy, if the flags do not.
 
     Returns:
         Where to go on, and what takes snapshots from there.
@@ -98,17 +100,25 @@ def begin(
         if mine is not None:
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
+    boundaries = repetition.stepper.boundaries
+    if auto is not None:
+        config = auto.in_force(_tiers(config, world), mine, first=world.rank == 0)
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
-        its = _setting(config, world, chunks, optimizer, vocab_size, log, mine is not None, undo)
+        counts = auto is not None and auto.counts_tokens
+        its = _setting(config, world, chunks, optimizer, vocab_size, log, mine is not None, counts, undo)
         if config.snapshot.upstream_logging:
             agreed(lambda: boundaries.open(_memory(config, world, its.tiers.nodes).root), "cannot keep upstream logs")
             undo.callback(boundaries.close)
         loader = SnapshotLoader(
-            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repeat
+            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repetition, records
         )
-        start = _go_on(its, loader, checkpoints, world, log, mine)
+        left = survivors(mine, its.state, world, records, boundaries)
+        start = _go_on(its, loader, checkpoints, world, log, left, mine)
         saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
-        its.policy.sized(lambda operators: max(gather(saved.busiest(operators))))
+        its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
+        if auto is not None:
+            ep = config.parallel.expert_model_parallel_size
+            auto.sized(busiest, its.policy.operators, ep, _stages(config), lambda: _can_freeze(its.state))
         saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
         undo.callback(saver.close)
         snapshots = Snapshots(
@@ -119,12 +129,13 @@ def begin(
             publisher=its.publisher,
             tiers=its.tiers,
             peers=its.peers,
-            describe=_describer(config, world, optimizer, scheduler, its.policy, its.tokens),
+            describe=_describer(config, world, optimizer, scheduler, its.policy, its.tokens, auto),
             blocking=config.snapshot.ckpt_blocking,
             start=start,
             tokens=its.tokens,
             boundaries=boundaries,
             report=SnapshotReport(log, config.snapshot.ckpt_tier),
+            observe=(lambda seen: None) if auto is None else auto.observe,
         )
         snapshots.reserve()
         snapshots.take_again()
@@ -163,6 +174,7 @@ def _setting(
     vocab_size: int,
     log: Log,
     again: bool,
+    counts_tokens: bool,
     undo: contextlib.ExitStack,
 ) -> _Setting:
     tiers = _tiers(config, world)
@@ -176,20 +188,25 @@ def _setting(
         agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
     if policy.replays:
         check_freezing(state)
-    publisher = Publisher(world, policy, tiers, _layout(config, world), log)
+    publisher = Publisher(world, policy, tiers, layout_sizes(config, world.size), log)
     undo.callback(publisher.close)
     tokens = None
-    if policy.counts_tokens:
+    if counts_tokens or policy.counts_tokens:
         tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
         undo.callback(tokens.close)
     return _Setting(tiers, peers, state, policy, stage, publisher, tokens)
 
 
 def _go_on(
-    its: _Setting, loader: SnapshotLoader, checkpoints: Checkpoints, world: World, log: Log, mine: Left | None
+    its: _Setting,
+    loader: SnapshotLoader,
+    checkpoints: Checkpoints,
+    world: World,
+    log: Log,
+    left: Survivors,
+    mine: Left | None,
 ) -> Start:
     """Brings the state to where the run goes on, and removes what it will take anew."""
-    left = survivors(mine, its.state, world)
     publish_what_is_whole(left, its.tiers, its.publisher, world)
     if its.peers is not None:
         its.peers.restore(log)
@@ -221,16 +238,27 @@ def _describer(
     scheduler: OptimizerParamScheduler,
     policy: Policy,
     tokens: TokenBook | None,
+    auto: Auto | None,
 ) -> Callable[[Position, StepRecord | None], dict]:
     """What of the state is not a tensor, at a position."""
     return lambda at, record: {
         **contents.training_state(config, world, at, optimizer, scheduler),
         "record": None if record is None else dataclasses.asdict(record),
         "optimizer": config.regularization.optimizer,
+        "policy": policy.name,
         "interval": policy.interval.state_dict(),
         "policy_state": policy.state_dict(),
         "ledger": tokens.state_dict() if tokens is not None else None,
+        "auto": auto.state_dict() if auto is not None else None,
     }
+
+
+def _can_freeze(state: TrainingState) -> bool:
+    try:
+        check_freezing(state)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _tiers(config: Config, world: World) -> Tiers:
@@ -300,7 +328,7 @@ def _settings(config: Config) -> dict[str, object]:
         "k_persist": snapshot.experts[1],
         "auto": snapshot.chooses_experts,
         "auto_plt_limit": snapshot.pec_plt_limit,
-        "mtbf_s": 3600.0 * snapshot.mtbf_hours,
+        "mtbf_s": snapshot.mtbf_s,
         "one_level": snapshot.ckpt_tier == "disk",
         "selection": snapshot.pec_selection,
         "target": snapshot.pec_target,
@@ -359,15 +387,3 @@ def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
                     f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: {remedy} of a "
                     "node, or take --ckpt-tier disk"
                 )
-
-
-def _layout(config: Config, world: World) -> dict[str, int]:
-    parallel = config.parallel
-    return {
-        "world": world.size,
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "ep": parallel.expert_model_parallel_size,
-        "expert_tp": parallel.expert_tensor_parallel_size,
-        "vpp": config.virtual_pipeline_model_parallel_size or 1,
-    }

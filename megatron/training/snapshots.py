@@ -78,6 +78,7 @@ class Snapshots(Rider):
         tokens: the token ledger, where snapshots are partial.
         boundaries: what logs what crosses pipeline stages, if anything does.
         report: where to say what it costs.
+        observe: who is told, too, what each iteration has shown.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class Snapshots(Rider):
         tokens: TokenBook | None,
         boundaries: Boundaries,
         report: SnapshotReport,
+        observe: Callable[[Observed], None] = lambda seen: None,
     ):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
         self._publisher, self._describe, self._blocking = publisher, describe, blocking
         self._peers, self._tokens, self._boundaries, self._report = peers, tokens, boundaries, report
+        self._observe = observe
         spare = SPARE + (peers is not None)  # one more from which peers copy
         self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
         self._start = start
@@ -168,6 +171,7 @@ class Snapshots(Rider):
         self._compute_s = max(0.0, step_s - (begun - self._voted_at))
         if self._seen is not None:
             self._policy.interval.observe(self._seen)
+            self._observe(self._seen)
             self._report.chosen(position.iteration, self._policy)
             self._seen = None
         if self._tokens is not None:
@@ -406,6 +410,7 @@ class Snapshots(Rider):
         nodes = len(set(self._tiers.nodes))
         amount, seconds = int(tally["snapshot_replicated_bytes"]), tally["snapshot_replicate_s"] / nodes
         self._report.replicated(taken.plan.iteration, amount, seconds)
+        self._heard = dataclasses.replace(self._heard, replicated=Transfer(amount / nodes, seconds))
         self._is_safe(taken)
 
     def _is_safe(self, taken: Taken) -> None:

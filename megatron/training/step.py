@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -66,6 +66,30 @@ class StepRecord:
     auxiliary: dict[str, float] = field(default_factory=dict)
 
 
+class Records:
+    """The step records of late, which replays of their iterations will need."""
+
+    def __init__(self, most: int = 1024):
+        self._most, self._records = most, {}
+
+    def add(self, record: StepRecord) -> None:
+        """Keeps a record; the oldest go."""
+        self._records[record.iteration] = record
+        self._records.pop(record.iteration - self._most, None)
+
+    def iterations(self) -> list[int]:
+        """Of which there is a record."""
+        return sorted(self._records)
+
+    def of(self, iterations: Iterable[int]) -> list[StepRecord]:
+        """Those of some iterations.
+
+        Raises:
+            KeyError: there is none of one of them.
+        """
+        return [self._records[iteration] for iteration in iterations]
+
+
 class Rider:
     """What takes part in the vote beside the step itself; this one has nothing to say."""
 
@@ -118,29 +142,38 @@ class Stepper:
         progress("save")
         self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
         progress("step")
-        self.optimizer.apply(record.grad_norm)
-        if not record.skipped:
-            self.scheduler.step(self.global_batch_size)
+        self.complete(record)
         reach("after_apply")
         return record
 
-    def repeat(self, record: StepRecord, batches: Iterator[Batch] | None) -> float:
+    def repeat(self, record: StepRecord, batches: Iterator[Batch] | None) -> dict[str, torch.Tensor]:
         """Computes an iteration again that is known by its record; what is frozen then does not change.
 
-        It is clipped by the recorded norm, since frozen operators have no gradients that could be part of one.  Loss
-        scale and learning rate are to be those of the iteration, and the schedule of the latter does not go on.
+        It is clipped by the recorded norm, since frozen operators have no gradients that could be part of one, and
+        stages that compute alone know only their own.  Loss scale and learning rate are to be those of the iteration.
 
         Args:
             record: of the iteration.
             batches: as for :meth:`step`.
 
         Returns:
-            The loss; bit by bit that of the record, where layout, data and kernels are the same.
+            This worker's part of the loss; all parts are bit by bit that of the record, where layout, data and kernels
+            are the same.
         """
         reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
         self.auxiliary.take()
+        self.complete(record)
+        return sum_losses(reports, self.world)
+
+    def complete(self, record: StepRecord) -> None:
+        """Does what an iteration decided, once its gradients are reduced.
+
+        Args:
+            record: of the iteration, from a worker that has seen the vote.
+        """
         self.optimizer.apply(record.grad_norm)
-        return _mean_loss(sum_over_workers(sum_losses(reports, self.world), self.world))
+        if not record.skipped:
+            self.scheduler.step(self.global_batch_size)
 
     def reduced_gradients(
         self, iteration: int, batches: Iterator[Batch] | None, tokens: int | None = None
@@ -161,6 +194,7 @@ class Stepper:
             reports, token_count = self.schedule.forward_backward(batches, communicator)
         self.optimizer.hold_router_biases(lambda: self.boundaries.reduce(self.chunks, token_count, tokens))
         self.optimizer.take_gradients()
+        self.optimizer.reduced = iteration + 1
         return reports
 
     def _vote(self, reports: list[dict], stop: bool) -> dict[str, float]:
@@ -180,7 +214,7 @@ class Stepper:
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
         skipped = not math.isfinite(vote["square_norm"])
-        loss = _mean_loss(vote)
+        loss = mean_loss(vote)
         record = StepRecord(
             iteration=iteration + 1,
             loss=loss,
@@ -204,7 +238,8 @@ class Stepper:
         return record
 
 
-def _mean_loss(sums: dict[str, float]) -> float:
+def mean_loss(sums: dict[str, float]) -> float:
+    """The mean over tokens, of sums over all workers."""
     return sums["loss_sum"] / max(sums["loss_tokens"], 1.0)
 
 

@@ -11,7 +11,10 @@ from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_tiers import Tiers
+from megatron.training.step import Records
+from megatron.training.upstream import Boundaries
 from moc.recovery.replicas import pieces
+from moc.recovery.scope import Logs
 from moc.state.training_state import TrainingState
 from moc.store.store import Store
 
@@ -37,9 +40,11 @@ class Left:
 
     Attributes:
         live: its state, as long as it is whole.
+        reduced: the iteration of which it has the reduced gradients.
     """
 
     live: Live | None = None
+    reduced: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Survivors:
         states: by iteration, what is not a tensor, from the first worker that is there.
         pieces: by rank and operator what it holds: see :class:`moc.recovery.plan.Inventory`.
         steps: by iteration and operator, the updates that its moments have seen.
+        logs: of what passed between pipeline stages; None where nothing is logged.
     """
 
     again: bool = False
@@ -59,19 +65,29 @@ class Survivors:
     states: Mapping[int, dict] = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     steps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    logs: Logs | None = None
 
     def only(self, ranks: Collection[int]) -> Survivors:
         """The same, if only these ranks have their state left."""
         return replace(self, live={rank: at for rank, at in self.live.items() if rank in ranks})
 
+    def without_logs(self, damaged: Mapping[int, Collection[int]]) -> Survivors:
+        """The same, if the logs that some ranks have of some iterations were not there."""
+        kept = {rank: set(there) - set(damaged.get(rank, ())) for rank, there in self.logs.kept.items()}
+        return replace(self, logs=replace(self.logs, kept=kept))
 
-def survivors(mine: Left | None, state: TrainingState, world: World) -> Survivors:
+
+def survivors(
+    mine: Left | None, state: TrainingState, world: World, records: Records, boundaries: Boundaries
+) -> Survivors:
     """Tells all what this worker has left, and hears the same of the others; a collective call.
 
     Args:
         mine: what this one has left; None if its state is that which was built.
         state: of this worker.
         world: its place.
+        records: of iterations of late.
+        boundaries: what has logged what crossed them.
     """
     own = mine.live if mine is not None else None
     at = own.position.iteration if own is not None else None
@@ -86,7 +102,20 @@ def survivors(mine: Left | None, state: TrainingState, world: World) -> Survivor
     for rank, counted in enumerate(gather(state.steps())):
         if rank in live:
             steps[live[rank]] |= counted
-    return Survivors(again, live, states, dict(enumerate(gather(pieces(state)))), steps)
+    logs = _logs(world, mine, records, boundaries) if boundaries.feeds else None
+    return Survivors(again, live, states, dict(enumerate(gather(pieces(state)))), steps, logs)
+
+
+def _logs(world: World, mine: Left | None, records: Records, boundaries: Boundaries) -> Logs:
+    reduced = mine.reduced if mine is not None else None
+    told = list(enumerate(gather((world.pipeline_rank, boundaries.kept(), reduced, records.iterations()))))
+    return Logs(
+        stages={rank: stage for rank, (stage, _, _, _) in told},
+        feeds=boundaries.feeds,
+        kept={rank: kept for rank, (_, kept, _, _) in told},
+        reduced={rank: of for rank, (_, _, of, _) in told if of is not None},
+        records={iteration for _, (_, _, _, known) in told for iteration in known},
+    )
 
 
 def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, world: World) -> None:

@@ -65,6 +65,10 @@ class Pipeline:
         chunks = ((i, self.chunks - 1 - chunk) for i, chunk in self.turns)
         return [Crossing(direction, chunk, i) for i, chunk in chunks if (stage, chunk) != (0, 0)]
 
+    def feeds(self, stage: int) -> frozenset[int]:
+        """The stages from which a stage receives anything."""
+        return frozenset(self.sender(stage, way) for way in Direction if self.received(stage, way))
+
     def received(self, stage: int, direction: Direction) -> list[Crossing]:
         """What a stage receives in one direction in an iteration, in this order; named as its sender does.
 

@@ -57,6 +57,7 @@ class Observed:
         forward_backward_s: seconds of these before the update; a snapshot can hide in them.
         copied: the snapshots of which it became known that all ranks have copied them.
         written: the same of those that were written to storage.
+        replicated: the same of those that were copied to other nodes; means over nodes.
     """
 
     iteration_s: float
@@ -66,6 +67,7 @@ class Observed:
     forward_backward_s: float = 0.0
     copied: Transfer = Transfer()
     written: Transfer = Transfer()
+    replicated: Transfer = Transfer()
 
 
 class Interval(ABC):

@@ -154,6 +154,11 @@ class Sparse(Policy):
             for one in operators:
                 self.sizes[one.name] = OperatorBytes(full * one.parameters, compute * one.parameters)
 
+    def by_stage(self) -> list[list[OperatorBytes]]:
+        """By pipeline stage, what :meth:`sized` has found for its operators, in an order in which they are saved."""
+        queues = (order_operators(operators, None, self.ep) for operators in self._stages.values())
+        return [[self.sizes[operator.name] for operator in queue] for queue in queues]
+
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """The operators whose turn it is in full, and the compute weights of those that are still to come."""
         if not self.interval.due(iteration):

@@ -8,14 +8,19 @@ the job goes on, so that work is lost only where state is.
 Whoever has seen the vote of an iteration has updated its state, and whoever has not still has the one before (see
 ``megatron/training/step.py``).  So ranks may be one iteration apart: where the newer state can be copied, the others
 roll forward to it; where not, the older one is loaded from its checkpoint by those that are ahead.
+
+With upstream logs there is a fourth way: the pipeline stages that have lost something go back to a checkpoint and
+*compute again* what came after it, alone, and so arrive where the others have stayed (:mod:`moc.recovery.scope`).
+Whoever is one iteration behind then, but has its reduced gradients, completes that iteration: there was a vote.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moc.recovery.scope import Logs, scope
 from moc.recovery.sources import MEMORY, Held, Recovery, recoveries
 from moc.state.operators import Operator
 
@@ -29,11 +34,13 @@ class Inventory:
         live: by rank, the iteration of the state that its worker has; a new worker has none.
         pieces: by rank and operator, a name of what the rank holds of it: ranks with the same name hold the same
             elements of the same tensors.
+        logs: of what passed between pipeline stages; None where there are none.
     """
 
     held: Sequence[Held]
     live: Mapping[int, int] = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    logs: Logs | None = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +67,24 @@ class Plan:
         keep: ranks that have this state already.
         copies: what the others get from them; empty where they load.
         way: the checkpoints that the others load; None where they copy, or where all keep.
+        stages: pipeline stages whose workers load, and compute again by themselves what came after; empty where what
+            has to be computed again is computed by all.
+        complete: ranks that have the state of the iteration before, and its reduced gradients, and complete it.
     """
 
     iteration: int
     keep: frozenset[int] = frozenset()
     copies: tuple[Copy, ...] = ()
     way: Recovery | None = None
+    stages: frozenset[int] = frozenset()
+    complete: frozenset[int] = frozenset()
+
+    @property
+    def again(self) -> range:
+        """The iterations that are computed again, counted from 1."""
+        if self.way is None:
+            return range(0)
+        return range(self.way.moments[0].iteration + 1, self.iteration + 1)
 
 
 def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only: int | None = None) -> Iterator[Plan]:
@@ -75,18 +94,42 @@ def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only
 
     Yields:
         Plans in which every rank has all of its state at the plan's iteration.  Memory is preferred to copies from
-        other ranks, and these to storage.
+        other ranks, and these to storage; and these to what some stages would have to compute again.
     """
     ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
     live = {rank: at for rank, at in inventory.live.items() if exact and only is None}
     for iteration in sorted({*ways, *live.values()}, reverse=True):
         keep = frozenset(rank for rank, at in live.items() if at == iteration)
         way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
+        by_stages = _by_stages(iteration, live, ways.values(), inventory.logs)
         if copies is not None and (way is None or way.base.tier != MEMORY):
             yield Plan(iteration, keep, copies)
-        elif way is not None:
-            alone = len(way.moments) == 1  # else iterations are computed again, by all ranks together
-            yield Plan(iteration, keep if alone else frozenset(), (), way)
+        elif way is not None and len(way.moments) == 1:
+            yield Plan(iteration, keep, (), way)
+        elif by_stages is not None:
+            yield by_stages
+        elif way is not None:  # iterations are computed again, by all ranks together
+            yield Plan(iteration, frozenset(), (), way)
+
+
+def _by_stages(iteration: int, live: Mapping[int, int], ways: Iterable[Recovery], logs: Logs | None) -> Plan | None:
+    """The stages that are not whole compute again what came after a checkpoint, the newest that logs allow."""
+    keep = {rank for rank, at in live.items() if at == iteration}
+    if logs is None or not keep:
+        return None
+    behind = {rank for rank, at in live.items() if at == iteration - 1 and logs.reduced.get(rank) == iteration}
+    lost = {stage for rank, stage in logs.stages.items() if rank not in keep | behind}
+    if not lost:
+        return Plan(iteration, frozenset(keep), complete=frozenset(behind))
+    for way in sorted(ways, key=lambda way: -way.iteration):
+        if way.iteration > iteration or not set(range(way.iteration + 1, iteration + 1)) <= set(logs.records):
+            continue
+        again = range(way.moments[0].iteration + 1, iteration + 1)
+        stages = scope(lost, again, logs)
+        if stages is not None:
+            stay = {rank for rank, stage in logs.stages.items() if stage not in stages}
+            return Plan(iteration, frozenset(keep & stay), (), way, stages, frozenset(behind & stay))
+    return None
 
 
 def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[Copy, ...] | None:

@@ -105,7 +105,7 @@ class Agent:
         address = f"unix:{self._node.directory}/agent"
         async with await wire.serve(address, self._node.token, self._serve_worker):
             self._zygote = await self._start_zygote()
-            keeping = keep(self._node.controller, self._keeper)
+            keeping = keep(self._node.controller, self._keeper, self._node.token)
             jobs = self._hear_zygote(), self._hear_controller(), self._watch(), keeping
             tasks = [asyncio.create_task(job) for job in jobs]
             try:
@@ -137,8 +137,7 @@ class Agent:
             stdout=subprocess.PIPE,
             limit=1 << 20,
             start_new_session=True,  # what a terminal sends is for the launcher, which passes it on
-            # asked through NVML, CUDA is not touched, so that a fork can use it
-            env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env=environment.UNLESS_SET | os.environ | environment.SET,
         )
 
     async def _hear_zygote(self) -> None:

@@ -61,16 +61,23 @@ class AsyncConnection:
         except OSError as error:
             raise self._gone(error) from error
 
-    async def recv(self) -> Message:
+    async def recv(self, silence: float | None = None) -> Message:
         """The next message. To cancel it loses nothing.
 
+        Args:
+            silence: seconds in which nothing at all may come; a message that takes its time is waited for. None for
+                any time.
+
         Raises:
+            TimeoutError: nothing came for so long.
             PeerGoneError: the peer has closed the connection.
             WireError: the peer broke the rules; the connection is closed.
         """
         while not self._messages:
             try:
-                data = await self._reader.read(READ_BYTES)
+                data = await asyncio.wait_for(self._reader.read(READ_BYTES), silence)
+            except (TimeoutError, asyncio.TimeoutError):
+                raise TimeoutError(f"{self.peer} has sent nothing for {silence:g} s") from None
             except OSError as error:
                 raise self._gone(error) from error
             if not data:

@@ -17,3 +17,16 @@ NODE = "MOC_NODE"
 
 KEEPER = "MOC_KEEPER"
 """Address of the process that keeps copies of other nodes' snapshots on this node, for its workers."""
+
+UNLESS_SET = {
+    # Each generation has threads of its own. In as many arenas of C's heap as glibc makes for them, what lives on keeps
+    # pages that are free but for it: no byte more is in use, but 20 MB more are taken after 50 generations.
+    "MALLOC_ARENA_MAX": "1",
+}
+"""With what workers begin where the launcher's environment says nothing else."""
+
+SET = {
+    # asked through NVML, CUDA is not touched, so that a fork can use it
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""With what they begin in any case."""

@@ -4,7 +4,7 @@ There is one on each node, started by its agent, which takes no part in training
 nothing.  It has two doors:
 
 * a Unix socket, for workers of this node: an *offer* of a directory in memory, which ends what was under way for that
-  node, and orders to *pull* a snapshot into it;
+  node, and orders to *pull* a snapshot into it; and for its agent, who *asks* whether it is well;
 * a port, for the keepers of other nodes: reads of files of snapshots in what has been offered, and of nothing else.
 """
 
@@ -32,6 +32,8 @@ from moc.store.errors import CheckpointError, DamagedRegionError
 
 _AGAIN_S = 0.02
 _TELL_S = 5.0
+_ASK_S = 5.0
+_HANGS_S = 15.0
 
 _log = logging.getLogger("moc")
 
@@ -62,7 +64,9 @@ class Keeper:
         try:
             while True:
                 order = (await connection.recv()).header
-                if order["kind"] == "offer":
+                if order["kind"] == "ask":
+                    connection.post(Message({"kind": "well"}))
+                elif order["kind"] == "offer":
                     node = order["node"]
                     await self._rest(node)
                     self._roots[node], self._leaders[node] = Path(order["root"]), connection
@@ -132,12 +136,14 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
         os.close(descriptor)
 
 
-async def keep(controller: str, orders: str) -> None:
+async def keep(controller: str, orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
     """Has a keeper as a process of its own, which dies with this one, and starts it again where it was when it dies.
 
     Args:
         controller: its address; reads are answered on the interface from which it is reached.
         orders: ``unix:/path`` for the workers of this node.
+        token: the job's secret.
+        hangs_s: seconds that it may take to answer; one that takes longer is killed.
 
     Raises:
         OSError: it cannot be started.
@@ -154,11 +160,33 @@ async def keep(controller: str, orders: str) -> None:
             if not address:
                 raise OSError(f"what keeps copies of snapshots does not start at {listen}: see what it wrote above")
             listen = address
-            await process.wait()
+            why = await _end(process, orders, token, hangs_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        _log.warning("what keeps copies of snapshots has died: started again")
+            await process.wait()
+        _log.warning("what keeps copies of snapshots %s: started again", why)
+
+
+async def _end(process: asyncio.subprocess.Process, orders: str, token: bytes, hangs_s: float) -> str:
+    """Waits until a keeper has died, or hangs; which of them."""
+    died = asyncio.create_task(process.wait())
+    while not (await asyncio.wait([died], timeout=min(_ASK_S, hangs_s)))[0]:
+        try:
+            await asyncio.wait_for(_is_well(orders, token, hangs_s), hangs_s)
+        except (WireError, TimeoutError, asyncio.TimeoutError):
+            return "has died" if died.done() else f"has not answered for {hangs_s:g} s"
+    return "has died"
+
+
+async def _is_well(orders: str, token: bytes, hangs_s: float) -> None:
+    """One that is well answers at once, whatever it copies."""
+    connection = await wire.open(orders, token, timeout=hangs_s)
+    try:
+        await connection.send(Message({"kind": "ask"}))
+        await connection.recv()
+    finally:
+        connection.close()
 
 
 async def _interface_towards(controller: str) -> str:

@@ -15,8 +15,8 @@ from moc.runtime.pull import Wanted
 from moc.runtime.wire import PeerGoneError
 from moc.store.errors import CheckpointError
 
-PATIENCE_S = 30.0
-"""How long a keeper may take to start."""
+PATIENCE_S = 60.0
+"""How long a keeper may take to start; or, one that hangs, to be started again."""
 
 
 class KeeperClient:

@@ -78,7 +78,7 @@ class _Run:
         self.events: Iterator[Event] = faults.events(random.Random(self.rng.random()))
         self.event = next(self.events, None)
         self.returns: list[tuple[float, int]] = []  # when lost nodes are back, and how many
-        self.now = self.exposed = 0.0
+        self.now = self.exposed = self.event_at = 0.0
         self.up = _at_the_start(job)
         self.used = self._usable()
         self.waits = self.used == 0
@@ -99,7 +99,7 @@ class _Run:
         until = min(self.job.wall_s, event_s, back_s, self.ends if self._recovers() else math.inf)
         self._pass(until)
         if until == event_s:
-            event, self.event = self.event, next(self.events, None)
+            event, self.event, self.event_at = self.event, next(self.events, None), self.now
             if event.gained:
                 self._gain(event.gained)
             if event.lost:
@@ -113,6 +113,8 @@ class _Run:
     def _event_s(self) -> float:
         if self.event is None:
             return math.inf
+        if self.event.after_s is not None:
+            return max(self.now, self.event_at + self.event.after_s)
         if not self.faults.while_training:
             return self.event.at_s
         if self.waits or self._recovers():
@@ -180,13 +182,15 @@ class _Run:
 
     def _fail(self, nodes: int) -> None:
         self.failures += 1
-        again, at, oldest = self._recovers(), self._drop_unfinished(), 0
+        again, at, oldest = self._recovers(), self.done, 0
+        self._drop_unfinished()
         if not again:
             self.failed_at = self.now
         elif not self.way.local:  # what is replayed is saved again, and what was restored is still there
             oldest, at = self.base, self._replayed()
-        self.strategy.failed(at)
-        way = self.strategy.saving.way_back(nodes)
+        self.strategy.failed(int(at))
+        saving = self.strategy.saving
+        way = saving.way_back(nodes, self.rng.random() if saving.copies else 0.0)
         if not (again and way.local):  # where everybody replays, the stages of one more failure do so too
             self.way = way
         self.base = max(oldest, self.way.restored(at))
@@ -195,8 +199,8 @@ class _Run:
         if not self.waits:
             self._recover(again)
 
-    def _drop_unfinished(self) -> int:
-        """The iteration that was cut short was not useful; the number of those that are complete."""
+    def _drop_unfinished(self) -> None:
+        """The iteration that was cut short was not useful."""
         whole = math.floor(self.done + 1e-9)
         part = max(0.0, self.done - whole)
         slower = self.job.nodes / self.used
@@ -204,6 +208,8 @@ class _Run:
         saving = part * self.strategy.saving.per_iteration_s() * slower
         self.useful, self.saving, self.done = self.useful - useful, self.saving - saving, float(whole)
         self.recovery += useful + saving
+        if self.faults.trace:
+            self.exposed -= useful + saving
         last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
         for place in range(last, -1, -1):  # where it was counted
             taken = min(part, self.iterations[place])
@@ -211,12 +217,11 @@ class _Run:
             part -= taken
             if part <= 0:
                 break
-        return whole
 
-    def _replayed(self) -> int:
-        """The iteration that a recovery which is under way has come to."""
+    def _replayed(self) -> float:
+        """The iteration that a recovery which is under way has come to, and how much of the next."""
         seconds = (self.now - self.replay_starts) * self.used / self.job.nodes
-        return min(int(self.done), self.base + int(self.way.replayed(seconds))) if seconds > 0 else self.base
+        return min(self.done, self.base + self.way.replayed(seconds)) if seconds > 0 else self.base
 
     def _recover(self, again: bool) -> None:
         count = int(self.done) - self.base
@@ -247,9 +252,10 @@ class _Run:
         if after <= before or not (self.waits or self.strategy.saving.elastic):
             return
         if self._recovers():
-            self.base = self._replayed()
+            self.base = int(self._replayed())
         elif not self.waits:  # everybody stops for that, and nothing is lost but the iteration under way
-            self.way, self.base, self.failed_at = self.strategy.saving, self._drop_unfinished(), self.now
+            self._drop_unfinished()
+            self.way, self.base, self.failed_at = self.strategy.saving, int(self.done), self.now
         self.used, self.waits = after, False
         self._recover(again=False)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moc.policy.adaptive import candidates, uniform_plt
 from moc.policy.dynamic_k import PLT_LIMIT
-from moc.simulate.closed_form import expected_ettr, recovery_s
+from moc.simulate.closed_form import best_interval, expected_ettr, recovery_s
 from moc.simulate.policies import POLICIES, Options, Setup
 from moc.simulate.saving import Saving
 
-_NEAR = 1e-3  # of ETTR; what is so near counts as equal
+NEAR = 1e-3
+"""Of ETTR; what is so near counts as equal."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Candidate:
     host_bytes: float
 
     @property
+    def survives(self) -> float:
+        """Nodes that may be lost at once without another way back than the usual one."""
+        return math.inf if self.saving.beyond is None else self.saving.survives
+
+    @property
     def name(self) -> str:
         """The policy with what was chosen for it."""
         text = f"{self.saving.name}, "
@@ -85,9 +92,7 @@ class Plan:
 
 
 def plan(setup: Setup, mtbf_s: float, limits: Limits | None = None) -> Plan:
-    """The candidate with the highest expected ETTR.
-
-    Of those within a tenth of a point an exact one is taken first, then the one that leaves most host memory.
+    """The best of all candidates on a cluster: see :func:`best_of`.
 
     Args:
         setup: model and cluster.
@@ -98,18 +103,40 @@ def plan(setup: Setup, mtbf_s: float, limits: Limits | None = None) -> Plan:
         ValueError: nothing keeps to the limits.
     """
     limits = limits or Limits()
-    every = [found for found in every_candidate(setup, mtbf_s, limits) if _allowed(found, setup, limits)]
+    return best_of(every_candidate(setup, mtbf_s, limits), setup.timing.iteration_s, mtbf_s, limits)
+
+
+def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, limits: Limits) -> Plan:
+    """The candidate with the highest expected ETTR.
+
+    Of those within a tenth of a point an exact one is taken first, then the one that survives the loss of most nodes,
+    then the one that is expected to lose fewest tokens, then the one that leaves most host memory.
+
+    Args:
+        candidates: that there are.
+        iteration_s: seconds of an iteration in which nothing is saved.
+        mtbf_s: mean seconds from one failure of the job to the next.
+        limits: what to keep to.
+
+    Raises:
+        ValueError: nothing keeps to the limits.
+    """
+    every = [found for found in candidates if keeps_to(found, limits)]
     if not every:
         raise ValueError("no policy keeps to all limits: allow more host memory, or more policies")
     most = max(found.ettr for found in every)
-    near = [found for found in every if found.ettr >= most - _NEAR]
-    best = min(near, key=lambda found: (not found.saving.exact, found.host_bytes, -found.ettr))
+    near = [found for found in every if found.ettr >= most - NEAR]
+    best = min(near, key=_rank)
     others = []
     for name in limits.policies:
         of_policy = [found for found in every if found.saving.name == name != best.saving.name]
         others += [max(of_policy, key=lambda found: found.ettr)] if of_policy else []
     others.sort(key=lambda found: -found.ettr)
-    return Plan(best, tuple(others), " ".join(_reasons(setup, mtbf_s, best, others)))
+    return Plan(best, tuple(others), " ".join(_reasons(iteration_s, mtbf_s, best, others)))
+
+
+def _rank(found: Candidate) -> tuple:
+    return not found.saving.exact, -found.survives, found.plt, found.host_bytes, -found.ettr
 
 
 def every_candidate(setup: Setup, mtbf_s: float, limits: Limits) -> Iterator[Candidate]:
@@ -136,9 +163,29 @@ def _options(setup: Setup, mtbf_s: float, limits: Limits, name: str) -> Iterator
                 yield dataclasses.replace(options, window=window)
         elif name == "pec" and setup.num_experts:
             for k in candidates(setup.num_experts)[:-1]:
-                yield dataclasses.replace(options, k=k)
+                yield _at_best_interval(setup, dataclasses.replace(options, k=k, interval=1), limits)
         elif name == "full":
             yield options
+
+
+def _at_best_interval(setup: Setup, options: Options, limits: Limits) -> Options:
+    iteration_s = setup.timing.iteration_s
+    saving = POLICIES["pec"](setup, options).saving
+    best = best_interval(saving, iteration_s, options.mtbf_s)
+    of_one = _plt(setup, options, saving, iteration_s / options.mtbf_s)
+    return dataclasses.replace(options, interval=longest(1, best, of_one, limits.plt))
+
+
+def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
+    """The interval with the least overhead of those that keep to a limit on lost tokens, which grow with it.
+
+    Args:
+        least: the shortest that is possible; taken where even that passes the limit.
+        best: the one with the least overhead of all.
+        plt_of_one: expected proportion of lost tokens at an interval of one iteration.
+        limit: on this proportion.
+    """
+    return max(least, min(best, int(limit / plt_of_one))) if plt_of_one > 0 else best
 
 
 def _plt(setup: Setup, options: Options, saving: Saving, faults_per_iteration: float) -> float:
@@ -146,7 +193,8 @@ def _plt(setup: Setup, options: Options, saving: Saving, faults_per_iteration: f
     return uniform_plt(setup.num_experts, faults_per_iteration, lost, options.k, options.k, saving.interval)
 
 
-def _allowed(found: Candidate, setup: Setup, limits: Limits) -> bool:
+def keeps_to(found: Candidate, limits: Limits) -> bool:
+    """Whether a candidate may be chosen."""
     return (
         (found.saving.exact or not limits.exact_only)
         and found.plt <= limits.plt
@@ -154,8 +202,8 @@ def _allowed(found: Candidate, setup: Setup, limits: Limits) -> bool:
     )
 
 
-def _reasons(setup: Setup, mtbf_s: float, best: Candidate, others: list[Candidate]) -> Iterator[str]:
-    saving, iteration_s = best.saving, setup.timing.iteration_s
+def _reasons(iteration_s: float, mtbf_s: float, best: Candidate, others: list[Candidate]) -> Iterator[str]:
+    saving = best.saving
     yield (
         f"{best.name}: saving adds {100 * saving.per_iteration_s() / iteration_s:.2g} % to an iteration of "
         f"{iteration_s:.3g} s, and each failure costs {recovery_s(saving):.3g} s of the {mtbf_s:.4g} s between two, "

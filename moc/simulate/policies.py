@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moc.policy.window import find_window_size, largest_snapshot
+from moc.recovery.placement import place
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
 from moc.simulate.saving import PecStrategy, Saving, Strategy, Traffic
-from moc.simulate.sizes import MIXED, OperatorSize, Sizes, StateBytes, full_sizes, operator_sizes, pec_sizes
-from moc.simulate.window import find_window_size, first_bytes, window_bytes
+from moc.simulate.sizes import (
+    MIXED,
+    OperatorSize,
+    Sizes,
+    StateBytes,
+    full_sizes,
+    operator_sizes,
+    pec_sizes,
+    window_bytes,
+)
+from moc.simulate.ways import Parts, program_way
 from moc.state.operators import Operator
 
 _VERSIONS = 2  # one checkpoint that is whole, and one under way (MoEvement, section 3.2)
@@ -36,6 +47,7 @@ class Setup:
         work: what it computes.
         state: bytes of each parameter.
         total_iterations: of the whole training.
+        program: what our program's recoveries take, so that policies come back as it does; None: as the papers do.
     """
 
     operators: Sequence[Operator]
@@ -45,6 +57,7 @@ class Setup:
     work: Work = Work()
     state: StateBytes = MIXED
     total_iterations: int = 100_000
+    program: Parts | None = None
 
     @property
     def num_experts(self) -> int:
@@ -70,9 +83,9 @@ class Setup:
         """Bytes per second of one rank to other nodes, when all of its node send."""
         return self.cluster.inter_bandwidth / self.cluster.gpus_per_node
 
-    def iterations(self, seconds: float) -> int:
-        """That pass in so many seconds, rounded up."""
-        return math.ceil(seconds / self.timing.iteration_s)
+    def iterations(self, seconds: float) -> float:
+        """That pass in so many seconds."""
+        return seconds / self.timing.iteration_s
 
 
 @dataclass(frozen=True)
@@ -119,7 +132,7 @@ def checkfreq(setup: Setup, options: Options) -> Strategy:
     sizes, timing = setup.full, setup.timing
     write_s = sizes.total / setup.cluster.storage_bandwidth
     stall_s = setup.stall_s(sizes.busiest)
-    least = setup.iterations(write_s)
+    least = math.ceil(setup.iterations(write_s))
     interval = options.interval or capped_interval(stall_s, timing.iteration_s, _CAP, least)
     saving = _global(setup, "checkfreq", stall_s, interval, setup.iterations(_copy_s(setup, sizes) + write_s), write_s)
     traffic = Traffic(host=sizes.total, storage=sizes.total)
@@ -130,7 +143,7 @@ def full(setup: Setup, options: Options) -> Strategy:
     """Everything, in the memory of this node and of peers, at the best interval (Gemini with an oracle)."""
     sizes = setup.full
     saving = _in_memory(setup, options, "full", sizes, sizes.total)
-    least = setup.iterations(_replicate_s(setup, options, sizes.busiest))
+    least = math.ceil(setup.iterations(_replicate_s(setup, options, sizes.busiest)))
     return Strategy(_at_best_interval(setup, options, saving, least))
 
 
@@ -155,19 +168,24 @@ def sparse(setup: Setup, options: Options) -> Strategy:
     bandwidth = cluster.host_bandwidth
     if options.replicas:
         bandwidth = min(bandwidth, setup.network_rate / options.replicas)
-    window = options.window or find_window_size(sizes, timing.forward_backward_s, bandwidth).length
-    largest_s = first_bytes(sizes, window) / cluster.host_bandwidth
+    found = find_window_size(sizes, timing.forward_backward_s, bandwidth)
+    active = math.ceil(len(sizes) / options.window) if options.window else found.active
+    window = math.ceil(len(sizes) / active)
+    largest_s = largest_snapshot(sizes, active) / cluster.host_bandwidth
     stall_s = window * max(0.0, largest_s - timing.forward_backward_s)
-    held = window_bytes(sizes, window) * window * setup.layout.world
+    held = window_bytes(sizes, active) * setup.layout.world
     logs = _log_bytes(setup)
     saving = Saving(
         name="sparse",
         stall_s=stall_s,
-        restart_s=cluster.detect_s + window_bytes(sizes, window) * window / setup.network_rate,
+        restart_s=cluster.detect_s + window_bytes(sizes, active) / setup.network_rate,
         traffic=Traffic(host=held + logs * window, network=options.replicas * held),
         host_bytes=_VERSIONS * (held * (1 + options.replicas) + logs * window),
     )
     saving = sparse_replay(saving, window, timing.iteration_s * timing.without_bubbles)
+    if setup.program is not None:
+        lag = setup.iterations(largest_s + _replicate_s(setup, options, largest_snapshot(sizes, active)))
+        saving = program_way(saving, setup.program, timing.iteration_s, lag, sparse=True)
     return Strategy(_with_storage(setup, options, saving))
 
 
@@ -206,7 +224,7 @@ POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
 
 
 def _global(
-    setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: int = 0, load_s: float = 0.0
+    setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
 ) -> Saving:
     """Everybody rolls back."""
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
@@ -214,6 +232,8 @@ def _global(
         saving = Saving(name)
     else:
         saving = Saving(name, interval=interval, stall_s=stall_s, lag=lag)
+    if setup.program is not None:
+        return program_way(saving, setup.program, iteration_s, lag)
     return dataclasses.replace(
         saving,
         restart_s=cluster.detect_s + cluster.restart_s + load_s,
@@ -242,10 +262,13 @@ def _partial(setup: Setup, options: Options, k: int) -> Saving:
 def _with_storage(setup: Setup, options: Options, saving: Saving) -> Saving:
     """Where memory does not survive, the newest checkpoint in storage does."""
     write_s = setup.full.total / setup.cluster.storage_bandwidth
-    interval = options.persist_interval or max(1, setup.iterations(write_s))
+    interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
     beyond = _global(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
-    survives = options.replicas if saving.elastic == 0 else saving.survives
-    return dataclasses.replace(saving, survives=survives, beyond=beyond)
+    if saving.elastic:
+        return dataclasses.replace(saving, beyond=beyond)
+    nodes = setup.cluster.nodes
+    copies = place(nodes, min(options.replicas, nodes - 1))
+    return dataclasses.replace(saving, survives=copies.replicas, copies=copies, beyond=beyond)
 
 
 def _at_best_interval(setup: Setup, options: Options, saving: Saving, least: int) -> Saving:

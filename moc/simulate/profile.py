@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+
+from moc.simulate.recoveries import Recovered, recovered, stretches
 
 _WARM_UP = 5  # iterations that allocate and connect
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Medians of one run.
+    """What one run has measured: medians, where nothing else is said.
 
     Attributes:
-        iteration_s: seconds of an iteration in which nothing was saved.
+        iteration_s: seconds of an iteration in which nothing was saved; if something was in all, less their stalls.
         world: workers.
         host_bandwidth: bytes per second from one worker to host memory; None without snapshots.
         storage_bandwidth: bytes per second of all workers to storage; None if nothing was written.
         snapshot_bytes: of one snapshot, all workers'; None without.
+        mean_iteration_s: seconds of an iteration that follows no recovery, with all that saving takes; the mean.
+        usable_s: from the end of an iteration until its snapshot can be used: copied, hashed and, with the disk tier,
+            written; 0 without.
+        recoveries: what each was made of.
     """
 
     iteration_s: float
@@ -28,6 +34,9 @@ class Profile:
     host_bandwidth: float | None = None
     storage_bandwidth: float | None = None
     snapshot_bytes: float | None = None
+    mean_iteration_s: float = 0.0
+    usable_s: float = 0.0
+    recoveries: tuple[Recovered, ...] = ()
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -39,30 +48,77 @@ def read_profile(path: str | Path) -> Profile:
     Raises:
         ValueError: it is no such file, or tells of too few iterations.
     """
+    events = read_events(path)
+    try:
+        return profile_of(events)
+    except ValueError as error:
+        raise ValueError(f"{events_file(path)}: {error}") from None
+
+
+def events_file(path: str | Path) -> Path:
+    """The file, where its directory may be named too."""
     path = Path(path)
-    path = path / "events.jsonl" if path.is_dir() else path
-    world, iterations, disturbed = 1, {}, set()
-    copies, writes, sizes = [], [], []
-    for event in _events(path):
+    return path / "events.jsonl" if path.is_dir() else path
+
+
+def read_events(path: str | Path) -> list[Mapping]:
+    """The events of a file, or of the one in a directory; lines that a killed worker left torn are passed over.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file.
+    """
+    return list(_events(events_file(path)))
+
+
+def profile_of(events: Iterable[Mapping]) -> Profile:
+    """What the events of a run tell, or of a part of one.
+
+    Raises:
+        ValueError: they tell of too few iterations.
+    """
+    events = list(events)
+    lost = list(stretches(events))
+    unsettled = {id(event) for stretch in lost for event in stretch}
+    world, iterations, disturbed, stalled_s = 1, [], set(), 0.0
+    copies, seals, writes, written_s, sizes = [], [], [], [], []
+    for event in events:
         kind, iteration = event.get("type"), event.get("iteration")
         if kind == "start":
             world = event.get("world_size", world)
-        elif kind == "iteration" and event.get("elapsed_s"):
-            iterations[iteration] = event["elapsed_s"]
+        elif kind == "iteration":
+            if event.get("elapsed_s") and id(event) not in unsettled:
+                iterations.append((iteration, event["elapsed_s"], stalled_s))
+            stalled_s = 0.0
         elif kind == "stall":
             disturbed.update((iteration, None if iteration is None else iteration + 1))
+            stalled_s += event["seconds"]
         elif kind == "snapshot" and event.get("copy_s"):
             copies.append(event["bytes"] / world / event["copy_s"])
+            seals.append(event["copy_s"] + event.get("hash_s", 0.0))
             sizes.append(event["bytes"])
             disturbed.update((iteration, iteration + 1))
         elif kind == "persist" and event.get("write_s"):
             writes.append(event["bytes"] / event["write_s"])
-    first = min(iterations, default=0) + _WARM_UP
-    quiet = [seconds for at, seconds in iterations.items() if at >= first and at not in disturbed]
-    quiet = quiet or [seconds for at, seconds in iterations.items() if at >= first]
-    if not quiet:
-        raise ValueError(f"{path} tells of no iterations after the first {_WARM_UP}: profile a longer run")
-    return Profile(median(quiet), world, _median(copies), _median(writes), _median(sizes))
+            written_s.append(event["write_s"])
+    first = min(iterations, default=(0,))[0] + _WARM_UP
+    settled = [one for one in iterations if one[0] >= first]
+    if not settled:
+        raise ValueError(f"there are no iterations after the first {_WARM_UP}: profile a longer run")
+    quiet = [seconds for at, seconds, _ in settled if at not in disturbed]
+    quiet = quiet or [seconds - waited for _, seconds, waited in settled]
+    in_storage = {event.get("tier") for event in events if event.get("type") == "snapshot"} == {"disk"}
+    mean_s = fmean(seconds for _, seconds, _ in settled)
+    return Profile(
+        iteration_s=median(quiet),
+        world=world,
+        host_bandwidth=_median(copies),
+        storage_bandwidth=_median(writes),
+        snapshot_bytes=_median(sizes),
+        mean_iteration_s=mean_s,
+        usable_s=(_median(seals) or 0.0) + (in_storage and _median(written_s) or 0.0),
+        recoveries=tuple(filter(None, (recovered(stretch, mean_s) for stretch in lost))),
+    )
 
 
 def _median(values: list[float]) -> float | None:
@@ -70,11 +126,13 @@ def _median(values: list[float]) -> float | None:
 
 
 def _events(path: Path) -> Iterator[Mapping]:
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 event = json.loads(line)
             except ValueError:
-                raise ValueError(f"line {number} of {path} is no JSON: is that an events.jsonl?") from None
-            if isinstance(event, dict):
+                if number > 1:
+                    continue  # torn, by a worker that was killed while it wrote
+                raise ValueError(f"{path}: line 1 is no JSON: is that an events.jsonl?") from None
+            if isinstance(event, dict) and "type" in event:
                 yield event

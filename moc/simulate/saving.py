@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from moc.policy.adaptive import uniform_plt
 from moc.policy.dynamic_k import DynamicK
+from moc.recovery.placement import Placement, survival
 
 NEVER = 10**12
 """Iterations between checkpoints where there are none."""
@@ -32,8 +34,9 @@ class Traffic:
 class Saving:
     """A policy at work.
 
-    One checkpoint begins every ``interval`` iterations and can be restored from ``lag`` iterations later.  For a sparse
-    window both are W: its checkpoint begins with the window, and is whole with the window's last snapshot.
+    One checkpoint begins every ``interval`` iterations and can be restored from ``lag`` iterations later, which need
+    not be whole ones.  For a sparse window both are W: its checkpoint begins with the window, and is whole with the
+    window's last snapshot.
 
     Attributes:
         name: of the policy.
@@ -45,8 +48,9 @@ class Saving:
         conversion_s: of one that is replayed while some operators are frozen; the first ``conversion`` ones.
         conversion: iterations of these (MoEvement, section 3.3).
         local: only the stages of what was lost replay; the others wait with their state (section 3.4).
-        survives: nodes that may be lost at once before copies in memory are not enough.
-        beyond: how the run comes back when more are lost; None: in the same way.
+        survives: nodes that may be lost at once, whichever they are, before copies in memory are not enough.
+        copies: which nodes keep copies of which, so that of more it depends on which ones are lost; None: none do.
+        beyond: how the run comes back when they are not enough; None: in the same way.
         elastic: with fewer nodes than wanted, training goes on with the largest multiple of so many; 0: it waits.
         traffic: of one checkpoint.
         host_bytes: that all ranks' checkpoints and logs keep in host memory.
@@ -56,13 +60,14 @@ class Saving:
     name: str
     interval: int = NEVER
     stall_s: float = 0.0
-    lag: int = 0
+    lag: float = 0
     restart_s: float = 0.0
     replay_s: float = 0.0
     conversion_s: float = 0.0
     conversion: int = 0
     local: bool = False
     survives: int = 0
+    copies: Placement | None = None
     beyond: Saving | None = None
     elastic: int = 0
     traffic: Traffic = field(default_factory=Traffic)
@@ -76,13 +81,24 @@ class Saving:
         if not all(math.isfinite(t) and t >= 0 for t in times):
             raise ValueError(f"{self.name}: seconds must be numbers from 0, not {times}")
 
-    def restored(self, iteration: int) -> int:
-        """The iteration whose state comes back when so many are completed."""
-        return max(0, self.interval * ((iteration - self.lag) // self.interval))
+    def restored(self, iterations: float) -> int:
+        """The iteration whose state comes back, and from which iterations are replayed.
 
-    def way_back(self, nodes: int) -> Saving:
-        """What a recovery goes by when so many nodes are lost at once."""
-        return self.beyond if self.beyond and nodes > self.survives else self
+        Args:
+            iterations: that were completed, and how much of the next, when something was lost.
+        """
+        return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
+
+    def way_back(self, nodes: int, chance: float) -> Saving:
+        """What a recovery goes by when so many nodes are lost at once.
+
+        Args:
+            nodes: that are lost.
+            chance: from 0 to 1, drawn for this loss; which nodes they are decides whether copies are left.
+        """
+        if self.beyond is None or nodes <= self.survives:
+            return self
+        return self if self.copies and chance < _survival(self.copies, nodes) else self.beyond
 
     def replay_total_s(self, iterations: float) -> float:
         """Seconds to replay so many iterations."""
@@ -99,6 +115,12 @@ class Saving:
     def per_iteration_s(self) -> float:
         """Seconds that saving adds to an iteration, in the mean."""
         return self.stall_s / self.interval
+
+
+@lru_cache(maxsize=64)
+def _survival(copies: Placement, nodes: int) -> float:
+    """See :func:`moc.recovery.placement.survival`, which takes a while for thousands of nodes."""
+    return survival(copies, nodes) if nodes <= sum(map(len, copies.groups)) else 0.0
 
 
 class Strategy:

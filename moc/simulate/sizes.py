@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from moc.policy.sequential import sequential_experts
+from moc.policy.window import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
 from moc.simulate.stages import split_stages
 from moc.state.operators import Operator
@@ -78,17 +79,28 @@ def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: Stat
 
 
 def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> list[OperatorSize]:
-    """The operators of the busiest rank, with its share of each: what a sparse window is made of."""
+    """The operators of the busiest rank, with its share of each: what a sparse window is made of, in its order."""
     parts = (dataclasses.replace(state, weights=0), dataclasses.replace(state, master=0, moments=0))
     busiest: list[OperatorSize] = []
     for stage, _ in _distinct_stages(operators, layout):
         alone, fewer = _stage_layout(layout)
         full, compute = (_shares(stage, alone, part) for part in parts)
         rank = max(full, key=lambda r: sum(full[r].values()))
-        held = [OperatorSize(o.name, full[rank][o.name] / fewer, compute[rank][o.name] / fewer) for o in stage]
+        ordered = (o.name for o in order_operators(stage, None, layout.ep))
+        held = [OperatorSize(name, full[rank][name] / fewer, compute[rank][name] / fewer) for name in ordered]
         held = [size for size in held if size.full or size.compute]
         busiest = max(busiest, held, key=lambda sizes: sum(size.full for size in sizes))
     return busiest
+
+
+def window_bytes(sizes: Sequence[OperatorSize], active: int) -> float:
+    """Bytes of all snapshots of a window: each operator once in full, and as compute weights in those before.
+
+    Args:
+        sizes: of operators, in the order in which they are saved.
+        active: operators in full in each snapshot.
+    """
+    return sum(size.full + size.compute * (place // active) for place, size in enumerate(sizes))
 
 
 def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:

@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy
@@ -104,23 +105,31 @@ class FileLayout:
             position += entry.nbytes
         self.spans, self.nbytes = tuple(spans), position
 
+    @cached_property
+    def _named(self) -> dict[str, list]:
+        """By number of the entry, what the index says of it, up to its hash."""
+        return {
+            str(number): [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset)]
+            for number, entry in enumerate(self.entries)
+        }
+
+    @cached_property
+    def _described(self) -> str:
+        """What safetensors wants to know of the entries: the rest of the header, from the first one on."""
+        described, position = {}, 0
+        for number, entry in enumerate(self.entries):
+            ends = [position, position := position + entry.nbytes]
+            described[str(number)] = dict(dtype=_NAMES[entry.dtype], shape=list(entry.region.shape), data_offsets=ends)
+        return f", {json.dumps(described)[1:]}" if described else "}"
+
     def header(self, digests: Sequence[str]) -> bytes:
         """The bytes before the data.
 
         Args:
             digests: xxh3-128 of the bytes of each entry, in hex.
         """
-        index, described, position = {}, {}, 0
-        for number, (entry, digest) in enumerate(zip(self.entries, digests, strict=True)):
-            key, end = str(number), position + entry.nbytes
-            index[key] = [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset), digest]
-            described[key] = {
-                "dtype": _NAMES[entry.dtype],
-                "shape": list(entry.region.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        text = json.dumps({"__metadata__": {_INDEX: json.dumps(index)}, **described}).encode()
+        index = {key: [*named, digest] for (key, named), digest in zip(self._named.items(), digests, strict=True)}
+        text = f'{{"__metadata__": {json.dumps({_INDEX: json.dumps(index)})}{self._described}'.encode()
         text = text.ljust(self.header_bytes - 8)
         return len(text).to_bytes(8, "little") + text
 

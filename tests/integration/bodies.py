@@ -162,7 +162,7 @@ def _step(run, poison: str | None) -> dict:
             batches = run.batches("train", run.position.consumed_samples)
             record = stepper.step(run.position.iteration, batches)
             seen["record"] = dataclasses.asdict(record)
-            run.position = loop.advance(run.position, record)
+            run.position = run.position.after(record)
         except NonFiniteError as error:
             seen["refused"] = str(error)
             window.close()

@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -64,16 +65,16 @@ def train_impatiently(flags: dict) -> dict:
     return bodies.train(flags)
 
 
-def train_dying(flags: dict, rank: int, die_at: int | None) -> list[str]:
+def train_dying(flags: dict, rank: int, die_at: int | str | None) -> list[str]:
     """As ``bodies.train``; a worker is killed right before one of its calls that change files or snapshot memory.
 
     Args:
         flags: the flags.
         rank: which worker.
-        die_at: before which of these calls, counted from 0; None for none.
+        die_at: before which of these calls, counted from 0, or by its name; None for none.
 
     Returns:
-        The names of the calls.
+        The names of the calls: what is called, and by which functions.
     """
     calls = _Calls(die_at if os.environ["RANK"] == str(rank) else None)
     _watch_files(calls, (flags["ckpt_dir"], flags.get("ckpt_memory_dir", flags["ckpt_dir"])))
@@ -85,17 +86,28 @@ def train_dying(flags: dict, rank: int, die_at: int | None) -> list[str]:
 class _Calls:
     """Notes calls, and kills this process at one of them."""
 
-    def __init__(self, die_at: int | None):
+    def __init__(self, die_at: int | str | None):
         self.seen: list[str] = []
         self._die_at, self._lock = die_at, threading.Lock()
 
     def note(self, name: str, last_act: Callable = lambda: None) -> None:
         """To be called before ``name`` is; ``last_act`` is what is done before dying here."""
+        call = " < ".join([name, *_callers(3)])
         with self._lock:
-            if len(self.seen) == self._die_at:
+            if self._die_at in (call, len(self.seen)):
                 last_act()
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.seen.append(name)
+            self.seen.append(call)
+
+
+def _callers(count: int) -> list[str]:
+    """The innermost functions of ours that are being called here."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None and len(found) < count:
+        if frame.f_globals.get("__name__", "").startswith("moc."):
+            found.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return found
 
 
 def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:

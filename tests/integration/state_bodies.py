@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt_moe as program
-from megatron.training import loop
 from megatron.training.model import build_model
 from megatron.training.optimizer import build_optimizer
 from moc.state.freezing import FreezingError
@@ -132,6 +131,25 @@ def count_flops(flags: dict, patterns: list[str]) -> list[dict]:
     return with_run(flags, use)
 
 
+def count_flops_of_replay(flags: dict, learning: list[str]) -> dict[str, int]:
+    """Floating-point operations of an iteration that is computed again: with nothing ``frozen``, and with all operators
+    but some."""
+
+    def use(run) -> dict[str, int]:
+        state, batch = _state(run), run.stepper.global_batch_size
+        record = _steps(run, 1)[0]
+        told = {}
+        for what, frozen in (("nothing", []), ("most", sorted(set(state.operators()) - set(learning)))):
+            state.freeze(frozen)
+            with FlopCounterMode(display=False) as counter:
+                run.stepper.repeat(record, run.batches("train", run.position.consumed_samples - batch))
+            state.activate(frozen)
+            told[what] = counter.get_total_flops()
+        return told
+
+    return with_run(flags, use)
+
+
 def freeze_refused(flags: dict) -> str | None:
     """What freezing says, if it refuses; nothing has changed then."""
 
@@ -162,7 +180,7 @@ def _steps(run, count: int) -> list:
     for _ in range(count):
         batches = run.batches("train", run.position.consumed_samples)
         records.append(run.stepper.step(run.position.iteration, batches))
-        run.position = loop.advance(run.position, records[-1])
+        run.position = run.position.after(records[-1])
     return records
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron.training.config import compose
+from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_layouts import CLOSE
 from tests.integration.test_precision import BF16, FP16
 from tests.integration.test_stock_reader import READER
-from tests.integration.tiny import EXPERT_BIAS, train
+from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
 from tests.worlds import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tools"))  # where a script finds its neighbours
@@ -189,3 +191,32 @@ def test_a_run_goes_on_from_its_snapshot_by_load_and_back(name, data, tmp_path):
     same(*(regions(SnapshotContents(directory(tmp_path, name))) for name in ("taken", "back")))
     by_snapshot = train(layout, flags | dict(ckpt_policy="full", ckpt_dir=str(tmp_path / "back")))
     assert by_snapshot.start == 2 and by_snapshot.weights == whole.weights
+
+
+def test_a_window_becomes_the_state_that_was_there(data, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    small = dict(num_layers=2, hidden_size=32, seq_length=16, train_iters=8, lr=1e-2, clip_grad=0.3)
+    flags = data | DROPOUT | BF16 | EXPERT_BIAS | small | dict(ckpt_blocking=True, ckpt_keep=8)
+    sparse = flags | dict(ckpt_policy="sparse", sparse_window=3, ckpt_dir=str(tmp_path / "sparse"))
+    train("EP2", sparse)
+    train("EP2", flags | dict(ckpt_policy="full", snapshot_interval=1, ckpt_dir=str(tmp_path / "full")))
+    convert(tmp_path / "full", tmp_path / "dense", "--iteration", 7)
+
+    given = tmp_path / "flags.yaml"
+    given.write_text(compose(FLAGS | LAYOUTS["EP2"][1] | sparse).to_yaml())
+    window = [tmp_path / "sparse" / "iter_0000007", tmp_path / "window", "--", "--config", given]
+    convert(*window)
+    was, again = (tmp_path / name / "iter_0000007" for name in ("dense", "window"))
+    same(weights(was), weights(again))
+    same(regions(DenseContents(was)), regions(DenseContents(again)))
+    before, after = (json.loads((path / "training_state.json").read_text()) for path in (was, again))
+    assert {key: after[key] for key in after.keys() - {"interval"}}.items() <= before.items()
+    assert after["iteration"] == after["optimizer_step"] == 7
+    assert {path.name for path in again.parent.iterdir()} == {"iter_0000007", "latest_checkpointed_iteration.txt"}
+
+    given.write_text(compose(FLAGS | LAYOUTS["EP2"][1] | sparse | dict(split="50,45,5")).to_yaml())
+    window[1] = tmp_path / "other"
+    assert convert_checkpoint.main([str(word) for word in window]) == 1
+    assert "iteration 6, computed again, is not what it was" in capfd.readouterr().err
+    assert list((tmp_path / "other").iterdir()) == []

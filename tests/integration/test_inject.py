@@ -8,6 +8,7 @@ from moc.store.places import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
+from tests.integration.tiny import SHALLOW
 
 pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
 ITERATIONS = 12
@@ -23,6 +24,12 @@ EXPECTED = [
     *[(0, "after_vote"), (0, "loading"), (0, "published"), (0, "snapshot_sealed")],
     *[(1, "forward_backward"), (1, "rebuilding"), (1, "snapshot_sealed")],
 ]
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, for a model of two layers."""
+    return data | SHALLOW
 
 
 def ended_with(directory: Path) -> dict:

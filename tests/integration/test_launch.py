@@ -5,15 +5,23 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moc.store.places import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
+from tests.integration.tiny import SHALLOW
 
 pytestmark = pytest.mark.recovery
 ITERATIONS = 16
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, for a model of two layers."""
+    return data | SHALLOW
 
 
 @pytest.fixture
@@ -161,9 +169,11 @@ def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 
 
-def test_a_signal_stops_the_job_in_good_order(flags, tmp_path):
+def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     with Launched("EP2", flags | dict(train_iters=5000, exit_signal_handler=True), tmp_path / "job") as job:
         job.reach(2)
+        assert psutil.Process(job.pids[1]).environ()["MALLOC_ARENA_MAX"] == "2"
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 75
         assert job.processes() == []
@@ -201,9 +211,11 @@ def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
         assert job.processes() == [] == job.events("generation")
 
 
-def test_nothing_is_left_of_a_node(flags, tmp_path):
+def test_nothing_is_left_of_a_node(flags, tmp_path, monkeypatch):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job") as job:
         job.reach(2)
+        assert psutil.Process(job.pids[1]).environ()["MALLOC_ARENA_MAX"] == "1"
         os.kill(job.children("moc.runtime.zygote")[0], signal.SIGKILL)
         assert job.wait() == 70 and "mocrun: error: the process that workers are forked from has died" in job.console
         assert job.processes() == []

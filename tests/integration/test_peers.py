@@ -12,10 +12,17 @@ from moc.store.tiers import memory_place
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_sparse import SMALL
+from tests.integration.tiny import SHALLOW
 from tests.worlds import run_world
 
 pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
 ITERATIONS = 9
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, for a model of two layers."""
+    return data | SHALLOW
 
 
 @pytest.fixture
@@ -47,15 +54,22 @@ def lose(job: Launched, node: int, memory: Path) -> None:
     shutil.rmtree(memory)
 
 
+def slow_ways(job: Launched) -> list[psutil.Process]:
+    """What the copies between its nodes go through."""
+    processes = [p for launcher in job.launchers for p in psutil.Process(launcher.pid).children(recursive=True)]
+    return [process for process in processes if "tests.slow_way" in process.cmdline()]
+
+
 def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data, tmp_path):
     plain = data | dict(
         ckpt_policy="full", snapshot_interval=ITERATIONS, ckpt_dir=str(tmp_path / "plain"), train_iters=ITERATIONS
     )
     expected = [(r["iteration"], r["loss"], r["grad_norm"]) for r in train("PP2xEP2", plain).records]
-    slow = dict(replication_rate=0.01)  # GB/s: the copies lag behind training
-    with Launched("PP2xEP2", flags | slow, tmp_path / "job", nodes=2, spares=1) as job:
+    slow = dict(nodes=2, spares=1, program="tests/integration/slow_peers_pretrain_gpt_moe.py")  # copies lag behind
+    with Launched("PP2xEP2", flags, tmp_path / "job", **slow) as job:
         while not job.events("replicate"):
             job.reach(job.iteration + 1)
+        assert len(slow_ways(job)) == 2
         safe = job.events("replicate")[-1]["iteration"]
         lose(job, 1, memory_of(flags, "1"))
         assert job.wait() == 0, job.console[-4000:]

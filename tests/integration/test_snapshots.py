@@ -23,7 +23,7 @@ from tests.integration.snapshot_files import (
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import EXPERT_BIAS, known
+from tests.integration.tiny import EXPERT_BIAS, SHALLOW, known
 
 REPLICATED = dict(use_distributed_optimizer=False)
 SCALING = dict(fp16=True, initial_loss_scale=2.0**34, hysteresis=1, loss_scale_window=2)  # falls, then rises again
@@ -36,11 +36,17 @@ RUNS = {
     "fp16 replicated": ("PP2xEP2", SCALING | REPLICATED),
     "fp16 in memory, blocking": ("TP2xEP2", SCALING | MEMORY | BLOCKING),
     "fp32 blocking": ("EP4", BLOCKING),
-    "bf16 interleaved": ("interleaved", BF16),
+    "bf16 interleaved": ("interleaved", BF16 | dict(num_layers=4)),
     "bf16 overlapped": ("DP2", BF16 | OVERLAPPED),
     "expert bias in memory": ("EP2", BF16 | EXPERT_BIAS | MEMORY),
     "expert bias replicated": ("DP2", BF16 | EXPERT_BIAS | REPLICATED),
 }
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, for a model of two layers."""
+    return data | SHALLOW
 
 
 @pytest.fixture

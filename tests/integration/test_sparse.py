@@ -21,6 +21,7 @@ SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, t
 RUNS = {  # layout, flags, window, killed after
     "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
     "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 7),
+    "fp32, each snapshot of everything": ("PP2", {}, 1, 4),
     "fp32, recomputed": (
         "EP2",
         dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),

@@ -182,6 +182,13 @@ def test_no_weight_gradients_are_multiplied_out(data):
     assert nothing["flops"] - everything["flops"] == sum(saved)  # the router's few are always multiplied
 
 
+def test_a_replay_with_most_operators_frozen_costs_a_third_less(data):
+    larger = dict(hidden_size=128, ffn_hidden_size=256, num_experts=8, seq_length=128, num_layers=2)
+    learning = ["layers.0.expert.0", "layers.1.expert.5"]
+    told = run("1", "count_flops_of_replay", data, larger, learning=learning)[0]
+    assert 0.66 < told["most"] / told["nothing"] <= 0.75  # forward and gradients of inputs are two of three parts
+
+
 @pytest.mark.parametrize("overlap", ["overlap_grad_reduce", "overlap_param_gather"])
 def test_freezing_is_refused_while_communication_overlaps(overlap, data):
     flags = {"overlap_grad_reduce": True} | {overlap: True}

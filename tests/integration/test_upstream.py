@@ -2,8 +2,6 @@
 
 import pytest
 
-from moc.logs.files import LogReader
-from tests.integration.launched import Launched
 from tests.integration.snapshot_files import events
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
@@ -33,13 +31,12 @@ def test_a_stage_computes_again_by_itself(run, flags):
     size, parallel = LAYOUTS[layout]
     body = "tests.integration.upstream_bodies:replay_alone"
     workers = run_world(size, body, flags=FLAGS | parallel | flags | DROPOUT | changes, iterations=2)
-    for stage, worker in enumerate(workers):
-        assert worker["alone"] == worker["together"]
-        assert worker["different"] == [] and worker["compared"] == worker["sent"] > 0
-        assert not {name for name, _ in worker["messages"]} & {"isend", "irecv", "batch_isend_irecv", "send", "recv"}
-        assert {workers for _, workers in worker["messages"]} <= {1}  # of its peers there is only itself
+    for worker in workers:
+        assert worker["alone"] == worker["together"] and worker["same"]
         chunks = 2 if layout == "interleaved" else 1
-        assert worker["received"] == {str(1 - stage): 4 * (2 * chunks - 1)}
+        asked = [name for name, _ in worker["messages"] if name in ("isend", "irecv", "batch_isend_irecv")]
+        assert asked == ["irecv"] * chunks  # one message for what was sent to it in one direction
+        assert {workers for name, workers in worker["messages"] if name != "irecv"} <= {1}  # it has no other peers
         tensor = 16 * 1 * 32 * (2 if "bf16" in run else 4)
         assert worker["bytes"] == 4096 + 4 * (2 * chunks - 1) * tensor
     assert workers[-1]["alone"]["loss_tokens"] == 4 * 16
@@ -52,22 +49,4 @@ def test_logs_are_given_back_and_training_is_the_same(data, flags, tmp_path):
     most = max(event["upstream_log_iterations"] for event in told)
     assert 0 < most <= 2 * 3 + 3  # two windows, and what storage lags behind
     assert told[-1]["upstream_log_bytes"] <= 2 * (most + 1) * (4096 + 4 * 16 * 32 * 4)
-    assert not list(tmp_path.rglob("logs"))
-
-
-@pytest.mark.recovery
-@pytest.mark.timeout(300)
-def test_logs_outlive_their_worker_and_survivors_go_on_logging(data, flags, tmp_path):
-    flags = flags | SMALL | dict(train_iters=14)
-    with Launched("PP2", flags, tmp_path / "job") as job:
-        job.reach(8)
-        job.kill(1)
-        job.reach(10)
-        for rank in range(2):
-            (directory,) = tmp_path.rglob(f"logs/rank_{rank:05d}")
-            assert LogReader(directory).iterations()
-        assert job.wait() == 0, job.console[-4000:]
-    straight = train("PP2", data | SMALL | dict(train_iters=14))
-    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    assert [event["exact"] for event in job.events("replay")] == [True, True]
     assert not list(tmp_path.rglob("logs"))

@@ -41,6 +41,7 @@ FLAGS = dict(
     log_interval=1,
 )
 
+SHALLOW = dict(num_layers=2)  # half the time, where layouts without chunks are not what a test is about
 EXPERT_BIAS = dict(
     moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1
 )
@@ -52,6 +53,8 @@ LAYOUTS = {  # name: (workers, flags)
     "DP4": (4, {}),
     "PP2": (2, dict(pipeline_model_parallel_size=2)),
     "PP2xEP2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),
+    "PP2xDP2": (4, dict(pipeline_model_parallel_size=2)),
+    "PP2xTP2": (4, _TP2 | dict(pipeline_model_parallel_size=2)),
     "EP2": (2, dict(expert_model_parallel_size=2)),
     "EP4": (4, dict(expert_model_parallel_size=4)),
     "TP2": (2, _TP2),

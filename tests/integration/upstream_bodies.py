@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from unittest import mock
-
 import torch.distributed as dist
 
-from megatron.training import loop
-from megatron.training.stage_replay import Comparison, StageReplay
 from megatron.training.step import sum_losses
-from moc.logs.crossings import Direction, needed
+from moc.logs.crossings import Direction
 from moc.logs.files import LogReader
+from moc.store.regions import bytes_of
 from tests.integration import bodies
 
 
@@ -20,63 +16,41 @@ def replay_alone(flags: dict, iterations: int) -> dict:
 
     Returns:
         ``together`` and ``alone``, each with a digest of all gradients, and the sums of losses; ``messages`` between
-        workers while one stage computes; ``different``, what it would have sent that is not what it had sent;
-        ``compared``, how many tensors that were; ``received``, how many entries of which stages' logs it needed;
-        ``bytes`` of a log, and ``shape`` and ``itemsize`` of its tensors.
+        workers while this stage computes; ``same``, whether it has logged again what it had logged; ``bytes`` of a log.
     """
 
     def use(run) -> dict:
         for _ in range(iterations):
             record = run.stepper.step(run.position.iteration, _batches(run))
-            run.position = loop.advance(run.position, record)
-        told = {"together": _compute(run, run.stepper)}
-        upstream = run.stepper.boundaries
-        upstream._writer.wait()
-        own, others = _logs(upstream), {}
-        dist.barrier()
+            run.position = run.position.after(record)
+        told = {"together": _compute(run)}
+        upstream, iteration = run.stepper.boundaries, run.position.iteration + 1
+        before = _logged(run, iteration)
         for stage in range(run.world.pipeline_size):
+            dist.barrier()
             if stage == run.world.pipeline_rank:
                 _scramble(run)
-                told |= _alone(run, own, lambda s: others.setdefault(s, LogReader(_beside(upstream, s))), record.tokens)
-            dist.barrier()  # the others are here meanwhile, and take part in nothing
-        told["bytes"] = upstream._writer.slot_bytes
-        return told
+                with upstream.replaying([stage]), bodies._noting_collectives(messages := []):
+                    told |= {"alone": _compute(run, record.tokens), "messages": messages}
+            else:
+                upstream.serve(iteration, [stage])
+        return told | {"same": _logged(run, iteration) == before, "bytes": upstream._writer.slot_bytes}
 
     return bodies.with_run(flags, use)
 
 
-def _alone(run, own, reader, tokens: int) -> dict:
-    stage, messages, needs = run.world.pipeline_rank, [], {}
-    pipeline, iteration = run.stepper.boundaries._pipeline, run.position.iteration + 1
-    for one in needed(pipeline, [stage], [iteration]):
-        needs[one.crossing] = one.stage
-    comparison, given = Comparison(own.read), {}
-
-    def source(which, crossing):
-        sender = needs.pop(crossing)
-        given[sender] = given.get(sender, 0) + 1
-        return reader(sender).read(which, crossing)
-
-    core = run.stepper.chunks[0].config
-    micro_batches = len({i for i, _ in pipeline.turns})
-    stepper = dataclasses.replace(run.stepper, boundaries=StageReplay(core, micro_batches, source, comparison))
-    with bodies._noting_collectives(messages), mock.patch.object(dist, "P2POp", side_effect=AssertionError):
-        alone = _compute(run, stepper, tokens)
-    assert not needs, "not all that was logged is needed"
-    return {
-        "alone": alone,
-        "messages": messages,
-        "different": [str(one) for one in comparison.different],
-        "compared": comparison.compared,
-        "sent": sum(len(pipeline.sent(stage, direction)) for direction in Direction),
-        "received": given,
-    }
-
-
-def _compute(run, stepper, tokens: int | None = None) -> dict:
-    reports = stepper.reduced_gradients(run.position.iteration, _batches(run), tokens)
+def _compute(run, tokens: int | None = None) -> dict:
+    reports = run.stepper.reduced_gradients(run.position.iteration, _batches(run), tokens)
     losses = {name: value.item() for name, value in sum_losses(reports, run.world).items()}
     return {"gradients": bodies._gradients(run), **losses}
+
+
+def _logged(run, iteration: int) -> list[bytes]:
+    upstream = run.stepper.boundaries
+    upstream._writer.wait()
+    reader, stage = LogReader(upstream._directory), run.world.pipeline_rank
+    sent = (one for direction in Direction for one in upstream._pipeline.sent(stage, direction))
+    return [bytes(bytes_of(reader.read(iteration, one))) for one in sent]
 
 
 def _scramble(run) -> None:
@@ -88,12 +62,3 @@ def _scramble(run) -> None:
 
 def _batches(run):
     return run.batches("train", run.position.consumed_samples)
-
-
-def _logs(upstream) -> LogReader:
-    return LogReader(upstream._writer._directory)
-
-
-def _beside(upstream, stage: int):
-    """The logs of another stage, where each has one rank."""
-    return upstream._writer._directory.parent / f"rank_{stage:05d}"

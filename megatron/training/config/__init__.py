@@ -20,6 +20,7 @@ from megatron.training.config.world import (
     check_world,
     data_parallel_size,
     global_batch_size,
+    layout_sizes,
     num_microbatches,
     train_iterations,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "compose",
     "data_parallel_size",
     "global_batch_size",
+    "layout_sizes",
     "num_microbatches",
     "split_blend",
     "train_iterations",

@@ -6,7 +6,24 @@ from dataclasses import dataclass
 
 from megatron.training.config.flag import Group, flag, flags_of, refuse
 from moc.policy import POLICIES, interval_named
+from moc.policy.measurements import UNDISTURBED_MTBF_S
 from moc.sharding import scheme_named
+
+AUTO = "auto"
+"""In place of a policy: one is chosen, with its settings, by what is measured."""
+
+CHOSEN_BY_AUTO = (
+    "ckpt_blocking",
+    "pec_k",
+    "pec_k_snapshot",
+    "pec_k_persist",
+    "persist_interval",
+    "snapshot_interval",
+    "sparse_window",
+)
+"""Flags whose values ``--ckpt-policy auto`` chooses."""
+
+_LIMITS_OF_AUTO = ("exact_only", "host_memory_gb")
 
 
 def _number_or_auto(text: str) -> str:
@@ -29,8 +46,9 @@ class Snapshot(Group):
     ckpt_policy: str | None = flag(
         None,
         "What is in a snapshot and when one is taken; a run that finds snapshots in --ckpt-dir goes on from the "
-        "newest. Without a policy there are none.",
-        choices=sorted(POLICIES),
+        "newest. Without a policy there are none. auto chooses policy, interval, K, window and replicas by expected "
+        "cost, from what is measured, and anew when that changes.",
+        choices=[AUTO, *sorted(POLICIES)],
     )
     ckpt_tier: str = flag(
         "disk",
@@ -81,8 +99,17 @@ class Snapshot(Group):
         None, "With --ckpt-tier peers: GB/s at which a node copies snapshots of others, at most.", above=0.0
     )
 
-    mtbf_hours: float = flag(
-        24.0, "Hours from one failure of the job to the next, for what is chosen by its expected cost.", above=0.0
+    mtbf_hours: float | None = flag(
+        None,
+        "Hours from one failure of the job to the next, for what is chosen by its expected cost; by default 24, and "
+        "with --ckpt-policy auto what the faults so far tell.",
+        above=0.0,
+    )
+    exact_only: bool = flag(
+        False, "With --ckpt-policy auto: only policies after whose recovery the run is what it would have been."
+    )
+    host_memory_gb: float | None = flag(
+        None, "With --ckpt-policy auto: GB of a node's memory that snapshots may take, at most.", above=0.0
     )
     node_of_rank: str | None = flag(
         None,
@@ -146,6 +173,11 @@ class Snapshot(Group):
     )
 
     @property
+    def mtbf_s(self) -> float:
+        """Seconds from one failure to the next, where nothing measures them."""
+        return UNDISTURBED_MTBF_S if self.mtbf_hours is None else 3600.0 * self.mtbf_hours
+
+    @property
     def chooses_experts(self) -> bool:
         """Whether the numbers of experts follow from what is measured."""
         return self.pec_k == "auto"
@@ -163,7 +195,15 @@ class Snapshot(Group):
             refuse(given and not self.ckpt_policy, f"{spec.spelling} needs --ckpt-policy: add it, for example full.")
             owner = spec.name.split("_")[0]  # --pec-k belongs to the policy pec
             refuse(
-                given and owner in POLICIES and owner != self.ckpt_policy,
+                given and self.ckpt_policy == AUTO and spec.name in CHOSEN_BY_AUTO,
+                f"--ckpt-policy auto chooses {spec.spelling} by itself, beside training: drop it.",
+            )
+            refuse(
+                given and self.ckpt_policy != AUTO and spec.name in _LIMITS_OF_AUTO,
+                f"{spec.spelling} is for --ckpt-policy auto, not {self.ckpt_policy}: drop it or change the policy.",
+            )
+            refuse(
+                given and owner in POLICIES and self.ckpt_policy not in (owner, AUTO),
                 f"{spec.spelling} needs --ckpt-policy {owner}, not {self.ckpt_policy}: drop it or change the policy.",
             )
         refuse(
@@ -190,13 +230,15 @@ class Snapshot(Group):
             f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower it, or "
             "raise --pec-k-snapshot.",
         )
+        chooses = self.chooses_experts or self.ckpt_policy == AUTO
         refuse(
-            self.pec_plt_limit != 0.0375 and not (self.pec_dynamic_k or self.chooses_experts),
-            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it: add one of them.",
+            self.pec_plt_limit != 0.0375 and not (self.pec_dynamic_k or chooses),
+            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto: add one of "
+            "them.",
         )
         refuse(
-            self.mtbf_hours != 24.0 and not self.chooses_experts,
-            "--mtbf-hours needs --pec-k auto, which reckons with it: add it.",
+            self.mtbf_hours is not None and not chooses,
+            "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto: add one of them.",
         )
         refuse(
             self.node_of_rank and self.ckpt_tier == "disk" and not self.upstream_logging,

@@ -19,6 +19,9 @@ class Training(Group):
     )
     train_iters: int | None = flag(None, "Iterations to train, over all runs together.", at_least=1)
     train_samples: int | None = flag(None, "Samples to train, over all runs together.", at_least=1)
+    skip_train: bool = flag(
+        False, "Train nothing: go on from what there is, save it where --save is given, evaluate, and end."
+    )
     exit_interval: int | None = flag(None, "Save and exit at an iteration that this number divides.", at_least=1)
     exit_duration_in_mins: int | None = flag(None, "Save and exit after so many minutes.", at_least=1)
     exit_signal_handler: bool = flag(False, "Save and exit when --exit-signal arrives.")

@@ -30,6 +30,19 @@ def train_iterations(config: Config, world_size: int) -> int:
     return config.training.train_samples // global_batch_size(config, world_size)
 
 
+def layout_sizes(config: Config, world_size: int) -> dict[str, int]:
+    """The sizes of a layout, as snapshots name them."""
+    parallel = config.parallel
+    return {
+        "world": world_size,
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "expert_tp": parallel.expert_tensor_parallel_size,
+        "vpp": config.virtual_pipeline_model_parallel_size or 1,
+    }
+
+
 def check_world(config: Config, world_size: int) -> None:
     """Raises ``ConfigError`` where so many workers cannot run these flags."""
     parallel, size = config.parallel, _model_size(config)

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from benchmarks import generations, launch_overhead, wire_fuzz
+from benchmarks import generations, wire_fuzz
 from benchmarks.live.dcp_job import complete
 from benchmarks.live.job import Events
 from benchmarks.live.recoveries import NOTICED, OUTSIDE, claims, medians, recovery
+from benchmarks.live.turns import in_turns, ratios
 
 KILLED, USUAL = 100.25, 0.5
 
@@ -119,11 +120,18 @@ def test_a_ratio_is_of_rounds_with_themselves():
         {"torchrun": [1.0, 1.0, 1.0], "ours, interval 1": [2.0, 2.0, 2.0], "ours, interval 50": [1.0, 1.0, 4.0]},
         {"torchrun": [3.0, 3.0, 3.0], "ours, interval 1": [3.0, 3.0, 3.0], "ours, interval 50": [3.0, 3.0, 3.0]},
     ]
-    told = launch_overhead.ratios(rounds)
+    told = ratios(rounds, "torchrun")
     assert told["torchrun"]["median"] == {"median": 1.0, "rounds": [1.0, 1.0]}
     assert told["ours, interval 1"]["median"] == {"median": 0.75, "rounds": [0.5, 1.0]}
     assert told["ours, interval 50"]["median"]["median"] == 1.0  # what few iterations pay is not in medians
     assert told["ours, interval 50"]["sum"]["rounds"] == [0.5, 1.0]
+
+
+def test_ways_take_turns_forwards_and_backwards():
+    order = []
+    rounds = list(in_turns(["a", "b"], 3, lambda way: order.append(way) or len(order)))
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert rounds == [{"a": 1, "b": 2}, {"a": 4, "b": 3}, {"a": 5, "b": 6}]
 
 
 SERVER = [{"uss_mb": 9, "descriptors": 9}, {"uss_mb": 10, "descriptors": 12}, {"uss_mb": 10, "descriptors": 12}]

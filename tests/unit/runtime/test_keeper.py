@@ -1,5 +1,6 @@
 """What keeps copies of other nodes' snapshots: whole or not there, and nothing else of a node can be read."""
 
+import asyncio
 import os
 import random
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.runtime import environment, job_token
+from moc.runtime import environment, job_token, pull
+from moc.runtime import keeper as keeper_module
 from moc.runtime.connections import connect
+from moc.runtime.keeper import Keeper
 from moc.runtime.keeper_client import KeeperClient
 from moc.runtime.message import Message
 from moc.runtime.pull import CHUNK, Wanted
@@ -22,7 +25,8 @@ from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest
 from moc.store.places import LocalPlace
 from moc.store.store import Store, directory_of, file_of
-from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN
+from tests.slow_way import SlowWay
+from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 
 ROOT = Path(__file__).parents[3]
 HEADER = 64
@@ -219,6 +223,34 @@ def test_a_rate_is_kept(keepers, lead, tmp_path):
     assert seconds >= 0.95 * amount / 50e6
 
 
+def test_who_sends_slowly_is_not_gone(keepers, lead, tmp_path, monkeypatch):
+    monkeypatch.setattr(pull, "SILENCE_S", 2.0)
+    lead(keepers[0], "a")
+    manifest = publish(tmp_path / "a", 3, (240_000,))
+    way = SlowWay(keepers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
+    wanted = Wanted(3, "a", "a", way.address)
+    assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")) == manifest.bytes
+    assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
+
+
+def test_who_sends_nothing_any_more_is_named_and_asked_again(keepers, lead, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(pull, "SILENCE_S", 0.5)
+    monkeypatch.setattr(keeper_module, "_TELL_S", 0.0)
+    lead(keepers[0], "a")
+    manifest = publish(tmp_path / "a", 3, LARGE)
+    way = SlowWay(keepers[0].address, stalls_after=CHUNK)
+    with serving(Keeper(TOKEN, "x").serve_orders, f"unix:{tmp_path}/orders") as b:
+        client = KeeperClient(connect(b.address, TOKEN), "b", tmp_path / "b")
+        client._connection.send(Message({"kind": "pull", "wanted": vars(Wanted(3, "a", "a", way.address, None, True))}))
+        while "node b waits for the snapshot of node a: node a has sent nothing" not in caplog.text:
+            time.sleep(0.01)
+        assert_nothing_is_published(tmp_path / "b" / "of_a")
+        way.flows.set()
+        assert client._connection.recv(timeout=60).header["bytes"] == manifest.bytes
+        client.close()
+    assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
+
+
 def ask(keeper, **what):
     with connect(keeper.address, TOKEN) as connection:
         connection.send(Message({"kind": "read", "start": 0, "bytes": 100} | what))
@@ -273,16 +305,17 @@ def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(keepers):
 
 
 def test_it_is_started_again_where_it_was_and_dies_with_its_agent(tmp_path):
-    code = f"import asyncio; from moc.runtime.keeper import keep; asyncio.run(keep('127.0.0.1:1', 'unix:{tmp_path}/o'))"
+    keep = f"keep('127.0.0.1:1', 'unix:{tmp_path}/o', {TOKEN}, hangs_s=1.0)"
+    code = f"import asyncio; from moc.runtime.keeper import keep; asyncio.run({keep})"
     agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_token())
     killed, addresses = [], []
-    for _ in range(2):
+    for number in (signal.SIGKILL, signal.SIGSTOP, None):
         while not (there := [p for p in psutil.Process(agent.pid).children() if listens(p) and p not in killed]):
             time.sleep(0.01)
         killed += there
         addresses.append(listens(there[0]))
-        there[0].send_signal(signal.SIGKILL) if len(killed) == 1 else agent.kill()
-    assert addresses[0] == addresses[1]
+        there[0].send_signal(number) if number else agent.kill()
+    assert addresses[0] == addresses[1] == addresses[2]
     psutil.wait_procs(killed)
     agent.wait()
 

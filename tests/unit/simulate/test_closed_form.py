@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, expected_ettr, recovery_s
+from moc.simulate.policies import POLICIES, Options
 from moc.simulate.saving import Saving
+from tests.unit.simulate.setups import small_setup
 
 
 def test_the_formula_of_section_2_4():
@@ -62,3 +64,25 @@ def test_a_policy_that_cannot_be_is_refused(change):
 def test_replayed_iterations_and_their_seconds_agree(conversion, conversion_s, replay_s, iterations):
     saving = Saving("sparse", 10, replay_s=replay_s, conversion_s=conversion_s, conversion=conversion)
     assert saving.replayed(saving.replay_total_s(iterations)) == pytest.approx(iterations, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(set(POLICIES) - {"none"})),
+    iteration_s=st.floats(0.5, 10),
+    snapshot_s=st.floats(0.2, 60),
+    mtbf_s=st.floats(60, 1e5),
+    rarer=st.floats(1, 100),
+)
+def test_rarer_failures_are_never_expected_to_cost_more(name, iteration_s, snapshot_s, mtbf_s, rarer):
+    setup = small_setup(iteration_s, snapshot_s)
+
+    def ettr(chosen_for_s, mtbf_s):
+        saving = POLICIES[name](setup, Options(mtbf_s=chosen_for_s)).saving
+        return expected_ettr(saving, iteration_s, mtbf_s)
+
+    often, seldom = ettr(mtbf_s, mtbf_s), ettr(mtbf_s * rarer, mtbf_s * rarer)
+    assert 0 < often <= seldom + 1e-9 <= 1 + 1e-9
+    assert ettr(mtbf_s, mtbf_s * rarer) <= seldom + 1e-9  # an interval for other failures is not better
+    overhead = POLICIES[name](setup, Options(mtbf_s=mtbf_s)).saving.per_iteration_s() / iteration_s
+    assert ettr(mtbf_s, math.inf) == pytest.approx(1 / (1 + overhead))

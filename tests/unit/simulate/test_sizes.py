@@ -1,12 +1,10 @@
 """Sizes are those of the real sharding rules; a window is that of Algorithm 1."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from moc.policy.window import largest_snapshot
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
-from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes
-from moc.simulate.window import find_window_size, first_bytes, window_bytes
+from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes, window_bytes
 from tests.unit.simulate.setups import OPERATORS, PARAMETERS
 
 
@@ -53,34 +51,15 @@ def test_the_busiest_rank_holds_as_much_by_operator():
     assert sum(size.compute for size in sizes) == pytest.approx(2 / 12 * sum(size.full for size in sizes), rel=0.1)
 
 
-operators = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 20)), min_size=1, max_size=60).map(
-    lambda pairs: [OperatorSize(str(n), 10 * full, compute) for n, (full, compute) in enumerate(pairs)]
-)
-
-
-@given(operators, st.floats(1, 20_000))
-def test_the_window_is_the_shortest_that_hides(sizes, room):
-    length, active = find_window_size(sizes, 1.0, room)
-    count = len(sizes)
-    full, compute = sum(s.full for s in sizes), sum(s.compute for s in sizes)
-
-    def snapshot(of):
-        return (full * of + compute * (count - of)) / count
-
-    assert length == -(-count // active)
-    assert snapshot(active) <= room or active <= 2
-    assert active == count or snapshot(active + 1) > room or snapshot(active + 1) < snapshot(active)
+def test_operators_of_a_window_come_in_its_order():
+    names = [size.name for size in operator_sizes(OPERATORS, Layout(16, pp=4, ep=4))]
+    experts = [".expert." in name for name in names]
+    assert any(experts) and experts == sorted(experts, reverse=True)
 
 
 def test_a_window_saves_everything_once_and_weights_until_then():
     sizes = [OperatorSize(str(n), 12, 2) for n in range(6)]
     # MoEvement, Figure 6, with three iterations: 4 + 2, 2 + 4 and 6 operators' worth.
-    assert find_window_size(sizes, 1.0, 2 * 12 + 4 * 2) == (3, 2)
-    assert window_bytes(sizes, 3) * 3 == 6 * 12 + (4 + 2) * 2
-    assert first_bytes(sizes, 3) == 2 * 12 + 4 * 2
-    assert window_bytes(sizes, 1) == first_bytes(sizes, 1) == 72
-    twelve = [OperatorSize(str(n), 12, 2) for n in range(12)]
-    assert find_window_size(twelve, 1.0, 3 * 12 + 9 * 2) == (4, 3)
-    assert find_window_size(twelve, 1.0, 3 * 12 + 9 * 2 - 1) == (6, 2)
-    with pytest.raises(ValueError, match="needs operators"):
-        find_window_size([], 1.0, 1.0)
+    assert window_bytes(sizes, 2) == 6 * 12 + (4 + 2) * 2
+    assert window_bytes(sizes, 6) == 72
+    assert largest_snapshot(sizes, 2) == 2 * 12 + 4 * 2

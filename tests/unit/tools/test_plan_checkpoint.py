@@ -168,6 +168,35 @@ def test_the_choice_that_the_docs_show(capsys):
     assert said.startswith(textwrap.indent(choice, "    ") + "\n\n")
 
 
+MEASURED = "--iteration-s 1.5 --forward-backward-s 1.2 --snapshot-gbs 1 --persist-gbs 0.1 --mtbf-hours 1".split()
+EXPLAIN_POLICY = ["--model", "gpt-350m-16e", "--world", "16", "--ep", "8", "--explain-policy"]
+
+
+def test_a_policy_is_chosen_and_explained(capsys):
+    policy = plan(capsys, *EXPLAIN_POLICY, *MEASURED)["policy"]
+    best, *others = policy["policies"]
+    assert best.startswith("pec") and policy["flags"].items() >= {"ckpt_policy": "pec", "ckpt_tier": "disk"}.items()
+    assert policy["policies"][best]["ettr"] >= max(policy["policies"][other]["ettr"] for other in others)
+    assert 0 < policy["policies"][best]["plt"] <= 0.0375 and policy["reason"].startswith(best)
+    exact = plan(capsys, *EXPLAIN_POLICY, *MEASURED, "--exact-only")["policy"]
+    assert exact["flags"]["ckpt_policy"] in ("full", "sparse") and not any("pec" in name for name in exact["policies"])
+    assert plan_checkpoint.main([*EXPLAIN_POLICY, *MEASURED]) == 0
+    said = capsys.readouterr().out
+    assert f"\n{best}: ETTR " in said and "--ckpt-policy pec --snapshot-interval " in said
+    assert plan(capsys, "--case", "1")["policy"] is None
+
+
+def test_a_cluster_s_sheet_says_what_was_not_measured(capsys):
+    peers = [*EXPLAIN_POLICY, "--cluster", "a100-80gb", "--tier", "peers", "--mtbf-hours", "1", "--exact-only"]
+    free = plan(capsys, *peers, "--global-batch", "64", "--micro-batch", "8")["policy"]
+    assert free["flags"]["replicas"] == 1  # two nodes of eight
+    least = min(found["host_bytes"] for found in free["policies"].values()) / 1e9
+    argv = [*peers, "--iteration-s", "2", "--host-memory-gb"]
+    assert plan(capsys, *argv, str(1.01 * least))["policy"]["flags"]["replicas"] == 1
+    assert plan_checkpoint.main([*argv, str(0.99 * least)]) == 1
+    assert "no policy keeps to all limits" in capsys.readouterr().err
+
+
 DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100".split()
 
 
@@ -178,6 +207,15 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
         ([*EXPLAIN[:-1], "0"], "--mtbf-hours must be above 0"),
         ([*EXPLAIN, "--iteration-s", "0"], "iteration_s must be a number above 0, not 0.0"),
         ([*DENSE, *EXPLAIN[2:]], "--explain-k chooses numbers of experts: take a model that has some"),
+        ([*EXPLAIN_POLICY, *MEASURED[:-2]], "--explain-policy needs --mtbf-hours, above 0"),
+        (
+            [*EXPLAIN_POLICY, *MEASURED[2:]],
+            "--explain-policy needs --iteration-s, or a --cluster: add what was measured",
+        ),
+        ([*EXPLAIN_POLICY, *MEASURED, "--tier", "peers"], "--explain-policy needs --replicate-gbs, or a --cluster"),
+        ([*EXPLAIN_POLICY, *MEASURED, "--nodes", "17"], "--nodes 17 is not possible with 16 ranks"),
+        ([*EXPLAIN_POLICY, *MEASURED, "--persist-gbs", "0"], "write_rate must be above 0, not 0.0"),
+        ([*EXPLAIN_POLICY, *MEASURED, "--replicas", "2"], "--replicas must be from 1 to the 1 other nodes, not 2"),
     ],
 )
 def test_what_cannot_be_explained_is_said_in_one_sentence(capsys, argv, sentence):

@@ -28,9 +28,7 @@ def errors(found):
 
 def test_table_3_of_moevement(table_3):
     ettr = errors(table_3)
-    assert len(ettr) == 60 and sum(ettr) / 60 <= 2
-    beyond = [row.label for row in table_3.rows if row.kind == "ettr" and abs(row.error) > 5]
-    assert beyond == ["GPT-MoE, 20 min, CheckFreq"] and max(ettr) < 6  # docs/simulate.md says why
+    assert len(ettr) == 60 and sum(ettr) / 60 <= 2 and max(ettr) <= 5
     assert table_3.order_right == (20, 20)
 
 
@@ -43,7 +41,11 @@ def test_table_7_of_moevement():
     found = _reproduce.table_7()
     ettr = errors(found)
     assert len(ettr) == 44 and sum(ettr) / 44 <= 3 and max(ettr) <= 6
-    assert found.order_right[0] >= 10
+    assert found.order_right == (15, 15)
+    intervals = [row for row in found.rows if "interval" in row.label]
+    beyond = [row.label.split(", Gemini")[0] for row in intervals if row.error > 1.5]
+    assert beyond == ["FP8, FP32, FP32+FP32, 60 min", "FP8, FP8, FP8+FP16, 60 min"]  # docs/simulate.md says why
+    assert max(row.error for row in intervals) < 1.6
 
 
 def test_figure_11_of_moevement():
@@ -124,6 +126,18 @@ def test_a_profile_takes_the_place_of_the_cost_model(capsys, tmp_path):
     assert scaled["policies"]["sparse"]["samples"] == 1024 * small["samples"]
 
 
+def test_policies_come_back_as_the_program_does(capsys, tmp_path):
+    calm = [{"type": "iteration", "time": n, "iteration": n, "elapsed_s": 1.0} for n in range(20)]
+    lost = [{"type": "inject", "time": 20.0, "action": "kill"}, {"type": "resume", "time": 23.5, "seconds": 0.5}]
+    back = [{"type": "start", "time": 24.0, "world_size": 4}, calm[0] | {"time": 26.0, "iteration": 20}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*calm, *lost, *back]))
+    fast = [*SMALL, "--profile", str(tmp_path), "--policy", "full,sparse", "--mtbf", "30m"]
+    papers, program = (told(capsys, *fast, "--ways", ways)["policies"] for ways in ("papers", "program"))
+    for name in ("full", "sparse"):
+        assert program[name]["recovery_each_s"] < papers[name]["recovery_each_s"]
+    assert program["full"]["recovery_each_s"] > 5.0  # 3 s until all are connected, and so on, and what is replayed
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -133,6 +147,7 @@ def test_a_profile_takes_the_place_of_the_cost_model(capsys, tmp_path):
         (["--trace", "nowhere.txt"], "nowhere.txt"),
         (["--trace", "t", "--mtbf", "1h"], "drop --mtbf"),
         (["--scale-to", "16384"], "write gpus=16384"),
+        (["--ways", "program"], "give --profile one in which workers were lost"),
         (["--runs", "0"], "--runs must be at least 1"),
         (["--policy", "auto", "--host-memory-gb", "1e-9"], "no policy keeps to all limits"),
     ],

@@ -1,0 +1,170 @@
+"""What a run's events say of its ETTR, and what the simulator says of it; pure functions.
+
+ETTR is the time of useful work by the wall clock's: iterations that count, each for as long as it takes where nothing
+is saved and nothing fails.  A run is cut into two halves at an iteration; the first one tells the simulator how long
+things take, the second one is what it has to predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from moc.simulate.engine import Job, simulate
+from moc.simulate.failures import Event, Faults
+from moc.simulate.profile import Profile
+from moc.simulate.recoveries import faults, stretches
+from moc.simulate.saving import Saving
+from moc.simulate.ways import Parts, program_way
+
+WARM_UP = 5  # iterations that allocate and connect
+AT_ONCE = 2  # workers that a random fault kills, in the mean
+_NEARLY_ALL = 0.999  # of an iteration, however long its time was before it was cut short
+RUNS = 100  # of the model clock, where faults come by chance
+
+
+@dataclass(frozen=True)
+class Way:
+    """A policy as the simulator is told of it.
+
+    Attributes:
+        interval: iterations from one snapshot to the next.
+        window: W of a sparse policy; else 1.
+        blocking: training waits until a snapshot can be used.
+        exact: what comes back is what was there.
+    """
+
+    interval: int = 1
+    window: int = 1
+    blocking: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A fault.
+
+    Attributes:
+        iterations: that counted when it came.
+        since_s: seconds since the last of them.
+        after_s: since the fault before, where nothing that counts was done between them.
+        lost: workers that it killed.
+    """
+
+    iterations: int
+    since_s: float
+    after_s: float | None
+    lost: int
+
+
+@dataclass(frozen=True)
+class Half:
+    """A part of a run, from the end of one iteration to the end of another one.
+
+    Attributes:
+        events: of it.
+        seconds: that it took.
+        iterations: that count, each once.
+        hits: the faults.
+    """
+
+    events: Sequence[dict]
+    seconds: float
+    iterations: int
+    hits: tuple[Hit, ...]
+
+    def ettr(self, plain_s: float) -> float:
+        """As it was measured; an iteration without saving and faults takes ``plain_s``."""
+        return self.iterations * plain_s / self.seconds
+
+
+def halves(events: Sequence[dict], every: int = 1) -> tuple[Half, Half]:
+    """The two halves of a run, without its first iterations.
+
+    Args:
+        events: of the run.
+        every: iterations from one snapshot to the next, so that halves begin with one.
+
+    Raises:
+        ValueError: there are not enough iterations between recoveries to cut at.
+    """
+    events = sorted(events, key=lambda event: event["time"])
+    recovering = {id(event) for stretch in stretches(events) for event in stretch[:-1]}
+    counted = list(_that_count(events))
+    cuts = [one for one in counted if one["iteration"] >= WARM_UP and id(one) not in recovering]
+    begins = [one for one in cuts if one["iteration"] % every == 0]
+    if len(begins) < 2 or begins[1] is cuts[-1]:
+        raise ValueError(f"{len(begins)} iterations between recoveries are too few to cut a run in halves: run longer")
+    middle = (begins[0]["iteration"] + cuts[-1]["iteration"]) / 2
+    middle = min(begins[1:], key=lambda event: abs(event["iteration"] - middle))
+    return _between(events, counted, begins[0], middle), _between(events, counted, middle, cuts[-1])
+
+
+def _that_count(events: Sequence[dict]) -> Iterator[dict]:
+    """Iterations that were complete for the first time."""
+    newest = 0
+    for event in events:
+        if event["type"] == "iteration" and event["iteration"] > newest:
+            newest = event["iteration"]
+            yield event
+
+
+def _between(events: Sequence[dict], counted: Sequence[dict], first: dict, last: dict) -> Half:
+    part = [event for event in events if first["time"] < event["time"] <= last["time"]]
+    hits, before = [], None
+    for at, lost in faults(part):
+        done = next(one for one in reversed(counted) if one["time"] <= at)
+        after_s = at - before[0] if before and before[1] is done else None
+        hits.append(Hit(done["iteration"] - first["iteration"], at - done["time"], after_s, lost))
+        before = at, done
+    return Half(part, last["time"] - first["time"], last["iteration"] - first["iteration"], tuple(hits))
+
+
+def predicted(way: Way, half: Half, profile: Profile, parts: Parts, plain_s: float) -> float:
+    """ETTR of a half, by what was measured of another one and the places of its faults.
+
+    Args:
+        way: the policy.
+        half: of which length and faults are known.
+        profile: of the other half of the run.
+        parts: of a recovery, as the other halves of the policy's runs tell.
+        plain_s: seconds of an iteration without saving and faults.
+    """
+    each_s = profile.mean_iteration_s
+    trace = tuple(Event(_place(hit, each_s) * each_s, hit.lost, after_s=hit.after_s) for hit in half.hits)
+    chance = Faults(trace=trace, while_training=True) if trace else Faults(math.inf)
+    return _simulated(way, half.seconds, chance, profile, parts, plain_s)
+
+
+def _place(hit: Hit, each_s: float) -> float:
+    """Iterations that were complete, and how much of the next."""
+    return hit.iterations + min(_NEARLY_ALL, hit.since_s / each_s)
+
+
+def expected(way: Way, seconds: float, mtbf: float, profile: Profile, parts: Parts, plain_s: float) -> float:
+    """The same where of the faults nothing is known but how many iterations and workers there are to each."""
+    chance = Faults(mtbf * profile.mean_iteration_s, together=AT_ONCE, while_training=True)
+    return fmean(_simulated(way, seconds, chance, profile, parts, plain_s, seed) for seed in range(RUNS))
+
+
+def _simulated(
+    way: Way, seconds: float, chance: Faults, profile: Profile, parts: Parts, plain_s: float, seed: int = 0
+) -> float:
+    saving, iteration_s = saving_of(way, profile, parts, plain_s)
+    job = Job(iteration_s, samples=1, nodes=1, wall_s=seconds, seed=seed)
+    return simulate(job, chance, saving).ettr * plain_s / iteration_s
+
+
+def saving_of(way: Way, profile: Profile, parts: Parts, plain_s: float) -> tuple[Saving, float]:
+    """The policy on the model clock, and the seconds of its iteration without stalls.
+
+    What saving takes is what iterations take more than without; where that is nothing, these are taken for as fast.
+    """
+    mean_s = profile.mean_iteration_s
+    iteration_s = min(plain_s, mean_s)
+    interval = way.window if way.window > 1 else way.interval
+    saving = Saving("policy", interval=interval, stall_s=interval * (mean_s - iteration_s), exact=way.exact)
+    lag = 0.0 if way.blocking else profile.usable_s / mean_s
+    return program_way(saving, parts, iteration_s, lag, sparse=way.window > 1), iteration_s

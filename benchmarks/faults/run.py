@@ -1,0 +1,253 @@
+"""One job that faults are met in: started, disturbed from outside, and looked at when it has ended."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.live.job import ROOT, Events
+from moc.store.places import LocalPlace
+from moc.store.regions import RegionReader
+from moc.store.store import Store, directory_of
+
+MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
+    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --seq-length 32
+    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --micro-batch-size 1
+    --global-batch-size 8 --lr 1e-2 --clip-grad 0.3 --eval-iters 0 --num-workers 0 --log-interval 1""".split()
+ZERO, PP2, EP2 = "--use-distributed-optimizer", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+LAYOUTS = {  # name: (workers, flags)
+    "DP4xEP2": (4, f"{ZERO} {EP2}"),
+    "PP2xEP2": (4, f"{ZERO} {PP2} {EP2}"),
+    "PP2xDP2": (4, f"{ZERO} {PP2}"),
+    "TP2xEP2": (4, f"{ZERO} {TP2} {EP2}"),
+    "DP4, replicated": (4, ""),
+    "PP2, interleaved": (2, f"{ZERO} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "PP4": (4, f"{ZERO} --pipeline-model-parallel-size 4"),
+    "PP2xTP2": (4, f"{ZERO} {PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
+}
+SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging"
+TIERS = {
+    "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
+    "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",
+    "peers": "--ckpt-policy full --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
+    "sparse": f"{SPARSE} --ckpt-tier memory --persist-interval 6",
+    "sparse, disk": f"{SPARSE} --ckpt-tier disk",
+    "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
+}
+"""Tiers of snapshots, of everything and sparse."""
+STOPPED_S = 3.0
+"""How long a keeper is stopped: its sockets stay open, and nothing comes."""
+
+
+def fits(layout: str, tier: str) -> bool:
+    """Whether a layout can have a tier: what is logged upstream is what passes between stages."""
+    return "PP" in layout or "sparse" not in tier
+
+
+def nodes_of(layout: str, tier: str) -> int:
+    """Nodes that a run has: two, but where both would hold the same state, which the memory tiers refuse."""
+    return 1 if layout == "DP4, replicated" and tier != "disk" else 2
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended: by iteration its losses and norms, by tensor and region the hash in the last snapshot."""
+
+    losses: dict
+    hashes: dict
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What is done to a job from outside, as soon as an iteration is complete.
+
+    Attributes:
+        action: ``node`` (it is lost, and comes back empty), ``agent`` (killed, and its node's processes with it),
+            ``controller`` (killed) or ``keeper`` (stopped for a while).
+        iteration: after which.
+        node: whose; -1 for the last one.
+    """
+
+    action: str
+    iteration: int
+    node: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.node} at {self.iteration}, outside"
+
+
+class Run:
+    """One job, in a directory of its own.
+
+    Args:
+        own: flags of the benchmark.
+        layout: one of :data:`LAYOUTS`.
+        tier: one of :data:`TIERS`.
+        directory: for its files; made.
+        faults: flags that name them.
+
+    Attributes:
+        wrong: what it should not have done, or left.
+        done: what was done to it from outside.
+    """
+
+    def __init__(self, own: argparse.Namespace, layout: str, tier: str, directory: Path, faults: list):
+        self.directory, self._own, self.wrong, self.done = directory, own, [], []
+        self._memory = Path(tempfile.mkdtemp(prefix="random-faults-", dir="/dev/shm"))
+        directory.mkdir(parents=True)
+        self.events, self._seen, self._iteration = Events(directory / "events.jsonl"), 0, 0
+        size, parallel = LAYOUTS[layout]
+        places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory, "--log-dir", directory]
+        self._nodes = nodes_of(layout, tier)
+        launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
+        if self._nodes > 1:
+            launcher += ["--nnodes", self._nodes, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+        program = [ROOT / "pretrain_gpt_moe.py", *MODEL, "--train-iters", own.iterations]
+        self._launcher = [sys.executable, "-W", "ignore", *map(str, launcher)]
+        self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *places, *faults]))
+        self._token = secrets.token_hex(32)
+        self._launchers: list[subprocess.Popen] = []
+        self._stopped: list[tuple[float, psutil.Process]] = []
+
+    def to_its_end(self, disturbances: tuple[Outside, ...] = ()) -> float:
+        """Runs it, and notes in ``wrong`` what it should not have done; seconds."""
+        begun, waiting = time.monotonic(), sorted(disturbances, key=lambda one: one.iteration)
+        self._launchers = [self._start(node) for node in range(self._nodes)]
+        while self._launchers[0].poll() is None and time.monotonic() - begun < self._own.limit:
+            time.sleep(0.02)
+            self._let_go_on()
+            if waiting and self._reached() >= waiting[0].iteration and self._disturb(waiting[0]):
+                self.done.append(waiting.pop(0))
+        if self._launchers[0].poll() is None:
+            self.wrong.append(f"no end after {self._own.limit:g} s")
+        elif self._launchers[0].returncode:
+            self.wrong.append(f"exit code {self._launchers[0].returncode}")
+        seconds = time.monotonic() - begun
+        for launcher in self._launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(5 if self._launchers[0].poll() is not None else 0)
+            launcher.kill()
+            launcher.wait()
+        self._look_for_leftovers()
+        return seconds
+
+    def end(self) -> End:
+        """What it has come to."""
+        lines = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events.of("iteration")}
+        store = Store(LocalPlace(self.directory / "snapshots"))
+        if store.iterations()[-1:] != [self._own.iterations]:
+            return End(lines, {})
+        names = store.manifest(self._own.iterations).files
+        reader = RegionReader(store.place.blob(f"{directory_of(self._own.iterations)}/{name}") for name in names)
+        hashes = {(one.entry.name, one.entry.slot, one.entry.region): one.digest for one in reader.sources()}
+        return End(lines, hashes)
+
+    def _start(self, node: int) -> subprocess.Popen:
+        ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "MOC_TOKEN": self._token}
+        self._temporary(node).mkdir(exist_ok=True)
+        with open(self.directory / "console", "a") as console:
+            return subprocess.Popen(
+                [*self._launcher, "--node-rank", str(node), *self._program],
+                env=os.environ | ours | {"TMPDIR": str(self._temporary(node))},
+                stdout=console,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _reached(self) -> int:
+        new = self.events.all()[self._seen :]
+        self._seen += len(new)
+        self._iteration = max([self._iteration, *(e["iteration"] for e in new if e["type"] == "iteration")])
+        return self._iteration
+
+    def _disturb(self, what: Outside) -> bool:
+        """Whether there was somebody to do it to."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return getattr(self, f"_{what.action}")(what.node % self._nodes)
+        return False
+
+    def _node(self, node: int) -> bool:
+        """A machine is gone, with what was in its memory; the same command is started again, on an empty one."""
+        self._end(node, self._of(node))
+        for path in [*self._memory.glob(f"*/*-node-{node}")] if self._nodes > 1 else self._memory.iterdir():
+            shutil.rmtree(path)
+        self._launchers[node] = self._start(node)
+        return True
+
+    def _agent(self, node: int) -> bool:
+        """A launcher is killed, and all dies that dies with it; the same command is started again."""
+        self._end(node, self._of(node)[:1])
+        self._launchers[node] = self._start(node)
+        return True
+
+    def _end(self, node: int, killed: list[psutil.Process]) -> None:
+        processes = self._of(node)
+        for process in killed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._launchers[node].wait()
+        if psutil.wait_procs(processes, timeout=30)[1]:
+            self.wrong.append(f"node {node} has outlived its launcher")
+        shutil.rmtree(self._temporary(node))  # nobody is left who could tidy it up
+
+    def _controller(self, _: int) -> bool:
+        controllers = self._running(0, "moc.runtime.controller")
+        for process in controllers:
+            process.kill()
+        return bool(controllers)
+
+    def _keeper(self, node: int) -> bool:
+        """What keeps copies on a node does not answer for a while, though its sockets stay open."""
+        keepers = self._running(node, "moc.runtime.keeper")
+        for process in keepers:
+            process.send_signal(signal.SIGSTOP)
+            self._stopped.append((time.monotonic() + STOPPED_S, process))
+        return bool(keepers)
+
+    def _let_go_on(self) -> None:
+        for until, process in list(self._stopped):
+            if time.monotonic() >= until:
+                self._stopped.remove((until, process))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)
+
+    def _of(self, node: int) -> list[psutil.Process]:
+        """All processes of a node, its launcher first."""
+        launcher = psutil.Process(self._launchers[node].pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def _running(self, node: int, module: str) -> list[psutil.Process]:
+        return [process for process in self._of(node) if module in process.cmdline()]
+
+    def _temporary(self, node: int) -> Path:
+        return self.directory / f"tmp{node}"
+
+    def _look_for_leftovers(self) -> None:
+        time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
+        mine = [p for p in psutil.process_iter(["cmdline"]) if str(self.directory) in " ".join(p.info["cmdline"] or ())]
+        self.wrong += [f"process {process.pid} is left" for process in mine]
+        for process in mine:
+            process.kill()
+        memory = [path for path in self._memory.rglob("*") if path.is_file() and path.stat().st_size]
+        self.wrong += [f"{path} is left" for path in [*memory, *self.directory.glob("tmp*/mocrun-*")]]
+        shutil.rmtree(self._memory)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,29 @@
+"""Runs the peer's own supervisor over workers (``worker.py``), which get all flags that are not its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+PATIENCE_S = 600.0
+
+
+def main() -> int:
+    """The exit code of the supervisor: 0 where all workers came to their end, 2 where a second one was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--checkout", type=Path, required=True, help="where deepspeed must come from")
+    own, flags = parser.parse_known_args()
+
+    import deepspeed
+    from deepspeed.launcher.survivor_supervisor import SurvivorSupervisor
+
+    if own.checkout.resolve() not in Path(deepspeed.__file__).resolve().parents:
+        sys.exit(f"deepspeed comes from {deepspeed.__file__}, not from {own.checkout}: give the checkout of the peer")
+    worker = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("worker.py"))]
+    return SurvivorSupervisor([*worker, *flags], world_size=own.workers).run(timeout_sec=PATIENCE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

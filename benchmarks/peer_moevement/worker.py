@@ -1,0 +1,205 @@
+"""One worker of the peer: trains, and takes part in its recovery as its own examples do.
+
+Runs in the peer's Python, under its supervisor (``supervise.py``), with the peer's checkout on the path and nothing of
+this repository's packages.  What happens goes to ``events.jsonl``, one JSON object a line, as ours do; at the end the
+first data-parallel rank of each stage writes its state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy
+import on_cpu
+import torch
+from pipeline_model import Samples, pipeline
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+POLL_S = 0.002
+
+
+class Events:
+    """Appends to the file that all workers share; a line is one write."""
+
+    def __init__(self, directory: Path, rank: int):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file, self._rank = open(directory / "events.jsonl", "ab", buffering=0), rank
+
+    def write(self, kind: str, **fields) -> None:
+        """One event of this worker."""
+        told = {"type": kind, "time": time.time(), "rank": self._rank, **fields}
+        self._file.write(json.dumps(told).encode() + b"\n")
+
+
+def engine_config(own: argparse.Namespace, shape: dict, data_parallel: int) -> dict:
+    """What ``deepspeed.initialize`` is told."""
+    told = {
+        "train_micro_batch_size_per_gpu": shape["micro_batch"],
+        "gradient_accumulation_steps": shape["micro_batches"],
+        "train_batch_size": shape["micro_batch"] * shape["micro_batches"] * data_parallel,
+        "steps_per_print": 1 << 30,
+        "gradient_clipping": shape["clip"],
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "pipeline": {"activation_checkpoint_interval": 0},
+    }
+    told |= json.loads(own.precision)
+    if own.window:
+        told["moevement"] = {"enabled": True, "w_sparse_override": own.window, "replication_factor": 1}
+    return told
+
+
+class Worker:
+    """See the module.
+
+    Args:
+        own: the command line.
+    """
+
+    def __init__(self, own: argparse.Namespace):
+        import deepspeed
+        from deepspeed.launcher.survivor_supervisor import WorkerProbe
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        self._own, self._shape, self._probe = own, json.loads(own.shape), WorkerProbe()
+        self._spare, self._rank = self._probe.is_spare(), self._probe.rank
+        self._events = Events(own.log_dir, self._rank)
+        self._events.write("worker", pid=os.getpid(), spare=self._spare)
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        torch.manual_seed(1)
+        model = pipeline(self._shape, self._shape["stages"])
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
+        optimizer = torch.optim.AdamW(groups, lr=self._shape["lr"], weight_decay=self._shape["weight_decay"])
+        data_parallel = self._probe.world_size // self._shape["stages"]
+        self._engine = deepspeed.initialize(
+            config=engine_config(own, self._shape, data_parallel),
+            model=model,
+            optimizer=optimizer,
+            dist_init_required=False,
+            skip_initial_broadcast=self._spare,
+        )[0]
+        self._coordinator = self._engine.moevement_coordinator
+        data_rank = self._engine.grid.get_data_parallel_rank()
+        self._samples = Samples(self._shape, self._shape["micro_batches"], data_rank, self._position)
+        self._events.write("built", parameters=sum(p.numel() for p in model.parameters()))
+
+    def train(self) -> None:
+        """Trains to the end."""
+        if self._spare:
+            self._take_over()
+        while self._engine.global_steps < self._own.iterations:
+            if (fault := self._fault()) is not None:
+                self._live_on(*fault)
+            begun = time.perf_counter()
+            mean_loss = float(self._engine.train_batch(data_iter=self._samples))
+            elapsed = time.perf_counter() - begun
+            if self._rank == 0:
+                step = self._engine.global_steps
+                self._events.write("iteration", iteration=step, elapsed_s=elapsed, loss=mean_loss)
+        self._tell_bytes()
+        self._save_end()
+        self._probe.signal_done()
+
+    def _position(self) -> int:
+        """Iterations that come before the one that is computed."""
+        if self._coordinator is not None and self._coordinator.is_recovering():
+            return max(0, self._coordinator._replay_iteration_cursor - 1)
+        return self._engine.global_steps
+
+    def _fault(self) -> tuple | None:
+        """News of a lost worker; at the iteration at which one is to be lost, waits for them."""
+        if self._own.stop_at is None or self._spare or self._engine.global_steps != self._own.stop_at:
+            return self._probe.check_for_fault()
+        while self._coordinator._replication_futures:  # as the peer's example does before its fault
+            self._coordinator._replication_futures.popleft().result(timeout=60)
+        torch.distributed.barrier()
+        self._events.write("ready")
+        while (fault := self._probe.check_for_fault()) is None:
+            time.sleep(POLL_S)
+        return fault
+
+    def _live_on(self, address: str, port: int, size: int) -> None:
+        from deepspeed.moevement.recovery_helpers import run_as_survivor
+
+        self._events.write("noticed")
+        run_as_survivor(
+            self._engine,
+            self._coordinator,
+            victim_rank=self._own.victim,
+            peer_pull_source_rank=self._own.victim ^ 1,
+            new_master_addr=address,
+            new_master_port=port,
+            new_rank=self._rank,
+            new_world_size=size,
+        )
+        self._events.write("rejoined")
+        self._replay()
+
+    def _take_over(self) -> None:
+        from deepspeed.moevement.recovery_helpers import run_as_spare
+
+        self._probe.check_for_fault()  # it is the one for which this worker was started
+        if not run_as_spare(self._engine, self._coordinator, peer_pull_source_rank=self._own.victim ^ 1):
+            raise RuntimeError("the peer of the lost worker has nothing for it")
+        self._events.write("pulled")
+        self._replay()
+
+    def _replay(self) -> None:
+        from deepspeed.moevement.recovery_helpers import run_until_recovered
+
+        torch.distributed.barrier()
+        self._events.write("replay begins")
+        again = run_until_recovered(self._engine, self._coordinator, self._samples, 64)
+        self._events.write("resume", replayed=again, iteration=self._engine.global_steps)
+
+    def _tell_bytes(self) -> None:
+        """Bytes of this worker's snapshots of the last whole windows, and of its logs."""
+        if self._coordinator is None:
+            return
+        engine, by_iteration = self._coordinator.snapshot_engine, {}
+        for (iteration, _), snapshot in [*engine._persisted_snapshots.items(), *engine._in_flight_snapshots.items()]:
+            by_iteration[iteration] = by_iteration.get(iteration, 0) + snapshot.total_bytes()
+        for iteration, amount in sorted(by_iteration.items()):
+            self._events.write("share", iteration=iteration, bytes=amount)
+        logger = self._coordinator.upstream_logger
+        iterations = {key[0] for key in logger._logs}
+        self._events.write("logs", bytes=logger.total_memory_bytes(), iterations=len(iterations))
+
+    def _save_end(self) -> None:
+        """Masters and moments of this stage, by parameter; a collective call within the stage."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        state = {}
+        for name, parameter in self._engine.module.named_parameters():
+            state[f"{name}/master"] = safe_get_full_fp32_param(parameter).detach().float().numpy()
+            for slot in SLOTS:
+                state[f"{name}/{slot}"] = safe_get_full_optimizer_state(parameter, slot).detach().float().numpy()
+        if self._engine.grid.get_data_parallel_rank() == 0:
+            numpy.savez(self._own.end / f"stage_{self._engine.stage_id}.npz", **state)
+
+
+def main() -> None:
+    """Trains."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True, help="JSON: the sizes of model and batches")
+    parser.add_argument("--precision", required=True, help="JSON: what the engine is told of it")
+    parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--window", type=int, default=0, help="0: no snapshots")
+    parser.add_argument("--victim", type=int, default=0, help="the worker that will be lost")
+    parser.add_argument("--stop-at", type=int, help="the iteration after which all wait for that; by default none")
+    parser.add_argument("--end", type=Path, required=True, help="directory for the state at the end")
+    parser.add_argument("--log-dir", type=Path, required=True)
+    own = parser.parse_args()
+    torch.set_num_threads(1)
+    on_cpu.install()
+    Worker(own).train()
+
+
+if __name__ == "__main__":
+    main()

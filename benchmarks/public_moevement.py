@@ -1,0 +1,186 @@
+"""The public implementation of MoEvement beside ours: the same model, the same machine, the same faults.
+
+    python benchmarks/public_moevement.py --peer CHECKOUT --peer-python PYTHON \
+        --output docs/results/public_moevement_cpu.json
+
+CHECKOUT is the repository Swapnil-Gandhi/MoEvement, a fork of DeepSpeed; PYTHON an interpreter with torch and what
+DeepSpeed needs (``pip install torch deepspeed``; the checkout comes before the installed one).  Nothing there is
+changed: what it needs to run without a GPU is put on from outside (``peer_moevement/on_cpu.py``).
+
+Both train a GPT-MoE of the same sizes (``peer_moevement/cases.py``) in 4 workers, 2 stages of 2 data-parallel ranks,
+ZeRO-1, with other samples in every iteration.  Compared are
+
+* the time of an iteration without snapshots, and with windows of 1 and of 3, in turns;
+* the bytes of snapshots;
+* SIGKILL of a worker, and the time until the end of the first iteration that is new;
+* the state at the end, with the fault and without it: how many parameters have the same bits in masters and moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.live.job import Job
+from benchmarks.peer_moevement import figures
+from benchmarks.peer_moevement.cases import SAVING, SHAPE, WORKERS, Case, Plan, our_flags, start
+from benchmarks.peer_moevement.ends import our_end, public_end
+from benchmarks.peer_moevement.report import tables
+
+SYSTEMS = ("ours", "public")
+WINDOWS = (0, 1, 3)
+VICTIMS = {1: (1,), 3: (1, 3)}
+"""By window, workers that are killed: 1 is in the first stage, 3 in the last."""
+GIVE_UP_S = 60.0
+END_S = 240.0
+
+
+def run(case: Case, plan: Plan, chance: random.Random) -> tuple[list[dict], figures.State | None, dict | None]:
+    """Runs a job to its end.
+
+    Returns:
+        Its events; its state at the end, if it saved snapshots or is a public one; and what followed the kill.
+    """
+    with tempfile.TemporaryDirectory(prefix="public-moevement-") as directory:
+        directory = Path(directory)
+        with start(case, plan, directory) as job:
+            killed = None if case.victim is None else kill(job, case, plan, chance)
+            followed = None
+            if killed is not None:
+                followed = job.wait_for(lambda: figures.recovery(job.events.all(), killed), "a new iteration")
+            try:
+                code = job.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                code = f"none after {END_S:g} s"
+            if code:
+                raise RuntimeError(f"{case.name}: exit code {code}; its last words:\n{job.last_words()}")
+            events = list(job.events.all())
+        if case.system == "public":
+            return events, public_end(directory / "end"), followed
+        return events, our_end(directory / "snapshots", plan.iterations) if case.window else None, followed
+
+
+def kill(job: Job, case: Case, plan: Plan, chance: random.Random) -> float:
+    """Kills the victim by SIGKILL; the moment."""
+    job.reach(plan.kill_at)
+    usual = median(figures.iteration_seconds(job.events.all(), warm_up=plan.kill_at // 2))
+    if case.system == "public" and not case.anywhere:
+        job.wait_for(lambda: len(job.events.of("ready")) == WORKERS, "the public workers' readiness")
+    time.sleep(chance.uniform(0, usual))
+    told = {event["rank"]: event["pid"] for event in job.events.of("worker")}  # what public workers tell themselves
+    pids, killed = told or job.workers(), time.time()
+    os.kill(pids[case.victim], signal.SIGKILL)
+    return killed
+
+
+def killed_anywhere(plan: Plan, chance: random.Random) -> str:
+    """What becomes of the public job when a worker is killed in the middle of an iteration."""
+    case = Case("public", 3, victim=1, anywhere=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="public-moevement-") as directory,
+        start(case, plan, Path(directory)) as job,
+    ):
+        killed = kill(job, case, plan, chance)
+        while time.time() - killed < GIVE_UP_S:
+            if followed := figures.recovery(job.events.all(), killed):
+                return f"went on after {followed['first_new_s']:.1f} s"
+            if job.process.poll() is not None:
+                return f"the supervisor ended with {job.process.poll()} after {time.time() - killed:.1f} s"
+            time.sleep(0.1)
+        return f"nothing new after {GIVE_UP_S:g} s"
+
+
+def undisturbed(plan: Plan, rounds: int, warm_up: int, chance: random.Random) -> tuple[dict, dict, dict, dict]:
+    """Jobs without faults, in turns.
+
+    Returns:
+        By case the seconds of iterations, the bytes of snapshots, and how far ends are from each other; by system the
+        end with which the others are compared.
+    """
+    seconds, amounts, apart, ends = {}, {}, {}, {}
+    cases = [Case(system, window) for window in WINDOWS for system in SYSTEMS]
+    for number in range(rounds):
+        for case in cases if number % 2 == 0 else reversed(cases):
+            events, end, _ = run(case, plan, chance)
+            seconds.setdefault(case.name, []).append(figures.iteration_seconds(events, warm_up))
+            if case.window:
+                amounts[case.name] = figures.snapshot_bytes(events, case.window)
+            if end is not None:
+                apart[case.name] = figures.differences(end, ends.setdefault(case.system, end))
+            print(f"{case.name:40} {median(seconds[case.name][-1]):.4f} s", flush=True)
+    return seconds, amounts, apart, ends
+
+
+def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
+    """By case with a fault, what followed, and how far its end is from that without one."""
+    told = {}
+    for case in (Case(s, w, victim) for w in WINDOWS if w for victim in VICTIMS[w] for s in SYSTEMS):
+        try:
+            _, end, followed = run(case, plan, chance)
+        except RuntimeError as error:
+            told[case.name] = {"failed": str(error)}
+            print(error, flush=True)
+            continue
+        told[case.name] = followed | figures.differences(end, ends[case.system])
+        shown = "{first_new_s:.2f} s, {again} again, {identical} of {parameters} identical, {largest:.2g} apart"
+        print(f"{case.name:40}", shown.format(**told[case.name]), flush=True)
+    return told
+
+
+def main() -> None:
+    """Runs everything, and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--saving", default=SAVING, help=f"flags by which ours saves; the window follows ({SAVING})")
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--rounds", type=int, default=2, help="of the jobs without faults (default: 2)")
+    parser.add_argument("--iterations", type=int, default=60, help="of each job (default: 60)")
+    parser.add_argument("--warm-up", type=int, default=10, help="iterations that are not timed (default: 10)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="JSON file")
+    own = parser.parse_args()
+    plan = Plan(own.peer.resolve(), own.peer_python, own.precision, own.saving, own.iterations)
+    chance, load = random.Random(own.seed), os.getloadavg()[0]
+    seconds, amounts, apart, ends = undisturbed(plan, own.rounds, own.warm_up, chance)
+    told = {
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+        | {"load_before": load},
+        "peer": (own.peer / "version.txt").read_text().strip(),
+        "model": SHAPE | {"precision": own.precision, "workers": WORKERS},
+        "our_flags": our_flags(Case("ours", 0), plan, Path()),
+        "our_saving": own.saving,
+        "iterations": {
+            system: figures.overheads(
+                {name: rounds for name, rounds in seconds.items() if name.startswith(system)}, Case(system, 0).name
+            )
+            for system in SYSTEMS
+        },
+        "snapshot_bytes": amounts,
+        "without_faults": apart,
+        "faults": disturbed(plan, ends, chance),
+        "public_killed_anywhere": killed_anywhere(plan, chance),
+        "seconds": seconds,
+    }
+    print(tables(told))
+    print("public, killed in the middle of an iteration:", told["public_killed_anywhere"])
+    if own.output is not None:
+        own.output.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

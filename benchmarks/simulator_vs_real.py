@@ -1,0 +1,235 @@
+"""The simulator beside reality: ETTR of runs whose workers are killed at random, measured and predicted.
+
+    python benchmarks/simulator_vs_real.py --output docs/results/simulator_vs_real_cpu.json
+
+Under our launcher, 4 workers (PP2 x EP2) train with one policy after the other, and the injector kills some of them, at
+a mean of 25, 50 and 100 iterations from one fault to the next; for each mean, one more run saves nothing and loses
+nothing, and tells what an iteration takes without either.  The first halves of a policy's runs say what an iteration
+with saving takes, when a snapshot can be used, and what a recovery is made of; with that, and the places of the faults,
+the simulator predicts the second halves (``benchmarks/ettr/predict.py``).  *From the mean alone*: the same where the
+places are not known, over 100 runs of the model clock.  A policy is judged by its second halves together, since two or
+four recoveries in one of them take what they take by chance.
+
+Flags that are not the benchmark's own are the program's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.ettr.predict import Half, Way, expected, halves, predicted
+from benchmarks.live.job import MODEL, PROGRAM, Events, Job, launcher
+from moc.simulate.profile import Profile, profile_of
+from moc.simulate.recoveries import fitted
+
+WORKERS = 4
+LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
+EVERY = 8  # iterations, where not each has a snapshot
+GOAL = 0.03
+PLAIN = "no saving, no faults"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy.
+
+    Attributes:
+        flags: of the program.
+        way: what the simulator is told of it.
+    """
+
+    flags: str
+    way: Way
+
+
+CASES = {
+    "full, memory": Case("--ckpt-policy full --ckpt-tier memory --snapshot-interval 1", Way()),
+    "full, disk": Case(f"--ckpt-policy full --ckpt-tier disk --snapshot-interval {EVERY}", Way(EVERY)),
+    "full, blocking": Case(
+        f"--ckpt-policy full --ckpt-tier disk --snapshot-interval {EVERY} --ckpt-blocking", Way(EVERY, blocking=True)
+    ),
+    "pec": Case(
+        f"--ckpt-policy pec --pec-k 2 --ckpt-tier memory --snapshot-interval 1 --persist-interval {EVERY}",
+        Way(exact=False),
+    ),
+    "sparse": Case("--ckpt-policy sparse --sparse-window 3", Way(window=3)),
+    "sparse, logs": Case("--ckpt-policy sparse --sparse-window 3 --upstream-logging", Way(window=3)),
+}
+"""Gemini's, CheckFreq's and Megatron-DeepSpeed's ways of saving everything, MoC-System's, and MoEvement's."""
+
+
+def run(flags: Sequence[object], iterations: int, events: Path | None) -> list[dict]:
+    """Trains to the end; what the run has told.
+
+    Args:
+        flags: of the program, beside model and layout.
+        iterations: to train.
+        events: file to keep them in; what is in it already is not run again.
+    """
+    if events is not None and events.exists():
+        return Events(events).all()
+    with tempfile.TemporaryDirectory(prefix="ettr-") as name:
+        directory = Path(name)
+        command = [*launcher(WORKERS), PROGRAM, *MODEL, *LAYOUT, "--train-iters", iterations, *flags]
+        saving = ["--ckpt-dir", directory / "snapshots"] if "--ckpt-policy" in flags else []
+        with Job([*command, *saving], directory, Path("/dev/shm") / directory.name if saving else None) as job:
+            if job.process.wait() != 0:
+                raise RuntimeError(f"a run with {' '.join(map(str, flags))} failed:\n{job.last_words()}")
+            told = list(job.events.all())
+        if events is not None:
+            shutil.copy(directory / "log" / "events.jsonl", events)
+    return told
+
+
+def judge(
+    runs: Mapping[float, Mapping[str, Sequence[dict]]], ways: Mapping[str, Way]
+) -> dict[str, dict[float, dict[str, object]]]:
+    """By policy and mean distance of faults: ETTR of the second half, measured and predicted, and with what.
+
+    Args:
+        runs: by mean distance and policy the events of a run; under :data:`PLAIN` those of one without either.
+        ways: by policy, what the simulator is told of it.
+
+    Raises:
+        ValueError: a policy's first halves had no recovery to learn from.
+    """
+    plain = {mtbf: profile_of(of[PLAIN]).mean_iteration_s for mtbf, of in runs.items()}
+    found = {}
+    for name, way in ways.items():
+        cut = {mtbf: halves(of[name], way.interval) for mtbf, of in runs.items()}
+        profiles = {mtbf: profile_of(first.events) for mtbf, (first, _) in cut.items()}
+        recoveries = [one for profile in profiles.values() for one in profile.recoveries]
+        if not recoveries:
+            raise ValueError(f"no worker was lost in the first half of any run of {name}: run longer")
+        parts = fitted(recoveries)
+        found[name] = {
+            mtbf: _judge_one(way, mtbf, second, profiles[mtbf], parts, plain[mtbf]) for mtbf, (_, second) in cut.items()
+        }
+    return found
+
+
+def _judge_one(way: Way, mtbf: float, half: Half, profile: Profile, parts, plain_s: float) -> dict[str, object]:
+    known = (profile, parts, plain_s)
+    return {
+        "measured": half.ettr(plain_s),
+        "predicted": predicted(way, half, *known),
+        "from_the_mean": expected(way, half.seconds, mtbf, *known),
+        "seconds": half.seconds,
+        "iterations": half.iterations,
+        "faults": [asdict(hit) for hit in half.hits],
+        "plain_iteration_s": plain_s,
+        "iteration_s": profile.mean_iteration_s,
+        "usable_s": profile.usable_s,
+        "recovery": asdict(parts),
+        "recoveries_seen": [{"lost": one.lost} | asdict(one.parts) for one in profile.recoveries],
+    }
+
+
+def together(by: Mapping[float, Mapping[str, float]], kind: str) -> float:
+    """ETTR of a policy, measured or predicted, of all its second halves as if they were one run."""
+    return sum(one[kind] * one["seconds"] for one in by.values()) / sum(one["seconds"] for one in by.values())
+
+
+def error(by: Mapping[float, Mapping[str, float]]) -> float:
+    """Predicted less measured, of a policy."""
+    return together(by, "predicted") - together(by, "measured")
+
+
+def table(found: Mapping[str, Mapping[float, Mapping[str, float]]]) -> list[str]:
+    """A line for each policy, in Markdown: measured / predicted (from the mean alone)."""
+    means = list(next(iter(found.values())))
+    lines = ["| | " + " | ".join(f"every {mean:g} iterations" for mean in means) + " | together | error, points |"]
+    lines.append("|---|" + "---|" * (len(means) + 2))
+    for name, by in found.items():
+        cells = [f"{by[m]['measured']:.3f} / {by[m]['predicted']:.3f} ({by[m]['from_the_mean']:.3f})" for m in means]
+        cells.append(f"{together(by, 'measured'):.3f} / {together(by, 'predicted'):.3f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {100 * error(by):+.1f} |")
+    return lines
+
+
+def draw(found: Mapping[str, Mapping[float, Mapping[str, float]]], output: Path) -> None:
+    """Predicted over measured, and the band within which it is to be."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(6, 5.5), layout="constrained")
+    values = [one[kind] for by in found.values() for one in by.values() for kind in ("measured", "predicted")]
+    ends = [min(values) - 0.05, max(values) + 0.05]
+    panel.fill_between(ends, [e - GOAL for e in ends], [e + GOAL for e in ends], color="0.9", label="3 points")
+    for number, (name, by) in enumerate(found.items()):
+        for (mean, one), marker in zip(by.items(), "ovsD^", strict=False):
+            label = f"{name}, {mean:g}"
+            panel.plot(one["measured"], one["predicted"], marker, color=f"C{number}", label=label, linestyle="")
+    panel.set(xlabel="ETTR, measured", ylabel="ETTR, predicted", xlim=ends, ylim=ends)
+    panel.legend(fontsize="x-small", title="policy, iterations from fault to fault", title_fontsize="x-small")
+    figure.savefig(output, dpi=120)
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what is the program's of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mtbf", type=float, nargs="+", default=[25, 50, 100], metavar="N", help="from fault to fault")
+    parser.add_argument("--iterations", type=int, nargs="+", default=[480, 320, 240], metavar="N", help="of such runs")
+    parser.add_argument("--plain", type=int, default=60, help="of each run without saving and faults (default: 60)")
+    parser.add_argument("--policies", nargs="+", choices=CASES, default=list(CASES), metavar="POLICY")
+    # the first with which each half of all runs has two faults or more
+    parser.add_argument("--seed", type=int, default=2, help="of the faults, the same for all policies (default: 2)")
+    parser.add_argument("--events", type=Path, help="directory to keep events in; runs that are there are not repeated")
+    parser.add_argument("--output", type=Path, help="JSON file; the plot goes beside it")
+    own, flags = parser.parse_known_args(arguments)
+    if len(own.iterations) != len(own.mtbf):
+        parser.error("--iterations needs as many numbers as --mtbf")
+    return own, flags
+
+
+def main() -> int:
+    """Runs, predicts, prints the table; 1 if the prediction for a policy is more than 3 points off."""
+    own, flags = parse()
+    if own.events is not None:
+        own.events.mkdir(parents=True, exist_ok=True)
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    machine["load_before"], runs = os.getloadavg()[0], {}
+    for mtbf, iterations in zip(own.mtbf, own.iterations, strict=True):
+        faults = ["--inject-mtbf-iterations", mtbf, "--inject-seed", own.seed]
+        wanted = {PLAIN: (own.plain, [])} | {
+            name: (iterations, [*CASES[name].flags.split(), *faults]) for name in own.policies
+        }
+        runs[mtbf] = {}
+        for name, (length, more) in wanted.items():
+            kept = own.events and own.events / f"{name.replace(', ', '-').replace(' ', '-')}_{mtbf:g}.jsonl"
+            runs[mtbf][name] = run([*flags, *more], length, kept)
+            seconds = [e["elapsed_s"] for e in runs[mtbf][name] if e["type"] == "iteration"]
+            print(f"every {mtbf:g}: {name}: {len(seconds)} iterations of {median(seconds):.3f} s", flush=True)
+    found = judge(runs, {name: CASES[name].way for name in own.policies})
+    print(*table(found), sep="\n")
+    worst = max(abs(error(by)) for by in found.values())
+    print(f"worst error {100 * worst:.1f} points: {'holds' if worst <= GOAL else 'DOES NOT HOLD'}: {100 * GOAL:g}")
+    single = max(abs(one["predicted"] - one["measured"]) for by in found.values() for one in by.values())
+    print(f"of one run alone: {100 * single:.1f} points")
+    if own.output is not None:
+        told = {"machine": machine, "flags": [*MODEL, *LAYOUT, *flags], "iterations": own.iterations, "seed": own.seed}
+        told |= {"policies": {name: CASES[name].flags for name in own.policies}}
+        told |= {"errors": {name: error(by) for name, by in found.items()}, "ettr": found}
+        own.output.write_text(json.dumps(told, indent=1) + "\n")
+        draw(found, own.output.with_suffix(".png"))
+    return worst > GOAL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

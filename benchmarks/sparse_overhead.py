@@ -1,0 +1,220 @@
+"""What sparse checkpoints cost training, beside other ways of saving: MoEvement's Table 3, section 3.2.
+
+    python benchmarks/sparse_overhead.py --output docs/results/sparse_overhead_cpu.json
+
+The same model is trained by the program that users run, in bf16 with fp32 masters (12 bytes of a parameter in full, 2
+as compute weights), one way after the other, in rounds that go forwards and backwards:
+
+* no saving at all;
+* sparse checkpoints in every iteration, with a window that is found (auto), and one of 3 iterations, in memory or, with
+  --sparse-tier disk, on disk;
+* everything in every iteration, in memory (Gemini's interval);
+* PEC with one expert of each layer in every iteration, in memory (MoC-System);
+* everything on disk, as often as costs 3 % (CheckFreq).
+
+Compared are the iterations of the same round, after those in which a way measures before it chooses: their sum, and
+their median.  Of each way it is told besides, for each iteration, how many bytes were copied from where training has
+them, how many went to storage, and for how long training waited.
+
+Copies, hashes and writes are made beside training, so a core must be left over for them, or what they cost is what the
+machine lacks.  With one worker on two cores there is one; in layouts where there is none, overhead is not judged.
+
+Flags that are not the benchmark's own are the program's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.live.job import PROGRAM, torchrun
+from benchmarks.live.turns import in_turns, ratios, run_to_end
+from moc.policy.interval import BLOCK, PROFILE_BLOCKS, SNAPSHOTS, WARM_UP
+
+MODEL = """--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 256
+    --num-experts 16 --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
+    --moe-token-dispatcher-type alltoall --seq-length 128 --max-position-embeddings 128
+    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --transformer-impl local --use-distributed-optimizer
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --eval-iters 0 --num-workers 0""".split()
+"""Many small experts, so that operators are of about one size, as section 3.2 reckons with."""
+
+LAYOUTS = {  # workers, flags
+    "1": (1, []),
+    "PP2xEP2": (4, ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]),
+}
+_MEASURES = WARM_UP + BLOCK  # iterations before a way that measures takes its first snapshot
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of saving.
+
+    Attributes:
+        flags: of the program.
+        warm_up: iterations until it is what it will be, at least.
+    """
+
+    flags: str = ""
+    warm_up: int = 8
+
+
+BASE, AUTO, THREE, GEMINI = "no saving", "sparse, auto", "sparse, W = 3", "full, interval 1 (Gemini)"
+PEC, CHECKFREQ = "pec, K = 1, interval 1", "full, auto (CheckFreq)"
+WAYS = {
+    BASE: Way(),
+    AUTO: Way("--ckpt-policy sparse --sparse-window auto", _MEASURES + 8),
+    THREE: Way("--ckpt-policy sparse --sparse-window 3"),
+    GEMINI: Way("--ckpt-policy full --snapshot-interval 1 --ckpt-tier memory"),
+    PEC: Way("--ckpt-policy pec --pec-k 1 --snapshot-interval 1 --ckpt-tier memory"),
+    CHECKFREQ: Way(
+        "--ckpt-policy full --snapshot-interval auto --ckpt-tier disk",
+        WARM_UP + (PROFILE_BLOCKS + SNAPSHOTS) * BLOCK + 6,
+    ),
+}
+SMALLER, OVERHEAD = 0.55, 0.02  # what is asked for
+
+
+def run(way: str, layout: str, iterations: int, tier: str, flags: Sequence[str]) -> dict:
+    """One run; see :func:`figures`."""
+    its, (workers, parallel) = WAYS[way], LAYOUTS[layout]
+    saving = its.flags.split()
+    if "sparse" in saving:
+        saving += ["--ckpt-tier", tier]
+    last = its.warm_up + iterations + 1  # of everything, as a run in good order ends
+    command = [*torchrun(workers), PROGRAM, *MODEL, *parallel, *flags, *saving, "--train-iters", last]
+    in_memory = bool(saving) and saving[-1] != "disk"
+    return figures(run_to_end(command, bool(saving), in_memory), its.warm_up, iterations)
+
+
+def figures(events: Sequence[Mapping], warm_up: int, iterations: int) -> dict:
+    """What a run tells of its iterations after the warm-up.
+
+    Returns:
+        ``seconds`` of each; ``snapshots``, bytes of each one that was taken in them; and for each iteration on average
+        ``copied`` and ``written`` bytes, and the seconds of a worker in which training ``waited``, and in which
+        snapshots were ``copying`` and ``hashing`` beside it.
+    """
+    counted = range(warm_up + 1, warm_up + iterations + 1)
+    of = {
+        kind: [e for e in events if e["type"] == kind and e["iteration"] in counted]
+        for kind in ("iteration", "snapshot", "persist", "stall")
+    }
+
+    def share(kind: str, what: str) -> float:
+        return sum(event[what] for event in of[kind]) / iterations
+
+    return {
+        "seconds": [event["elapsed_s"] for event in of["iteration"]],
+        "snapshots": [event["bytes"] for event in of["snapshot"]],
+        "copied": share("snapshot", "bytes"),
+        "written": share("persist", "bytes"),
+        "waited": share("stall", "seconds"),
+        "copying": share("snapshot", "copy_s"),
+        "hashing": share("snapshot", "hash_s"),
+    }
+
+
+def summary(rounds: Sequence[Mapping[str, Mapping]]) -> dict[str, dict]:
+    """By way, ``overhead`` (of the ``sum`` and of the ``median`` iteration: the median of rounds, and each of them),
+    ``iteration_s`` (median), ``largest`` snapshot, and the means of what :func:`figures` tells.
+    """
+    found = ratios([{way: told["seconds"] for way, told in one.items()} for one in rounds], BASE)
+    return {way: _of_way([one[way] for one in rounds], found[way]) for way in rounds[0]}
+
+
+def _of_way(runs: Sequence[Mapping], found: Mapping[str, Mapping]) -> dict:
+    means = {what: mean(run[what] for run in runs) for what in ("copied", "written", "waited", "copying", "hashing")}
+    return means | {
+        "iteration_s": median(seconds for run in runs for seconds in run["seconds"]),
+        "snapshots": mean(len(run["snapshots"]) / len(run["seconds"]) for run in runs),
+        "largest": max((size for run in runs for size in run["snapshots"]), default=0),
+        "overhead": {
+            kind: {"median": 1 / of["median"] - 1, "rounds": [1 / ratio - 1 for ratio in of["rounds"]]}
+            for kind, of in found.items()
+        },
+    }
+
+
+def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
+    """What is asked for, and whether it was found; of the ways that were run.
+
+    Args:
+        told: of :func:`summary`.
+        core_left: there are more cores than workers.
+    """
+    found = {}
+    if THREE in told and GEMINI in told:
+        smaller = 1 - told[THREE]["largest"] / told[GEMINI]["largest"]
+        found[f"the largest of a window's 3 snapshots is {smaller:.1%} smaller (>= {SMALLER:.0%})"] = smaller >= SMALLER
+    for way in (AUTO, THREE):
+        if core_left and way in told:
+            overhead = told[way]["overhead"]["sum"]["median"]
+            found[f"{way}: iterations take {overhead:+.1%} (<= {OVERHEAD:.0%})"] = overhead <= OVERHEAD
+    return found
+
+
+def table(told: Mapping[str, Mapping]) -> list[str]:
+    """A line for each way: ms and MB, for each iteration."""
+    lines = [f"{'':26}{'ms':>7}{'sum':>8}{'median':>8}{'waits':>7}{'MB copied':>11}{'written':>9}{'largest':>9}"]
+    for way, of in told.items():
+        overhead = [f"{of['overhead'][kind]['median']:+8.1%}" for kind in ("sum", "median")]
+        sizes = [f"{of[what] / 1e6:{width}.1f}" for what, width in (("copied", 11), ("written", 9), ("largest", 9))]
+        waits = f"{of['waited'] * 1e3:7.1f}"
+        lines.append("".join([f"{way:26}{of['iteration_s'] * 1e3:7.0f}", *overhead, waits, *sizes]))
+    return lines
+
+
+def main() -> int:
+    """Runs all rounds of all layouts, prints and writes what they took; 1 where something asked for does not hold."""
+    own, flags = parse()
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    machine["load_before"], layouts = os.getloadavg()[0], {}
+    ways = [BASE, *(way for way in WAYS if way in own.ways and way != BASE)]
+    for layout in own.layouts:
+        rounds = []
+        for told in in_turns(ways, own.rounds, lambda w, at=layout: run(w, at, own.iterations, own.sparse_tier, flags)):
+            rounds.append(told)
+            print(f"{layout}: round {len(rounds)} of {own.rounds}", file=sys.stderr, flush=True)
+        told = summary(rounds)
+        found = verdicts(told, core_left=LAYOUTS[layout][0] < os.cpu_count())
+        print("\n".join([f"{layout}, {LAYOUTS[layout][0]} workers", *table(told)]))
+        print(
+            "\n".join(f"{'holds' if holds else 'DOES NOT HOLD'}: {what}" for what, holds in found.items()), flush=True
+        )
+        layouts[layout] = {"ways": told, "verdicts": found, "rounds": rounds}
+    if own.output is not None:
+        described = {"machine": machine, "flags": [*MODEL, *flags], "ways": {way: WAYS[way].flags for way in ways}}
+        described |= {"sparse_tier": own.sparse_tier, "iterations": own.iterations, "layouts": layouts}
+        own.output.write_text(json.dumps(described, indent=1) + "\n")
+    return int(not all(holds for one in layouts.values() for holds in one["verdicts"].values()))
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """The benchmark's flags, and the program's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="of all ways (default: 3)")
+    parser.add_argument("--iterations", type=int, default=30, help="that count (default: 30)")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1"], help="default: 1")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    tiers = ("memory", "disk")
+    parser.add_argument(
+        "--sparse-tier", default="memory", choices=tiers, help="of sparse checkpoints (default: memory)"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file")
+    return parser.parse_known_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

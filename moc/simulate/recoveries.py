@@ -1,0 +1,134 @@
+"""What recoveries of a run were made of, from its ``events.jsonl``; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, linear_regression
+from typing import NamedTuple
+
+from moc.simulate.ways import Parts
+
+TOGETHER_S = 0.25
+"""Kills that are closer to each other belong to one fault; the next one comes when workers train again, or recover."""
+
+_LIVE = "live"  # tier of a run that goes on in the same processes, without a loss: under another policy
+
+Event = Mapping
+"""One of ``events.jsonl``, in the order of their time."""
+
+
+def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """The events of each recovery: from a loss to the first iteration after the last ``start`` that followed it.
+
+    A loss during a recovery belongs to it.  One that is not over when the events end is left out.  A job that was
+    started again without an ``exit`` has been lost too; it is heard of when the state is there again (``resume``), or
+    training starts without.
+    """
+    under_way, started = None, False
+    running = live = False  # since the last start: has it ended in good order, was state taken over from live workers
+    for event in events:
+        kind = event["type"]
+        live |= kind == "resume" and event.get("tier") == _LIVE
+        if kind == "generation" or is_kill(event) or (running and not live and kind in ("resume", "start")):
+            under_way, started = under_way or [], False
+        if under_way is not None:
+            under_way.append(event)
+            started |= kind == "start"
+            if kind == "iteration" and started:
+                yield under_way
+                under_way = None
+        if kind in ("start", "iteration"):
+            running, live = True, False
+        elif kind == "exit":
+            running = False
+
+
+def faults(events: Iterable[Event]) -> list[tuple[float, int]]:
+    """When workers were killed, in Unix seconds, and how many at once."""
+    found: list[tuple[float, int]] = []
+    for event in filter(is_kill, events):
+        if found and event["time"] - found[-1][0] < TOGETHER_S:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((event["time"], 1))
+    return found
+
+
+class Recovered(NamedTuple):
+    """A recovery, from its last loss on.
+
+    Attributes:
+        lost: workers that were lost then at once.
+        parts: what it was made of.
+    """
+
+    lost: int
+    parts: Parts
+
+
+def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
+    """What a recovery was made of.
+
+    Args:
+        stretch: one of :func:`stretches`.
+        usual_s: seconds of an iteration that follows no recovery.
+
+    Returns:
+        None where it is not known when something was lost, or there was nothing to go on from.
+    """
+    resume = next((event for event in reversed(stretch) if event["type"] == "resume"), None)
+    lived = [event for event in stretch if event["type"] == "generation" and event["noticed_s"] > 0]
+    heard = [(event["time"] - event["met_s"] - event["noticed_s"], 1) for event in lived]
+    at, lost = max(faults(stretch) or heard, default=(None, 0))
+    if resume is None or at is None:
+        return None
+    begun = resume["time"] - resume["seconds"]
+    again = [e for e in stretch if e["type"] == "replay" and begun <= e["time"] <= resume["time"]]
+    # who takes the place of a lost first worker has noticed nothing, so it is not known when the others had stopped
+    stopped = next((moment for moment in (e["time"] - e["met_s"] for e in lived) if moment >= at), at)
+    parts = Parts(
+        detect_s=stopped - at,
+        regroup_s=max(0.0, begun - stopped),
+        transfer_s=max(0.0, resume["seconds"] - sum(e["seconds"] for e in again)),
+        warm_up_s=max(0.0, stretch[-1]["time"] - resume["time"] - usual_s),
+        frozen_s=_mean(e["seconds"] for e in again if e["frozen"]),
+        alone_s=_mean(e["seconds"] for e in again if not e["frozen"]),
+    )
+    return Recovered(lost, parts)
+
+
+def fitted(recoveries: Sequence[Recovered]) -> Parts:
+    """The mean recovery of at least one, as a line over the number of workers that were lost at once."""
+    parts = [one.parts for one in recoveries]
+    restarts = [one.restart_s for one in parts]
+    detect_s = _mean(one.detect_s for one in parts if one.detect_s) or 0.0
+    transfer_s, warm_up_s = fmean(one.transfer_s for one in parts), fmean(one.warm_up_s for one in parts)
+    regroup_s = max(0.0, fmean(restarts) - detect_s - transfer_s - warm_up_s)
+    further = fmean(one.lost for one in recoveries) - 1
+    slope = _slope([one.lost for one in recoveries], restarts)
+    more_s = min(max(0.0, slope), regroup_s / further) if further else 0.0
+    return Parts(
+        detect_s,
+        regroup_s - further * more_s,
+        transfer_s,
+        warm_up_s,
+        frozen_s=_mean(one.frozen_s for one in parts if one.frozen_s is not None),
+        alone_s=_mean(one.alone_s for one in parts if one.alone_s is not None),
+        more_s=more_s,
+    )
+
+
+def is_kill(event: Event) -> bool:
+    """Whether a fault that takes a worker was injected."""
+    return event["type"] == "inject" and event["action"] == "kill"
+
+
+def _mean(seconds: Iterable[float]) -> float | None:
+    """None of nothing."""
+    seconds = list(seconds)
+    return fmean(seconds) if seconds else None
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of the least-squares line; 0 where all are at one place."""
+    return linear_regression(xs, ys).slope if len(set(xs)) > 1 else 0.0

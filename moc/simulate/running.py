@@ -1,0 +1,298 @@
+"""What each policy would cost a run that trains, from what that run has measured: ``--ckpt-policy auto``.
+
+These are the program's own ways: snapshots go where ``--ckpt-tier`` says, and all workers come back together.  What it
+takes to notice a fault and to start again is left out, since it is the same whatever is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from moc.policy.adaptive import candidates, uniform_plt
+from moc.policy.window import OperatorBytes, find_window_size, order_operators
+from moc.sharding import Layout
+from moc.simulate.closed_form import at_interval, best_interval, expected_ettr
+from moc.simulate.planner import Candidate, Limits, longest
+from moc.simulate.policies import Options, sparse_replay
+from moc.simulate.saving import Saving, Traffic
+from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
+from moc.simulate.stages import split_stages
+from moc.state.operators import Operator
+
+_BUFFERS = {"disk": 2, "memory": 3, "peers": 4}
+_COPIES = 3
+"""Of each node that a node keeps copies of: the newest safe one, one on its way, one that is about to be given up."""
+
+NAMES = ("full", "pec", "sparse")
+"""The policies that can be reckoned with."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that the rank saves which saves the most.
+
+    Attributes:
+        full: of everything.
+        by_k: with K experts of each layer, by K; the largest is all of them; empty without experts.
+        stages: of each operator, by pipeline stage, in the order in which sparse snapshots save them.
+    """
+
+    full: float
+    by_k: Mapping[int, float]
+    stages: Sequence[Sequence[OperatorBytes]]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run, as far as snapshots are concerned.  Rates are in bytes per second.
+
+    Attributes:
+        tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
+        nodes: of the job.
+        ranks: of a node.
+        saved: sizes.
+        iteration_s: seconds of an iteration.
+        forward_backward_s: of these, before the update; a copy can hide in them.
+        copy_rate: from a rank to host memory.
+        write_rate: of a rank to storage, when all write; reading is taken to be as fast.
+        replicate_rate: of a node from other nodes; with peers only.
+
+    Raises:
+        ValueError: something that must be positive is not.
+    """
+
+    tier: str
+    nodes: int
+    ranks: int
+    saved: Saved
+    iteration_s: float
+    forward_backward_s: float
+    copy_rate: float
+    write_rate: float
+    replicate_rate: float = math.inf
+
+    def __post_init__(self):
+        if self.tier not in _BUFFERS:
+            raise ValueError(f"there is no tier {self.tier!r}: choose one of {', '.join(_BUFFERS)}")
+        for name in (field.name for field in dataclasses.fields(self) if field.name not in ("tier", "saved")):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+    def iterations(self, seconds: float) -> int:
+        """That pass in so many seconds, rounded up; at least one, since what was saved counts with a vote."""
+        return max(1, math.ceil(seconds / self.iteration_s))
+
+    def safe_s(self, nbytes: float, replicas: int) -> float:
+        """Seconds from the copy of a rank's bytes until they outlive what the tier promises."""
+        if self.tier == "peers":
+            return replicas * self.ranks * nbytes / self.replicate_rate
+        return nbytes / self.write_rate if self.tier == "disk" else 0.0
+
+
+def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Saved:
+    """What the sharding rules give, for a model that is not at hand.
+
+    Args:
+        operators: of the unpartitioned model.
+        layout: where the ranks stand.
+        state: bytes of each parameter.
+    """
+    stages, compute = [], dataclasses.replace(state, master=0, moments=0)
+    alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
+    for stage in split_stages(operators, layout.pp):
+        parameters = sum(operator.parameters for operator in stage)
+        sizes = [full_sizes(stage, alone, part).busiest / parameters for part in (state, compute)]
+        ordered = order_operators(stage, None, layout.ep)
+        stages.append([OperatorBytes(*(size * operator.parameters for size in sizes)) for operator in ordered])
+    experts = len({operator.expert for operator in operators if operator.expert is not None})
+    by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidates(experts)}
+    return Saved(full_sizes(operators, layout, state).busiest, by_k, stages)
+
+
+def host_bytes(tier: str, ranks: int, full: float, replicas: int) -> float:
+    """Bytes of a node's memory for snapshots, whatever the policy: buffers are made for a snapshot of everything.
+
+    Args:
+        tier: as in :class:`Running`.
+        ranks: of the node.
+        full: bytes of everything that a rank saves.
+        replicas: other nodes that keep copies of each node's snapshots.
+    """
+    return ranks * full * (_BUFFERS[tier] + _COPIES * replicas)
+
+
+def every_candidate(run: Running, mtbf_s: float, limits: Limits) -> Iterator[Candidate]:
+    """All settings of all policies that the limits name, each with its best interval; see :func:`priced`."""
+    for name in limits.policies:
+        for replicas in limits.replicas if run.tier == "peers" else (0,):
+            options = Options(mtbf_s=mtbf_s, dynamic=False, plt_limit=limits.plt, replicas=replicas)
+            if name == "full":
+                yield priced(run, name, options)
+            elif name == "pec":
+                for k in sorted(run.saved.by_k)[:-1]:
+                    yield priced(run, name, dataclasses.replace(options, k=k))
+            elif name == "sparse":
+                for window in range(1, _hiding_window(run) + 2):
+                    yield priced(run, name, dataclasses.replace(options, window=window))
+
+
+def priced(run: Running, name: str, options: Options) -> Candidate:
+    """What a policy would come to with some settings.
+
+    Args:
+        run: what was measured.
+        name: one of :data:`NAMES`.
+        options: ``mtbf_s``, ``replicas``, and by policy ``k`` or ``window``; without ``interval`` it is the best one,
+            or with fewer experts one that is short enough for ``plt_limit``.
+
+    Returns:
+        The candidate, with interval and persist interval in its options.
+    """
+    if name == "sparse":
+        saving, plt = _sparse(run, options), 0.0
+    else:
+        saving, plt = _at_interval(run, name, options)
+    every = _persist_interval(run, saving)
+    options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
+    saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(run, saving, every))
+    ettr = expected_ettr(saving, run.iteration_s, options.mtbf_s)
+    return Candidate(options, saving, ettr, plt, host_bytes(run.tier, run.ranks, run.saved.full, options.replicas))
+
+
+def flags_of_candidate(found: Candidate) -> dict[str, object]:
+    """The flags of training that give it, by their names with underscores."""
+    options, name = found.options, found.saving.name
+    flags: dict[str, object] = {"ckpt_policy": name}
+    if name == "sparse":
+        flags["sparse_window"] = str(options.window)
+    else:
+        flags["snapshot_interval"] = str(options.interval)
+    if options.k is not None:
+        flags["pec_k"] = str(options.k)
+    if options.persist_interval is not None:
+        flags["persist_interval"] = options.persist_interval
+    return flags | ({"replicas": options.replicas} if options.replicas else {})
+
+
+def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
+    """The inverse of :func:`flags_of_candidate`, for :func:`priced`."""
+    interval, k, window = (flags.get(name) for name in ("snapshot_interval", "pec_k", "sparse_window"))
+    return Options(
+        interval=None if interval is None else int(interval),
+        mtbf_s=mtbf_s,
+        k=None if k is None else int(k),
+        dynamic=False,
+        window=None if window is None else int(window),
+        replicas=int(flags.get("replicas", 0)),
+    )
+
+
+def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, float]:
+    """Everything, or K experts of each layer, every so many iterations; and the PLT to expect."""
+    nbytes = _bytes(run, options)
+    copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
+    stall_s = max(0.0, copy_s - run.forward_backward_s)
+    saving = Saving(
+        name=name,
+        interval=1,
+        stall_s=stall_s,
+        lag=run.iterations(copy_s + safe_s),
+        restart_s=_load_s(run, run.saved.full),
+        replay_s=run.iteration_s + stall_s,
+        traffic=_traffic(run, nbytes, options.replicas),
+        exact=options.k is None,
+    )
+    least = shortest_interval(run, options)
+    interval = options.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
+    if options.k is None:
+        return at_interval(saving, interval, run.iteration_s), 0.0
+    of_one = _plt(run, options, 1)
+    if not options.interval:
+        interval = longest(least, interval, of_one, options.plt_limit)
+    return at_interval(saving, interval, run.iteration_s), interval * of_one
+
+
+def shortest_interval(run: Running, options: Options) -> int:
+    """Iterations until the next snapshot of everything, or of K experts of each layer, can begin."""
+    nbytes = _bytes(run, options)
+    copy_s, write_s, safe_s = nbytes / run.copy_rate, nbytes / run.write_rate, run.safe_s(nbytes, options.replicas)
+    if run.tier == "disk":
+        return run.iterations(copy_s + write_s)
+    # of fewer experts, what goes to memory goes on to storage too, where the others are
+    return run.iterations(safe_s if options.k is None else max(safe_s, write_s))
+
+
+def _bytes(run: Running, options: Options) -> float:
+    return run.saved.full if options.k is None else run.saved.by_k[options.k]
+
+
+def _sparse(run: Running, options: Options) -> Saving:
+    """Each operator once in a window, some of them in each iteration; all workers replay (MoEvement, section 3.3)."""
+    windows = [_snapshots(stage, options.window) for stage in run.saved.stages]
+    window, snapshots = max(map(len, windows)), max(windows, key=sum)
+    copying_s = sum(max(0.0, nbytes / run.copy_rate - run.forward_backward_s) for nbytes in snapshots)
+    safe_s = run.safe_s(sum(snapshots), options.replicas)
+    stall_s = max(copying_s, safe_s - window * run.iteration_s)
+    last_s = snapshots[-1] / run.copy_rate + run.safe_s(snapshots[-1], options.replicas)
+    saving = Saving(
+        name="sparse",
+        stall_s=stall_s,
+        restart_s=_load_s(run, sum(snapshots)),
+        traffic=_traffic(run, sum(snapshots), options.replicas),
+    )
+    saving = sparse_replay(saving, window, run.iteration_s)
+    return dataclasses.replace(saving, lag=window + run.iterations(last_s), local=False)
+
+
+def _snapshots(stage: Sequence[OperatorBytes], window: int) -> list[float]:
+    """Bytes of each snapshot of a window: operators in full, and the compute weights of those that are to come."""
+    active = math.ceil(len(stage) / window)
+    full, compute = ([0, *accumulate(getattr(one, kind) for one in stage)] for kind in ("full", "compute"))
+    ends = ((start, min(start + active, len(stage))) for start in range(0, len(stage), active))
+    return [full[end] - full[start] + compute[-1] - compute[end] for start, end in ends]
+
+
+def _hiding_window(run: Running) -> int:
+    """The shortest window whose snapshots are copied beside an iteration, and written too where they have to be."""
+    rate = run.copy_rate
+    if run.tier == "disk":
+        rate = min(rate, run.write_rate * run.iteration_s / run.forward_backward_s)
+    return max(find_window_size(stage, run.forward_backward_s, rate).length for stage in run.saved.stages)
+
+
+def _plt(run: Running, options: Options, interval: int) -> float:
+    """Whatever memory is lost: all experts of a snapshot go on to storage, so that has them as new."""
+    rate = run.iteration_s / options.mtbf_s
+    return uniform_plt(max(run.saved.by_k), rate, 1.0, options.k, options.k, interval)
+
+
+def _load_s(run: Running, nbytes: float) -> float:
+    return nbytes / (run.write_rate if run.tier == "disk" else run.copy_rate)
+
+
+def _traffic(run: Running, nbytes: float, replicas: int) -> Traffic:
+    total = nbytes * run.ranks * run.nodes
+    return Traffic(host=total, network=replicas * total, storage=total if run.tier == "disk" else 0.0)
+
+
+def _persist_interval(run: Running, saving: Saving) -> int | None:
+    """With a tier above storage: snapshots go there as often as it can follow."""
+    if run.tier == "disk":
+        return None
+    every = run.iterations(run.saved.full / run.write_rate)
+    return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval
+
+
+def _from_storage(run: Running, saving: Saving, every: int | None) -> Saving | None:
+    """How the run comes back where memory is lost; None where it always comes back from storage."""
+    if every is None:
+        return None
+    write_s = run.saved.full / run.write_rate
+    return dataclasses.replace(
+        saving, interval=every, lag=saving.lag + run.iterations(write_s), restart_s=write_s, survives=0, beyond=None
+    )

@@ -1,0 +1,55 @@
+"""A run that chooses its policy by itself, and goes on under it."""
+
+import signal
+
+import pytest
+
+from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
+from tests.integration.snapshot_files import events, start, stores, train
+from tests.integration.tiny import FLAGS, known
+
+SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=60)
+MEASURED = WARM_UP + BLOCK * PROFILE_BLOCKS
+EXPERTS_TAKE_2_S = dict(bytes_per_s=12 * 8 * 3 * 32 * 96 / 2)  # far longer than forward and backward
+
+
+@pytest.fixture
+def flags(data, tmp_path):
+    """Of a run with ``--ckpt-policy auto``."""
+    return data | SMALL | dict(ckpt_policy="auto", ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
+
+
+def killed_after(iteration: int, flags: dict, body: str, **how) -> dict:
+    """Trains until everything is killed; what was chosen by then."""
+    killed = start("EP2", flags, f"pec_bodies:{body}", iteration=iteration, **how).wait()
+    assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-4000:]
+    (choice,) = events(flags, "choice")
+    assert MEASURED < choice["iteration"] < iteration
+    assert choice["reason"].startswith(choice["ckpt_policy"])
+    return choice
+
+
+@pytest.mark.recovery
+def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
+    flags |= dict(exact_only=True)
+    choice = killed_after(48, flags, "die_after")
+    assert choice["ckpt_policy"] in ("full", "sparse") and not any("pec" in name for name in choice["ettr"])
+    resumed, straight = train("EP2", flags | dict(exit_interval=52)), known("EP2", data | SMALL)
+    assert choice["iteration"] <= resumed.start <= 48  # of the switch, all is in storage
+    assert resumed.records == straight.records[resumed.start : 52]
+    newest = stores(flags)["storage"].manifest(52)
+    assert newest.policy == choice["ckpt_policy"] and newest.state["auto"]["measured"]["faults"] == 1
+    assert len(events(flags, "choice")) == 1  # who went on has kept it
+
+
+@pytest.mark.recovery
+def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(data, flags):
+    flags |= dict(mtbf_hours=0.01, pec_plt_limit=1.0)
+    choice = killed_after(44, flags, "die_after_slow_copies", **EXPERTS_TAKE_2_S)
+    assert choice["ckpt_policy"] == "pec" and int(choice["pec_k"]) < FLAGS["num_experts"]
+    resumed, straight = train("EP2", flags | dict(exit_interval=46)), known("EP2", data | SMALL)
+    assert resumed.start == choice["iteration"]
+    assert resumed.records == straight.records[resumed.start : 46]
+    newest = stores(flags)["storage"].manifest(46)
+    assert newest.policy == "pec" and newest.state["auto"]["orderly"]
+    assert newest.state["ledger"]["iteration"] == 46 and min(newest.state["ledger"]["routed"]) == 46 * 2 * 2 * 16

@@ -1,0 +1,49 @@
+"""Localized recovery: only stages that lost something compute again, and the run is the one without faults."""
+
+import pytest
+
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import contents
+from tests.integration.test_determinism import DROPOUT
+from tests.integration.test_precision import BF16
+from tests.integration.tiny import train
+
+SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
+SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
+FAULTS = [
+    "kill rank=1 iteration=7 point=before_vote",
+    "kill ranks=1,2 iteration=11 point=after_vote",
+    "kill rank=2 iteration=19 point=before_vote",
+    "kill rank=3 iteration=19 point=loading",  # while 2 recovers
+]
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_only_what_is_lost_is_computed_again(data, tmp_path):
+    hard = data | SMALL | DROPOUT | BF16 | dict(train_iters=28)
+    places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
+    with Launched("PP4", hard | SPARSE | places | dict(inject=FAULTS), tmp_path / "job") as job:
+        job.reach(15)
+        job.kill(0, 3)
+        job.reach(24)
+        for path in tmp_path.rglob("logs/rank_00001/*.safetensors"):
+            path.unlink(missing_ok=True)  # and so stage 1 has to compute as well
+        job.kill(0)
+        assert job.wait() == 0, job.console[-4000:]
+    dense = dict(ckpt_policy="full", snapshot_interval=28, ckpt_dir=str(tmp_path / "straight"))
+    straight = train("PP4", hard | dense)
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 28) == contents(ends[1], 28)  # weights, masters, moments
+    assert ends[0].manifest(28).operators == ends[1].manifest(28).operators  # and their counts of updates
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    resumed = job.events("resume")  # one stage; two together; two apart; one more while one recovers; one without logs
+    assert [event["stages"] for event in resumed] == [[1], [1, 2], [0, 3], [2, 3], [0, 1]]
+    assert [event["kept"] for event in resumed] == [4 - len(event["stages"]) for event in resumed]
+    replays = job.events("replay")
+    assert all(event["workers"] == len(event["stages"]) for event in replays)
+    assert all(event["exact"] is (True if 3 in event["stages"] else None) for event in replays)
+    assert {event["frozen"] > 0 for event in replays} == {True, False}
+    assert not list(tmp_path.rglob("logs"))

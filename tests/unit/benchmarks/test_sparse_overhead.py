@@ -1,0 +1,89 @@
+"""From what runs tell to what sparse checkpoints cost, and what is frozen while a window is computed again."""
+
+import pytest
+
+from benchmarks.replay_cost import NORMAL, beside_normal, frozen_in
+from benchmarks.sparse_overhead import AUTO, BASE, GEMINI, LAYOUTS, MODEL, THREE, WAYS, figures, summary, verdicts
+from megatron.training.arguments import parse_config
+from moc.state.operators import Operator
+
+
+def event(kind: str, iteration: int, **fields) -> dict:
+    return {"type": kind, "iteration": iteration, **fields}
+
+
+EVENTS = [
+    {"type": "start", "time": 1.0},
+    *(event("iteration", i, elapsed_s=9.0 if i < 3 else 0.5) for i in range(1, 7)),
+    event("snapshot", 2, bytes=10_000, copy_s=9.0, hash_s=9.0),  # of the warm-up
+    event("snapshot", 3, bytes=600, copy_s=0.02, hash_s=0.04),
+    event("snapshot", 4, bytes=400, copy_s=0.02, hash_s=0.02),
+    event("stall", 4, cause="snapshot", seconds=0.1),
+    event("persist", 3, bytes=600, write_s=0.1, publish_s=0.1),
+    event("snapshot", 6, bytes=10_000, copy_s=9.0, hash_s=9.0),  # of everything, as the run ends
+]
+
+
+def test_what_counts_comes_after_the_warm_up_and_before_the_end():
+    told = figures(EVENTS, warm_up=2, iterations=2)
+    assert told == {
+        "seconds": [0.5, 0.5],
+        "snapshots": [600, 400],
+        "copied": 500.0,
+        "written": 300.0,
+        "waited": 0.05,
+        "copying": pytest.approx(0.02),
+        "hashing": pytest.approx(0.03),
+    }
+
+
+def of(seconds: float, *snapshots: int) -> dict:
+    its = [event("iteration", i, elapsed_s=seconds) for i in (1, 2)]
+    return figures([*its, *(event("snapshot", 1, bytes=b, copy_s=0.0, hash_s=0.0) for b in snapshots)], 0, 2)
+
+
+ROUNDS = [
+    {BASE: of(1.0), AUTO: of(1.01, 900), THREE: of(1.5, 450, 300), GEMINI: of(2.0, 1000)},
+    {BASE: of(2.0), AUTO: of(2.03, 900), THREE: of(2.5, 440, 300), GEMINI: of(4.0, 1000)},
+    {BASE: of(1.0), AUTO: of(1.03, 900), THREE: of(1.0, 450, 300), GEMINI: of(2.0, 1000)},
+]
+
+
+def test_overhead_is_of_rounds_with_themselves():
+    told = summary(ROUNDS)
+    assert told[AUTO]["overhead"]["sum"]["median"] == pytest.approx(0.015)
+    assert told[THREE]["overhead"]["sum"]["rounds"] == pytest.approx([0.5, 0.25, 0.0])
+    assert (told[THREE]["largest"], told[THREE]["iteration_s"], told[BASE]["largest"]) == (450, 1.5, 0)
+
+
+@pytest.mark.parametrize("core_left", [True, False])
+def test_overhead_is_judged_where_a_core_is_left(core_left):
+    held = list(verdicts(summary(ROUNDS), core_left).values())
+    assert held == [True, True, False] if core_left else [True]
+
+
+def test_a_snapshot_that_is_too_large_is_said():
+    rounds = [{way: told for way, told in one.items() if way != AUTO} | {THREE: of(1.0, 451)} for one in ROUNDS]
+    assert list(verdicts(summary(rounds), core_left=False).values()) == [False]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_flags_of_a_way_are_flags(way):
+    saving = [*WAYS[way].flags.split(), "--ckpt-dir", "d"] if WAYS[way].flags else []
+    parse_config([*MODEL, *LAYOUTS["PP2xEP2"][1], *saving, "--train-iters", "9"])
+
+
+def test_what_is_frozen_in_each_iteration_of_a_replay():
+    experts = [Operator(f"layers.0.expert.{i}", "expert", 0, i, 1) for i in range(3)]
+    operators = [Operator("embedding", "embedding", None, None, 1), *experts]
+    operators += [Operator("output", "output", None, None, 1)]
+    assert frozen_in(operators, 3) == {
+        "W = 3, 1 of 2": ("layers.0.expert.2", "embedding", "output"),
+        "W = 3, 2 of 2": ("output",),
+    }
+    assert frozen_in(operators, 1) == {}
+
+
+def test_what_a_replay_costs_is_beside_the_same_round():
+    told = {NORMAL: {"flops": 300, "seconds": [1.0, 2.0, 4.0]}, "frozen": {"flops": 200, "seconds": [0.5, 1.6, 3.0]}}
+    assert beside_normal(told)["frozen"] == {"flops": pytest.approx(2 / 3), "seconds": 0.75}

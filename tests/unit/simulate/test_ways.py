@@ -1,0 +1,137 @@
+"""The program's ways back: as its plan function has them, and as recoveries reckoned by hand."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.recovery.placement import place, survival
+from moc.simulate.engine import Job, simulate
+from moc.simulate.failures import Event, Faults
+from moc.simulate.policies import POLICIES, Options
+from moc.simulate.saving import Saving
+from moc.simulate.ways import Parts, program_way
+from tests.unit.simulate.setups import small_setup
+
+PARTS = Parts(detect_s=0.5, regroup_s=1.5, transfer_s=2.0, warm_up_s=1.0, frozen_s=0.75)
+EACH = program_way(Saving("full", interval=1), PARTS, iteration_s=1.0, lag=0.25)
+EIGHTH = program_way(Saving("full", interval=8, stall_s=0.8), PARTS, iteration_s=1.0, lag=1.5)
+WINDOW = program_way(Saving("sparse", interval=3), PARTS, iteration_s=1.0, lag=0.25, sparse=True)
+
+
+def run(saving, *at, wall_s=100.0):
+    faults = Faults(trace=tuple(Event(when, lost=1) for when in at))
+    return simulate(Job(1.0, nodes=4, stages=4, wall_s=wall_s), faults, saving)
+
+
+def assert_adds_up(result):
+    parts = (result.useful_s, result.saving_s, result.recovery_s, result.idle_s)
+    assert sum(parts) == pytest.approx(result.wall_s, abs=1e-6) and min(parts) >= -1e-6
+
+
+def test_those_that_are_left_keep_their_state_where_the_lost_worker_s_is_there():
+    result = run(EACH, 27.5)
+    assert result.replayed == 0 and result.recovery_s == pytest.approx(0.5 + PARTS.restart_s)
+    assert PARTS.restart_s == 5.0
+
+
+def test_else_all_go_back_to_the_newest_snapshot():
+    assert run(EACH, 27.125).recovery_s == pytest.approx(0.125 + PARTS.restart_s + 1)  # that of 27 is not copied yet
+    # An iteration takes 1.1 s with what is saved: 27.5 of them; the newest snapshot is that of 24.
+    result = run(EIGHTH, 27.5 * 1.1)
+    assert result.replayed == 3 and result.recovery_s == pytest.approx(0.55 + PARTS.restart_s + 3 * 1.1)
+    assert run(EIGHTH, 25.0 * 1.1).replayed == 25 - 16  # that of 24 is not written yet
+
+
+def test_a_window_is_computed_again_by_all():
+    # The window of 6, 7 and 8 is whole, that of 9, 10 and 11 is not: two iterations with frozen operators, then two.
+    result = run(WINDOW, 10.5)
+    assert result.replayed == 10 - 6 and result.recovery_s == pytest.approx(0.5 + PARTS.restart_s + 2 * 0.75 + 2)
+    assert run(WINDOW, 11.125).replayed == 11 - 6 and run(WINDOW, 11.5).replayed == 11 - 9
+    assert run(WINDOW, 1.5).replayed == 1  # nothing is there yet: from the start
+
+
+def test_the_stage_of_what_was_lost_computes_it_again_by_itself():
+    parts = dataclasses.replace(PARTS, alone_s=0.5)
+    alone = program_way(Saving("sparse", interval=3), parts, 1.0, 0.25, sparse=True)
+    assert alone.local and not WINDOW.local
+    assert run(alone, 10.5).recovery_s == pytest.approx(0.5 + PARTS.restart_s + 2 * 0.75 + 2 * 0.5)
+    # Who is beside it joins it, and who is not replays at the same time: see test_engine.
+    assert run(alone, 10.5, 11.5).recovery_s == pytest.approx(0.5 + 1 + PARTS.restart_s + 2 * 0.75 + 2 * 0.5)
+
+
+def test_each_further_worker_that_is_lost_at_once_takes_its_time():
+    saving = dataclasses.replace(EACH, more_s=2.0)
+    faults = Faults(trace=(Event(27.5, lost=3),))
+    assert simulate(Job(1.0, nodes=4, wall_s=100), faults, saving).recovery_s == pytest.approx(0.5 + 5 + 2 * 2)
+    assert run(saving, 27.5).recovery_s == pytest.approx(0.5 + 5)
+
+
+def test_replicas_give_what_they_hold_and_nothing_is_computed_again():
+    for saving in (EACH, EIGHTH, WINDOW):
+        alike = dataclasses.replace(saving, replicas=True)
+        assert [alike.restored(n) for n in (0, 0.5, 10.1, 11, 26.9)] == [0, 0, 10, 11, 26]
+
+
+@given(
+    interval=st.integers(1, 9),
+    lag=st.floats(0, 20),
+    iterations=st.floats(0, 200),
+    sparse=st.booleans(),
+    exact=st.booleans(),
+)
+def test_the_plan_function_goes_on_where_the_formula_says(interval, lag, iterations, sparse, exact):
+    saving = program_way(Saving("any", interval=interval, exact=exact), PARTS, 1.0, lag, sparse=sparse)
+    if exact or not sparse:  # no policy is both
+        assert saving.restored(iterations) == Saving.restored(saving, iterations)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(POLICIES)),
+    mtbf_s=st.floats(30, 1e5),
+    together=st.integers(1, 4),
+    spares=st.sampled_from([None, 0, 1]),
+    parts=st.builds(Parts, *[st.floats(0, 60)] * 4, *[st.one_of(st.none(), st.floats(0, 5))] * 2),
+    seed=st.integers(0, 10**6),
+)
+def test_time_is_neither_lost_nor_made(name, mtbf_s, together, spares, parts, seed):
+    setup = dataclasses.replace(small_setup(), program=parts)
+    job = Job(2.0, nodes=4, stages=4, wall_s=20_000, spares=spares, repair_s=600.0, seed=seed)
+    result = simulate(job, Faults(mtbf_s, together=together), POLICIES[name](setup, Options(mtbf_s=mtbf_s)))
+    assert_adds_up(result)
+    assert 0 <= result.ettr <= 1
+
+
+@pytest.mark.parametrize("name", ["blocking", "checkfreq", "full", "pec", "sparse"])
+def test_policies_come_back_as_the_program_does_where_that_is_wanted(name):
+    papers, program = (
+        POLICIES[name](dataclasses.replace(small_setup(), program=parts), Options(mtbf_s=900)).saving
+        for parts in (None, PARTS)
+    )
+    assert program.restart_s == PARTS.restart_s != papers.restart_s
+    assert (program.exact, program.stall_s > 0) == (papers.exact, papers.stall_s > 0)
+    assert papers.local == (name == "sparse") and not program.local
+    few = simulate(Job(2.0, nodes=4), Faults(math.inf), program)
+    assert few.ettr == pytest.approx(2 / (2 + program.per_iteration_s()))
+
+
+def test_which_nodes_are_lost_decides_whether_copies_are_left():
+    copies = place(4, 1)
+    saving = dataclasses.replace(EACH, survives=1, copies=copies, beyond=EIGHTH)
+    chance = survival(copies, 2)
+    assert 0 < chance < 1
+    assert saving.way_back(1, 0.999) == saving and saving.way_back(3, 0.0) == EIGHTH
+    assert saving.way_back(2, chance - 0.01) == saving and saving.way_back(2, chance + 0.01) == EIGHTH
+    assert saving.way_back(5, 0.0) == EIGHTH and EACH.way_back(4, 0.999) == EACH
+    assert dataclasses.replace(saving, copies=None).way_back(2, 0.0) == EIGHTH
+    full = POLICIES["full"](small_setup(), Options(mtbf_s=900, replicas=1)).saving
+    assert (full.survives, full.copies) == (1, copies)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_parts_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="regroup_s of a recovery cannot be"):
+        dataclasses.replace(PARTS, regroup_s=wrong)

@@ -1,0 +1,151 @@
+"""The part of plan_checkpoint.py that chooses a policy with all of its settings, as ``--ckpt-policy auto`` does."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.training.config import Config, ConfigError
+from moc.policy.dynamic_k import PLT_LIMIT
+from moc.sharding import Layout
+from moc.simulate.cluster import CLUSTERS, Cluster, cluster_named
+from moc.simulate.cost import Work, estimate
+from moc.simulate.planner import Candidate, Limits, Plan, best_of
+from moc.simulate.running import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
+from moc.simulate.sizes import StateBytes
+from moc.state.operators import Operator
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--explain-policy`` and what it needs beside the flags of ``--explain-k``."""
+    group = parser.add_argument_group(
+        "--explain-policy: what --ckpt-policy auto would choose (docs/policies.md), from --iteration-s, "
+        "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
+    )
+    group.add_argument("--explain-policy", action="store_true", help="choose policy, interval, K, window and replicas")
+    group.add_argument(
+        "--cluster", metavar="NAME", help=f"for what was not measured; one of {', '.join(CLUSTERS)}, as in a100-80gb"
+    )
+    group.add_argument("--global-batch", type=int, default=512, metavar="N", help="with --cluster: sequences (512)")
+    group.add_argument(
+        "--micro-batch",
+        type=int,
+        default=32,
+        metavar="N",
+        help="with --cluster: sequences that TP x EP ranks share (32)",
+    )
+    group.add_argument(
+        "--tier", choices=("disk", "memory", "peers"), default="disk", help="--ckpt-tier (default: disk)"
+    )
+    group.add_argument("--nodes", type=int, metavar="N", help="by default a cluster's, or as many as have 8 ranks")
+    group.add_argument("--replicate-gbs", type=float, metavar="X", help="peers: GB/s of a node from other nodes")
+    group.add_argument("--replicas", type=int, metavar="R", help="peers: copies on other nodes; by default 1 or 2")
+    group.add_argument("--exact-only", action="store_true", help="nothing may be lost")
+    group.add_argument("--host-memory-gb", type=float, metavar="X", help="of a node, for snapshots")
+
+
+def chosen(
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
+) -> tuple[Running, Plan]:
+    """What is expected of a run, and what is chosen for it.
+
+    Args:
+        args: the parsed flags.
+        config: of the model.
+        operators: of the model.
+        layout: where the ranks stand.
+        state: bytes of each parameter.
+
+    Raises:
+        ValueError: a flag is missing or not possible, or nothing keeps to the limits.
+    """
+    if args.mtbf_hours is None or not args.mtbf_hours > 0:
+        raise ValueError("--explain-policy needs --mtbf-hours, above 0: add it")
+    run, mtbf_s = _running(args, config, operators, layout, state), 3600 * args.mtbf_hours
+    if args.replicas is not None and not 1 <= args.replicas < run.nodes:
+        raise ValueError(f"--replicas must be from 1 to the {run.nodes - 1} other nodes, not {args.replicas}")
+    limits = Limits(
+        exact_only=args.exact_only,
+        host_bytes=None if args.host_memory_gb is None else 1e9 * args.host_memory_gb,
+        plt=PLT_LIMIT if args.plt_limit is None else args.plt_limit,
+        policies=tuple(name for name in NAMES if _allowed(config, name, run.tier)),
+        replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
+    )
+    return run, best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)
+
+
+def explained(run: Running, plan: Plan) -> str:
+    """The choice and the runner-ups, for people."""
+    lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.others)]
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
+    tier = f"--ckpt-tier {run.tier}"
+    return "\n".join([*lines, "", plan.reason.replace(". ", ".\n"), "", f"{flags} {tier}"])
+
+
+def told(run: Running, plan: Plan) -> dict:
+    """The same, for JSON."""
+    found = {
+        one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes} for one in (plan.best, *plan.others)
+    }
+    return {"flags": flags_of_candidate(plan.best) | {"ckpt_tier": run.tier}, "reason": plan.reason, "policies": found}
+
+
+def _allowed(config: Config, policy: str, tier: str) -> bool:
+    """Whether training takes such flags."""
+    try:
+        config.replace("snapshot", ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=".")
+    except ConfigError:
+        return False
+    return True
+
+
+def _figures(found: Candidate) -> str:
+    lost = f", PLT {100 * found.plt:.2g} %" if found.plt else ""
+    return f"ETTR {found.ettr:.3f}{lost}, {found.host_bytes / 1e9:,.1f} GB of a node's memory"
+
+
+def _running(
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
+) -> Running:
+    cluster = cluster_named(f"{args.cluster}:{layout.world}") if args.cluster else None
+    found = {} if cluster is None else _by_sheet(args, config, operators, layout, cluster)
+    for name, flag, unit in (
+        ("iteration_s", "iteration_s", 1.0),
+        ("forward_backward_s", "forward_backward_s", 1.0),
+        ("copy_rate", "snapshot_gbs", 1e9),
+        ("write_rate", "persist_gbs", 1e9),
+        ("replicate_rate", "replicate_gbs", 1e9),
+    ):
+        if getattr(args, flag) is not None:
+            found[name] = unit * getattr(args, flag)
+        elif name not in found and (name != "replicate_rate" or args.tier == "peers"):
+            raise ValueError(
+                f"--explain-policy needs --{flag.replace('_', '-')}, or a --cluster: add what was measured"
+            )
+    nodes = args.nodes or (cluster.nodes if cluster else max(1, layout.world // 8))
+    if not 0 < nodes <= layout.world:
+        raise ValueError(f"--nodes {nodes} is not possible with {layout.world} ranks: give 1 or more, one rank each")
+    tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
+    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
+
+
+def _by_sheet(
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, cluster: Cluster
+) -> dict[str, float]:
+    found = {
+        "copy_rate": cluster.host_bandwidth,
+        "write_rate": cluster.storage_bandwidth / cluster.gpus,
+        "replicate_rate": cluster.inter_bandwidth,
+    }
+    if args.iteration_s is not None:
+        return found | {"forward_backward_s": args.iteration_s}
+    work = Work(
+        global_batch=args.global_batch,
+        micro_batch=args.micro_batch,
+        seq_length=config.data.seq_length,
+        hidden_size=config.network.hidden_size,
+        topk=config.moe.moe_router_topk if config.moe.num_experts else 1,
+        pipelines=max(1, layout.world // (layout.tp * layout.pp * layout.ep)),
+    )
+    timing = estimate(operators, layout, cluster, work)
+    return found | {"iteration_s": timing.iteration_s, "forward_backward_s": timing.forward_backward_s}
