@@ -157,8 +157,9 @@ def test_another_policy_is_no_recovery():
 
 
 def test_a_recovery_that_is_not_over():
-    run = Story().start().usual(10).generation(2.0).resume(1.0).start(1.0).report
-    assert spent(run) == {"start_up": 4, "useful": 10, "recoveries": 4} and not run.each
+    for tier in ("memory", "live"):
+        run = Story().start().usual(10).generation(2.0).resume(1.0, tier=tier).start(1.0).report
+        assert spent(run) == {"start_up": 4, "useful": 10, "recoveries": 4} and not run.each
 
 
 def test_the_parts_are_the_wall_clock_whatever_happens():
