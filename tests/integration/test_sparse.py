@@ -116,6 +116,14 @@ def test_a_window_of_a_run_that_was_done_reaches_storage(in_memory):
     assert train("1", flags).start == 7
 
 
+def test_memory_that_ends_is_named_by_all_and_what_is_safe_stays(in_memory):
+    flags = in_memory | dict(sparse_window=3)
+    for result in start("EP2", flags, "sparse_bodies:train_with_little_memory", buffers=5).wait():
+        assert result.exit == 1 and "has no room for a snapshot buffer" in result.output, result.output[-2000:]
+        assert "--ckpt-tier disk" in result.output
+    assert whole(flags)["memory"] == [2, 3, 4, 5, 6]  # the first one's buffer was used again
+
+
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
 def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
