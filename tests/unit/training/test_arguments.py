@@ -413,10 +413,6 @@ REFUSED = [
     ("--ckpt-policy full --save x --sparse-window 2", "--sparse-window needs --ckpt-policy sparse, not full"),
     ("--ckpt-policy sparse --save x --sparse-window 0", "take auto or a number of at least 1, not 0"),
     ("--ckpt-policy sparse --save x --snapshot-interval 5", "takes a snapshot in every iteration, not in every 5th"),
-    (
-        "--ckpt-policy sparse --save x --ckpt-tier memory",
-        "its windows in --ckpt-dir, not with --ckpt-tier memory",
-    ),
     ("--upstream-logging", "--upstream-logging needs --ckpt-policy: add it"),
     ("--ckpt-policy full --save x --upstream-logging", "--upstream-logging needs --ckpt-policy sparse, not full"),
     ("--ckpt-policy sparse --save x --upstream-log-limit 2", "--upstream-log-limit needs --upstream-logging"),
