@@ -105,7 +105,7 @@ class Auto:
         operators: Sequence[Operator],
         ep: int,
         stages: tuple[int, ...],
-        can_freeze: Callable[[], bool],
+        may_replay: Callable[[], bool],
     ) -> None:
         """Learns how large snapshots would be, as soon as that is asked for.
 
@@ -114,7 +114,7 @@ class Auto:
             operators: of the model.
             ep: expert-parallel ranks.
             stages: by layer its pipeline stage.
-            can_freeze: whether operators can be frozen, as going on from sparse snapshots needs; a collective call.
+            may_replay: whether a run can go on from sparse snapshots of this model, here; a collective call.
 
         Raises:
             ConfigError: whatever is chosen, snapshots take more memory than they may.
@@ -127,7 +127,7 @@ class Auto:
             sparse.sized(busiest)
             return Saved(busiest(whole), pec.interval.busiest, sparse.by_stage())
 
-        self._saved, self._can_freeze = cache(saved), cache(can_freeze)
+        self._saved, self._may_replay = cache(saved), cache(may_replay)
         if (limit := self._asked.snapshot.host_memory_gb) is not None:
             least = host_bytes(self._tier, self._ranks[0], busiest(whole), min(self._replicas))
             refuse(
@@ -250,7 +250,7 @@ class Auto:
 
     def _may_be(self, policy: str) -> bool:
         """Whether the other flags allow a policy."""
-        if policy == Sparse.name and not self._can_freeze():
+        if policy == Sparse.name and not self._may_replay():
             return False
         try:
             in_force(self._asked, {"ckpt_policy": policy})

@@ -118,7 +118,7 @@ def begin(
         its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
         if auto is not None:
             ep = config.parallel.expert_model_parallel_size
-            auto.sized(busiest, its.policy.operators, ep, _stages(config), lambda: _can_freeze(its.state))
+            auto.sized(busiest, its.policy.operators, ep, _stages(config), lambda: _may_replay(config, its))
         saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
         undo.callback(saver.close)
         snapshots = Snapshots(
@@ -184,10 +184,7 @@ def _setting(
     if peers is not None:
         undo.callback(peers.close)
     stage = _stage(state)
-    if tiers.memory is not None:
-        agreed(lambda: _check_nodes(stage, policy, tiers, config.snapshot.ckpt_tier), "cannot keep snapshots in memory")
-    if policy.replays:
-        check_freezing(state)
+    _check_saving(state, stage, tiers, config.snapshot.ckpt_tier, policy, policy.replays)
     publisher = Publisher(world, policy, tiers, layout_sizes(config, world.size), log)
     undo.callback(publisher.close)
     tokens = None
@@ -253,9 +250,9 @@ def _describer(
     }
 
 
-def _can_freeze(state: TrainingState) -> bool:
+def _may_replay(config: Config, its: _Setting) -> bool:
     try:
-        check_freezing(state)
+        _check_saving(its.state, its.stage, its.tiers, config.snapshot.ckpt_tier, its.policy, replays=True)
     except CheckpointError:
         return False
     return True
@@ -374,11 +371,19 @@ def _stage(state: TrainingState) -> Stage:
     return Stage({rank: unpack(text) for rank, text in gather((dist.get_rank(), pack(told)), group)})
 
 
-def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
+def _check_saving(state: TrainingState, stage: Stage, tiers: Tiers, tier: str, policy: Policy, replays: bool) -> None:
+    """Refuses, on all workers, what the snapshots of a policy cannot bring back."""
+    if tiers.memory is not None:
+        agreed(lambda: _check_nodes(stage, policy, tiers, tier, replays), "cannot keep snapshots in memory")
+    if replays:
+        check_freezing(state)
+
+
+def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str, replays: bool) -> None:
     """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory."""
     here, operators = set(tiers.node), policy.everything(0).operators
     remedies = {Detail.FULL: "spread the optimizer with --use-distributed-optimizer, keep tensor parallelism inside"}
-    if policy.replays:  # whose snapshots have compute weights, too
+    if replays:  # whose snapshots have compute weights, too
         remedies[Detail.COMPUTE] = "keep the ranks of a pipeline stage that hold the same weights inside"
     for detail, remedy in remedies.items():
         for item in stage.items(dict.fromkeys(operators, detail)):

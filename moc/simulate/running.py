@@ -114,15 +114,21 @@ def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBy
     return Saved(full_sizes(operators, layout, state).busiest, by_k, stages)
 
 
-def host_bytes(tier: str, ranks: int, full: float, replicas: int) -> float:
-    """Bytes of a node's memory for snapshots, whatever the policy: buffers are made for a snapshot of everything.
+def host_bytes(tier: str, ranks: int, full: float, replicas: int, window: float | None = None) -> float:
+    """Bytes of a node's memory for snapshots.
+
+    Buffers are made for a snapshot of everything.  Of windows, memory has one of these, the newest whole window and
+    the one under way.
 
     Args:
         tier: as in :class:`Running`.
         ranks: of the node.
         full: bytes of everything that a rank saves.
         replicas: other nodes that keep copies of each node's snapshots.
+        window: bytes of all snapshots of a window of a rank, if there are windows.
     """
+    if window is not None and tier != "disk":
+        return ranks * (full + (2 + _COPIES * replicas) * window)
     return ranks * full * (_BUFFERS[tier] + _COPIES * replicas)
 
 
@@ -161,7 +167,9 @@ def priced(run: Running, name: str, options: Options) -> Candidate:
     options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
     saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(run, saving, every))
     ettr = expected_ettr(saving, run.iteration_s, options.mtbf_s)
-    return Candidate(options, saving, ettr, plt, host_bytes(run.tier, run.ranks, run.saved.full, options.replicas))
+    window = _of_rank(run, saving) if name == "sparse" else None
+    host = host_bytes(run.tier, run.ranks, run.saved.full, options.replicas, window)
+    return Candidate(options, saving, ettr, plt, host)
 
 
 def flags_of_candidate(found: Candidate) -> dict[str, object]:
@@ -280,11 +288,16 @@ def _traffic(run: Running, nbytes: float, replicas: int) -> Traffic:
     return Traffic(host=total, network=replicas * total, storage=total if run.tier == "disk" else 0.0)
 
 
+def _of_rank(run: Running, saving: Saving) -> float:
+    """Bytes of a checkpoint of one rank; of a window, of all of its snapshots."""
+    return saving.traffic.host / (run.ranks * run.nodes)
+
+
 def _persist_interval(run: Running, saving: Saving) -> int | None:
     """With a tier above storage: snapshots go there as often as it can follow."""
     if run.tier == "disk":
         return None
-    every = run.iterations(run.saved.full / run.write_rate)
+    every = run.iterations(_of_rank(run, saving) / run.write_rate)
     return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval
 
 

@@ -129,6 +129,14 @@ def test_copies_on_other_nodes_take_memory_and_time():
     assert chosen(running("memory")).best.options.replicas == 0
 
 
+def test_memory_has_two_windows_where_a_disk_would_have_them():
+    options = options_of({"sparse_window": "4"}, 60.0)
+    on_disk, in_memory = (priced(running(tier), "sparse", options) for tier in ("disk", "memory"))
+    assert on_disk.host_bytes == priced(running(), "full", options_of({}, 60.0)).host_bytes
+    window = in_memory.saving.traffic.host / 4  # of each node
+    assert window > 2 * SAVED.full and in_memory.host_bytes == pytest.approx(2 * SAVED.full + 2 * window)
+
+
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("tier", ["disk", "memory", "peers"])
 def test_flags_say_all_of_a_choice(policy, tier):

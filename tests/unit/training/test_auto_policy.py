@@ -48,7 +48,7 @@ def world():
 class Run:
     """One that measures what it is told."""
 
-    def __init__(self, directory, state=None, nodes=("a",), **flags):
+    def __init__(self, directory, state=None, nodes=("a",), may_replay=True, **flags):
         self.config = compose(MODEL | TRAINING | AUTO | flags)
         self.log = Log(directory)
         self.auto, self.iteration = Auto(self.config, self.log), 0
@@ -62,7 +62,7 @@ class Run:
         def busiest(plan):
             return sum(BYTES[detail] * parameters[name] for name, detail in plan.items())
 
-        self.auto.sized(busiest, operators, 1, (0, 0), lambda: True)
+        self.auto.sized(busiest, operators, 1, (0, 0), lambda: may_replay)
 
     def train(self, iterations, iteration_s=1.0, copy_s=2.0, write_s=4.0):
         """Whether, and when, it began again under another policy; times are those of a snapshot of everything."""
@@ -175,11 +175,14 @@ def test_flags_of_policies_that_are_not_chosen_have_no_effect(tmp_path):
     assert (again.ckpt_policy, again.sparse_order) == ("sparse", "index"), run.log.lines
 
 
-def test_what_the_other_flags_do_not_allow_is_not_chosen(tmp_path):
-    run = Run(tmp_path, mtbf_hours=0.01, exact_only=True, ckpt_tier="memory")
-    run.train(40, copy_s=10.0, write_s=1.0)
-    state = run.auto.state_dict()
-    assert state["flags"]["ckpt_policy"] == "full" and state["flags"]["persist_interval"] >= 1
+def test_what_cannot_be_recovered_here_is_not_chosen(tmp_path):
+    chosen = []
+    for may_replay in (True, False):
+        run = Run(tmp_path, mtbf_hours=0.1, exact_only=True, ckpt_tier="memory", may_replay=may_replay)
+        run.train(40, copy_s=4.0, write_s=1.0)
+        chosen.append(run.flags)
+    assert [flags["ckpt_policy"] for flags in chosen] == ["sparse", "full"]
+    assert min(flags["persist_interval"] for flags in chosen) >= 1
 
 
 def test_more_memory_than_there_may_be_is_refused_at_the_start(tmp_path):
