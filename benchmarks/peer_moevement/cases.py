@@ -102,7 +102,7 @@ def start(case: Case, plan: Plan, directory: Path) -> Job:
         (directory / "end").mkdir()
         command = ["--workers", WORKERS, "--checkout", plan.checkout, *public_flags(case, plan, directory)]
         return Job([HERE / "supervise.py", *command], directory, environment=_around(plan), python=plan.python)
-    memory = Path("/dev/shm") / directory.name
+    memory = Path("/dev/shm") / directory.name if case.window else None
     return Job([*launcher(WORKERS), PROGRAM, *our_flags(case, plan, directory)], directory, memory)
 
 
