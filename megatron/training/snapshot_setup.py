@@ -375,15 +375,21 @@ def _stage(state: TrainingState) -> Stage:
 
 
 def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
-    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory."""
+    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory.
+
+    Compute weights and the biases of routers follow the optimizer: what of them a rank does not load, it is given by
+    its data-parallel peers.
+    """
     here, operators = set(tiers.node), policy.everything(0).operators
-    remedies = {Detail.FULL: "spread the optimizer with --use-distributed-optimizer, keep tensor parallelism inside"}
-    if policy.replays:  # whose snapshots have compute weights, too
-        remedies[Detail.COMPUTE] = "keep the ranks of a pipeline stage that hold the same weights inside"
-    for detail, remedy in remedies.items():
-        for item in stage.items(dict.fromkeys(operators, detail)):
-            if here & set(item.holders) and not here.issuperset(item.holders):
-                raise CheckpointError(
-                    f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: {remedy} of a "
-                    "node, or take --ckpt-tier disk"
-                )
+    slices = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    if not here.issuperset(slices):
+        raise CheckpointError(
+            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold alike: "
+            "keep tensor parallelism inside of a node, or take --ckpt-tier disk"
+        )
+    for item in stage.items(operators):
+        if here & set(item.holders) and not here.issuperset(item.holders):
+            raise CheckpointError(
+                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
+                "with --use-distributed-optimizer, or take --ckpt-tier disk"
+            )
