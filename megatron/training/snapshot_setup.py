@@ -384,8 +384,8 @@ def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str) -> None:
     slices = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
     if not here.issuperset(slices):
         raise CheckpointError(
-            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold alike: "
-            "keep tensor parallelism inside of a node, or take --ckpt-tier disk"
+            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold "
+            "alike: keep tensor parallelism inside of a node, or take --ckpt-tier disk"
         )
     for item in stage.items(operators):
         if here & set(item.holders) and not here.issuperset(item.holders):

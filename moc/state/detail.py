@@ -10,7 +10,8 @@ class Detail(Enum):
 
     FULL = "full"
     """Master weights and moments (fp32; with ZeRO-1 the slices of this rank), from which the weights follow; and the
-    biases of routers, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1 on the first data-parallel rank)."""
+    biases of routers, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1 those of the first data-parallel
+    rank stand for all)."""
 
     MASTER = "master"
     """The master weights of ``FULL`` and the biases of routers, without moments."""
