@@ -3,9 +3,10 @@
 import pytest
 
 from tests.integration.launched import Launched
+from tests.integration.snapshot_files import node_memory
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import train
+from tests.integration.tiny import EXPERT_BIAS, train
 
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
 SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
@@ -40,3 +41,22 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
     assert all(event["exact"] is (True if 3 in event["stages"] else None) for event in replays)
     assert {event["frozen"] > 0 for event in replays} == {True, False}
     assert not list(tmp_path.rglob("logs"))
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path):
+    flags = data | SMALL | BF16 | EXPERT_BIAS | dict(num_layers=2, train_iters=14)
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1,0,1")
+        with Launched("PP2xDP2", flags | SPARSE | places, tmp_path / "job") as job:
+            for iteration, rank in ((6, 1), (10, 2)):
+                job.reach(iteration)
+                job.kill(rank)
+            assert job.wait() == 0, job.console[-4000:]
+    straight = train("PP2xDP2", flags)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    first, second = job.events("resume")
+    assert (first["stages"], second["stages"], first["kept"], second["kept"]) == ([0], [1], 2, 2)
+    assert {tier for event in (first, second) for _, tier in event["sources"]} == {"memory"}
+    assert {event["exact"] for event in job.events("replay")} == {None, True}
