@@ -31,12 +31,13 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.faults.run import LAYOUTS, TIERS, End, Outside, Run, nodes_of  # noqa: E402
+from benchmarks.faults.run import LAYOUTS, TIERS, End, Outside, Run, fits, nodes_of  # noqa: E402
 from moc.faults import STEP  # noqa: E402
 from moc.runtime.inject import Fault  # noqa: E402
 
@@ -52,6 +53,8 @@ class Row:
         generations: memberships that began after the first one, as far as the first worker told.
         wrong: what is not as it should be; empty if all is.
         seconds: from start to end.
+        again: of each recovery of pipeline stages by themselves, the iterations that they computed again.
+        by_all: the same of recoveries in which all workers computed them.
     """
 
     layout: str
@@ -61,6 +64,8 @@ class Row:
     generations: int = 0
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    again: list[int] = field(default_factory=list)
+    by_all: list[int] = field(default_factory=list)
 
 
 class Campaign:
@@ -77,7 +82,7 @@ class Campaign:
 
     def rows(self):
         """Gives what became of each run."""
-        fired, cases = 0, list(itertools.product(self._own.layouts, self._own.tiers))
+        fired, cases = 0, [case for case in itertools.product(self._own.layouts, self._own.tiers) if fits(*case)]
         for number, (layout, tier) in enumerate(itertools.cycle(cases)):
             if number >= len(cases) and fired >= self._own.faults:
                 return
@@ -98,7 +103,9 @@ class Campaign:
         wrong = run.wrong + _differences(ended, expected)
         if not wrong:
             shutil.rmtree(directory)
-        return Row(layout, tier, seed, fired, len(run.events.of("generation")), wrong, round(seconds, 1))
+        alone, by_all = computed_again(run.events.all())
+        generations = len(run.events.of("generation"))
+        return Row(layout, tier, seed, fired, generations, wrong, round(seconds, 1), alone, by_all)
 
     def _without_faults(self, layout: str) -> End:
         if layout not in self._undisturbed:
@@ -113,9 +120,21 @@ class Campaign:
         return self._undisturbed[layout]
 
 
+def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
+    """How many iterations were computed again, by recovery: by stages alone, and by all workers."""
+    alone, by_all, replays = [], [], 0
+    for event in events:
+        if event["type"] == "replay":
+            replays += 1
+        elif event["type"] == "resume" and replays:
+            (alone if event["stages"] else by_all).append(replays)
+            replays = 0
+    return alone, by_all
+
+
 def from_outside(chance: random.Random, layout: str, tier: str, iterations: int) -> tuple[Outside, ...]:
     """What is done to a run from outside, and when; not in its last iterations, so that it comes to pass."""
-    actions = ["controller", "agent", "node"] + (["keeper"] if tier == "peers" and nodes_of(layout, tier) > 1 else [])
+    actions = ["controller", "agent", "node"] + (["keeper"] if "peers" in tier and nodes_of(layout, tier) > 1 else [])
     return tuple(
         Outside(action, chance.randint(2, iterations - 5), chance.choice((0, 1)) if action == "keeper" else -1)
         for action in actions
@@ -139,6 +158,11 @@ def _differences(ended: End, expected: End) -> list[str]:
     return wrong
 
 
+def _spread(counts: list[int]) -> dict | None:
+    """Iterations that recoveries computed again."""
+    return {"recoveries": len(counts), "mean": mean(counts), "most": max(counts)} if counts else None
+
+
 def summary(rows: list[Row]) -> dict:
     """What all runs come to together."""
     fired = [fault for row in rows for fault in row.fired]
@@ -147,6 +171,8 @@ def summary(rows: list[Row]) -> dict:
         "equal": sum(not row.wrong for row in rows),
         "faults": len(fired),
         "by_point": dict(Counter(fault.rpartition(" ")[2] for fault in fired).most_common()),
+        "computed_again": _spread([count for row in rows for count in row.again]),
+        "computed_again_by_all": _spread([count for row in rows for count in row.by_all]),
         "by_action": dict(Counter(fault.partition(" ")[0] for fault in fired)),
     }
 
@@ -176,7 +202,7 @@ def main() -> int:
     for row in Campaign(own, directory).rows():
         rows.append(row)
         what = "EQUAL" if not row.wrong else f"FAILED: {'; '.join(row.wrong)} (see {directory}/run_{len(rows) - 1:03d})"
-        print(f"{row.layout:17} {row.tier:7} {len(row.fired):3} faults {row.seconds:6.1f} s  {what}", flush=True)
+        print(f"{row.layout:17} {row.tier:13} {len(row.fired):3} faults {row.seconds:6.1f} s  {what}", flush=True)
         if own.output is not None:
             machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
             flags = {name: value for name, value in vars(own).items() if name not in ("output", "directory")}

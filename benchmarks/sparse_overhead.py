@@ -6,7 +6,8 @@ The same model is trained by the program that users run, in bf16 with fp32 maste
 as compute weights), one way after the other, in rounds that go forwards and backwards:
 
 * no saving at all;
-* sparse checkpoints in every iteration, with a window that is found (auto), and one of 3 iterations;
+* sparse checkpoints in every iteration, with a window that is found (auto), and one of 3 iterations, in memory or, with
+  --sparse-tier disk, on disk;
 * everything in every iteration, in memory (Gemini's interval);
 * PEC with one expert of each layer in every iteration, in memory (MoC-System);
 * everything on disk, as often as costs 3 % (CheckFreq).
@@ -207,7 +208,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--iterations", type=int, default=30, help="that count (default: 30)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1"], help="default: 1")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
-    parser.add_argument("--sparse-tier", default="disk", help="--ckpt-tier of sparse checkpoints (default: disk)")
+    tiers = ("memory", "disk")
+    parser.add_argument(
+        "--sparse-tier", default="memory", choices=tiers, help="of sparse checkpoints (default: memory)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file")
     return parser.parse_known_args()
 

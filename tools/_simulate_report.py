@@ -6,10 +6,9 @@ import csv
 import dataclasses
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
+from _files import replacing
 from _reproduction import Reproduction
 
 from moc.simulate.engine import Job
@@ -132,7 +131,7 @@ def write_csv(path: str, means: Mapping[str, Result]) -> None:
         path: of the file; it is replaced as a whole.
         means: by title.
     """
-    with _replacing(path) as name, open(name, "w", newline="", encoding="utf-8") as file:
+    with replacing(path) as name, open(name, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         written = [f"{where}_bytes_written" for where in ("host", "network", "storage")]
         writer.writerow(["policy", *_COLUMNS, *written])
@@ -160,21 +159,9 @@ def plot(path: str, results: Mapping[str, Result]) -> None:
         panel.axhline(some.samples / some.wall_s, color=f"C{number}", linestyle="--", linewidth=0.8)
     panel.set(xlabel="hours", ylabel="goodput (samples/s)", ylim=(0, None))
     panel.legend(title="policy (ETTR)", loc="lower left")
-    with _replacing(path) as name:
+    with replacing(path) as name:
         figure.savefig(name, format="png", dpi=120)
     pyplot.close(figure)
-
-
-@contextmanager
-def _replacing(path: str) -> Iterator[str]:
-    """A name to write to, which takes the place of ``path`` once all is well."""
-    partial = f"{path}.partial"
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
 
 
 def print_reproduction(found: Reproduction, as_json: bool) -> int:

@@ -7,10 +7,11 @@ import argparse
 import itertools
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from _files import replacing
 
 EXTRA = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
 RESUME_COLOR = "0.75"
@@ -247,14 +248,8 @@ def _draw_extra(panel, runs: list[Run], extra: list[str]) -> None:
 
 
 def _save(figure, output: str) -> None:
-    partial = f"{output}.partial"
-    os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
-    try:
-        figure.savefig(partial, format="png", dpi=120)
-        os.replace(partial, output)
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+    with replacing(output) as name:
+        figure.savefig(name, format="png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ things take, the second one is what it has to predict.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -21,6 +21,7 @@ from moc.simulate.ways import Parts, program_way
 
 WARM_UP = 5  # iterations that allocate and connect
 AT_ONCE = 2  # workers that a random fault kills, in the mean
+_NEARLY_ALL = 0.999  # of an iteration, however long its time was before it was cut short
 RUNS = 100  # of the model clock, where faults come by chance
 
 
@@ -42,6 +43,23 @@ class Way:
 
 
 @dataclass(frozen=True)
+class Hit:
+    """A fault.
+
+    Attributes:
+        iterations: that counted when it came.
+        since_s: seconds since the last of them.
+        after_s: since the fault before, where nothing that counts was done between them.
+        lost: workers that it killed.
+    """
+
+    iterations: int
+    since_s: float
+    after_s: float | None
+    lost: int
+
+
+@dataclass(frozen=True)
 class Half:
     """A part of a run, from the end of one iteration to the end of another one.
 
@@ -49,47 +67,63 @@ class Half:
         events: of it.
         seconds: that it took.
         iterations: that count, each once.
-        faults: seconds from its begin to each, and how many workers it killed.
+        hits: the faults.
     """
 
     events: Sequence[dict]
     seconds: float
     iterations: int
-    faults: tuple[tuple[float, int], ...]
+    hits: tuple[Hit, ...]
 
     def ettr(self, plain_s: float) -> float:
         """As it was measured; an iteration without saving and faults takes ``plain_s``."""
         return self.iterations * plain_s / self.seconds
 
 
-def halves(events: Sequence[dict]) -> tuple[Half, Half]:
+def halves(events: Sequence[dict], every: int = 1) -> tuple[Half, Half]:
     """The two halves of a run, without its first iterations.
+
+    Args:
+        events: of the run.
+        every: iterations from one snapshot to the next, so that halves begin with one.
 
     Raises:
         ValueError: there are not enough iterations between recoveries to cut at.
     """
     events = sorted(events, key=lambda event: event["time"])
     recovering = {id(event) for stretch in stretches(events) for event in stretch[:-1]}
-    newest, cuts = 0, []
+    counted = list(_that_count(events))
+    cuts = [one for one in counted if one["iteration"] >= WARM_UP and id(one) not in recovering]
+    begins = [one for one in cuts if one["iteration"] % every == 0]
+    if len(begins) < 2 or begins[1] is cuts[-1]:
+        raise ValueError(f"{len(begins)} iterations between recoveries are too few to cut a run in halves: run longer")
+    middle = (begins[0]["iteration"] + cuts[-1]["iteration"]) / 2
+    middle = min(begins[1:], key=lambda event: abs(event["iteration"] - middle))
+    return _between(events, counted, begins[0], middle), _between(events, counted, middle, cuts[-1])
+
+
+def _that_count(events: Sequence[dict]) -> Iterator[dict]:
+    """Iterations that were complete for the first time."""
+    newest = 0
     for event in events:
         if event["type"] == "iteration" and event["iteration"] > newest:
             newest = event["iteration"]
-            if newest >= WARM_UP and id(event) not in recovering:
-                cuts.append(event)
-    if len(cuts) < 3:
-        raise ValueError(f"{len(cuts)} iterations between recoveries are too few to cut a run in halves: run longer")
-    middle = min(cuts[1:-1], key=lambda event: abs(2 * event["iteration"] - cuts[0]["iteration"] - newest))
-    return _between(events, cuts[0], middle), _between(events, middle, cuts[-1])
+            yield event
 
 
-def _between(events: Sequence[dict], first: dict, last: dict) -> Half:
+def _between(events: Sequence[dict], counted: Sequence[dict], first: dict, last: dict) -> Half:
     part = [event for event in events if first["time"] < event["time"] <= last["time"]]
-    hits = tuple((at - first["time"], lost) for at, lost in faults(part))
-    return Half(part, last["time"] - first["time"], last["iteration"] - first["iteration"], hits)
+    hits, before = [], None
+    for at, lost in faults(part):
+        done = next(one for one in reversed(counted) if one["time"] <= at)
+        after_s = at - before[0] if before and before[1] is done else None
+        hits.append(Hit(done["iteration"] - first["iteration"], at - done["time"], after_s, lost))
+        before = at, done
+    return Half(part, last["time"] - first["time"], last["iteration"] - first["iteration"], tuple(hits))
 
 
 def predicted(way: Way, half: Half, profile: Profile, parts: Parts, plain_s: float) -> float:
-    """ETTR of a half, by what was measured of another one and the moments of its faults.
+    """ETTR of a half, by what was measured of another one and the places of its faults.
 
     Args:
         way: the policy.
@@ -98,9 +132,15 @@ def predicted(way: Way, half: Half, profile: Profile, parts: Parts, plain_s: flo
         parts: of a recovery, as the other halves of the policy's runs tell.
         plain_s: seconds of an iteration without saving and faults.
     """
-    trace = tuple(Event(at, lost=lost) for at, lost in half.faults)
-    chance = Faults(trace=trace) if trace else Faults(math.inf)
+    each_s = profile.mean_iteration_s
+    trace = tuple(Event(_place(hit, each_s) * each_s, hit.lost, after_s=hit.after_s) for hit in half.hits)
+    chance = Faults(trace=trace, while_training=True) if trace else Faults(math.inf)
     return _simulated(way, half.seconds, chance, profile, parts, plain_s)
+
+
+def _place(hit: Hit, each_s: float) -> float:
+    """Iterations that were complete, and how much of the next."""
+    return hit.iterations + min(_NEARLY_ALL, hit.since_s / each_s)
 
 
 def expected(way: Way, seconds: float, mtbf: float, profile: Profile, parts: Parts, plain_s: float) -> float:

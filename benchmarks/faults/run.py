@@ -27,7 +27,7 @@ MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-
     --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --seq-length 32
     --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --mock-data
     --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --micro-batch-size 1
-    --global-batch-size 8 --lr 1e-3 --eval-iters 0 --num-workers 0 --log-interval 1 --ckpt-policy full""".split()
+    --global-batch-size 8 --lr 1e-2 --clip-grad 0.3 --eval-iters 0 --num-workers 0 --log-interval 1""".split()
 ZERO, PP2, EP2 = "--use-distributed-optimizer", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 LAYOUTS = {  # name: (workers, flags)
@@ -37,14 +37,26 @@ LAYOUTS = {  # name: (workers, flags)
     "TP2xEP2": (4, f"{ZERO} {TP2} {EP2}"),
     "DP4, replicated": (4, ""),
     "PP2, interleaved": (2, f"{ZERO} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "PP4": (4, f"{ZERO} --pipeline-model-parallel-size 4"),
+    "PP2xTP2": (4, f"{ZERO} {PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
+SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging"
 TIERS = {
-    "memory": "--ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
-    "disk": "--ckpt-tier disk --snapshot-interval 2",
-    "peers": "--ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
+    "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
+    "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",
+    "peers": "--ckpt-policy full --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
+    "sparse": f"{SPARSE} --ckpt-tier memory --persist-interval 6",
+    "sparse, disk": f"{SPARSE} --ckpt-tier disk",
+    "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
 }
+"""Tiers of snapshots, of everything and sparse."""
 STOPPED_S = 3.0
 """How long a keeper is stopped: its sockets stay open, and nothing comes."""
+
+
+def fits(layout: str, tier: str) -> bool:
+    """Whether a layout can have a tier: what is logged upstream is what passes between stages."""
+    return "PP" in layout or "sparse" not in tier
 
 
 def nodes_of(layout: str, tier: str) -> int:

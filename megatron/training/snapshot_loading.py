@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,27 +18,22 @@ from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.replay import Repetition, Replay, check_freezing, convert, record_of
+from megatron.training.snapshot_reading import Key, Problem, SnapshotReader
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Live, Survivors
 from megatron.training.tokens import TokenBook
-from moc.faults import reach
 from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import Inventory, Plan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot
+from moc.recovery.sources import MEMORY, Held, Moment, Recovery
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
-from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest
-from moc.store.regions import MissingRegionError, RegionReader
-from moc.store.store import Store, directory_of, file_of
-
-Key = tuple[int, str]
-"""Tells a checkpoint from the others: see :class:`Held`."""
+from moc.store.store import directory_of
 
 LIVE = "live"
 """In place of a tier, where the state comes from the workers that are left."""
@@ -98,6 +92,7 @@ class SnapshotLoader:
         self._optimizer, self._scheduler, self._policy, self._tokens = optimizer, scheduler, policy, tokens
         self._stage = world.pipeline_rank
         self._storage, self._memory, self._leads_node = tiers.storage, tiers.memory, tiers.leads_node
+        self._reader = SnapshotReader(config, world, state, tiers)
         self._damage: str | None = None
 
     def find(self) -> list[Held]:
@@ -208,12 +203,12 @@ class SnapshotLoader:
         if len(plan.way.moments) > 1:
             check_freezing(self._state)
         keeps = self._world.rank in plan.keep | plan.complete
-        fragments = {} if keeps else self._fragments(plan.way)
-        manifests, bad = self._manifests(plan.way, fragments)
+        fragments = {} if keeps else self._reader.fragments(plan.way)
+        manifests, problem = self._reader.manifests(plan.way, fragments)
+        bad = self._agree(problem)
         if not bad:
-            where = self._where(plan.way.base)
-            self._check(manifests[plan.way.base.key], where)
-            self._log.message(f"loading snapshot {where}")
+            self._reader.check(plan.way.base, manifests[plan.way.base.key])
+            self._log.message(f"loading snapshot {self._reader.where(plan.way.base)}")
             bad = self._fill(plan, manifests, fragments)
         return manifests, bad
 
@@ -226,33 +221,9 @@ class SnapshotLoader:
         """Another model is refused by name, before anybody wonders what of it is missing."""
         newest = max((one for one in held if one.tier != MEMORY), key=lambda one: one.iteration, default=None)
         if newest is not None:
-            self._check(self._store(newest).manifest(newest.iteration), self._where(newest))
+            self._reader.check(newest, self._reader.store(newest).manifest(newest.iteration))
 
-    def _fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
-        """By checkpoint, what this worker takes from it."""
-        fragments: dict[Key, list[Fragment]] = defaultdict(list)
-        for moment in way.moments:
-            for fragment in self._state.fragments(moment.full, Detail.FULL):
-                fragments[moment.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
-            for fragment in self._state.fragments(moment.frozen, Detail.COMPUTE):
-                fragments[moment.sources[fragment.operator, COMPUTE].key].append(fragment)
-        return fragments
-
-    def _manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], dict[Key, str]]:
-        """Of what this worker reads; and by checkpoint what is wrong with it, as all workers know."""
-        manifests, problem = {}, None
-        needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
-        for one in way.used():
-            try:
-                if one.key in needed:  # the memory of another node cannot be read here, and need not
-                    manifests[one.key] = self._store(one).manifest(one.iteration)
-                    if one.iteration > way.moments[0].iteration:
-                        record_of(manifests[one.key].state, self._where(one))
-            except CheckpointError as error:
-                problem = problem or (one.key, str(error))
-        return manifests, self._agree(problem)
-
-    def _agree(self, problem: tuple[Key, str] | None) -> dict[Key, str]:
+    def _agree(self, problem: Problem | None) -> dict[Key, str]:
         """By checkpoint what is wrong with it, for all that any worker has found."""
         return {tuple(key): text for key, text in filter(None, gather(problem))}
 
@@ -260,23 +231,13 @@ class SnapshotLoader:
         self._damage = self._damage or problem
         self._log.message(f"WARNING: {problem}; an older snapshot is tried")
 
-    def _store(self, held: Held) -> Store:
-        return self._memory if held.tier == MEMORY else self._storage
-
-    def _where(self, held: Held) -> str:
-        return self._store(held).place.path(directory_of(held.iteration))
-
-    def _check(self, manifest: Manifest, where: str) -> None:
-        contents.check_shape(self._config, manifest.state["shape"], where)
-        contents.check_optimizer(self._config, manifest.state["optimizer"], where)
-
     def _fill(self, plan: Plan, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]) -> dict[Key, str]:
         """Fills this worker's state; by checkpoint what is wrong with it, as all workers know."""
         bad: dict[Key, str] = {}
         known = self._known(range(plan.way.iteration + 1, plan.iteration + 1))
 
         def load(moment: Moment) -> bool:
-            bad.update(self._agree(self._fill_at(moment, manifests, fragments)))
+            bad.update(self._agree(self._reader.fill(moment, manifests, fragments)))
             return not bad
 
         with self._repetition.by(plan.stages) as replay:
@@ -304,24 +265,11 @@ class SnapshotLoader:
             return
         base = manifests[plan.way.base.key]
         if records:
-            self._restore_moment(base.state, _steps(base), plan.way.moments[-1].full, self._where(plan.way.base))
+            self._restore_moment(base.state, _steps(base), plan.way.moments[-1].full, self._reader.where(plan.way.base))
         position = _position(base.state)
         for record in records:
             replay.compute(position, record)
             position = position.after(record)
-
-    def _fill_at(
-        self, moment: Moment, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
-    ) -> tuple[Key, str] | None:
-        """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
-        reach("loading")
-        for one in moment.used():
-            if one.key in manifests:
-                manifest = manifests[one.key]
-                problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
-                if problem is not None:
-                    return one.key, problem
-        return None
 
     def _compute_again(self, moment: Moment, way: Recovery, manifests: dict[Key, Manifest], replay: Replay) -> None:
         """The iteration after a moment of a window, once the state is that of the moment."""
@@ -329,8 +277,8 @@ class SnapshotLoader:
             replay.serve(moment.iteration + 1)
             return
         here, after = (manifests[way.at(moment.iteration + i).key] for i in (0, 1))
-        self._restore_moment(here.state, _steps(here), moment.full, self._where(way.at(moment.iteration)))
-        record = record_of(after.state, self._where(way.at(moment.iteration + 1)))
+        self._restore_moment(here.state, _steps(here), moment.full, self._reader.where(way.at(moment.iteration)))
+        record = record_of(after.state, self._reader.where(way.at(moment.iteration + 1)))
         replay.compute(_position(here.state), record, len(moment.frozen))
 
     def _tell(self, replay: Replay, plan: Plan) -> None:
@@ -351,27 +299,9 @@ class SnapshotLoader:
                     "others than it was saved with: the run that goes on is not bit-identical to the one that was"
                 )
 
-    def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
-        try:
-            for fragment in reading_ahead(fragments, reader):
-                self._state.load(fragment, values_for(fragment, reader))
-            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # all, whoever needs them
-                self._store(one).blob(one.iteration, name, manifest.files[name])
-        except MissingRegionError as error:
-            return str(error)
-        except OSError as error:
-            return f"{self._where(one)} cannot be read ({error.strerror or error})"
-        return None
-
-    def _reader(self, one: Held, manifest: Manifest) -> RegionReader:
-        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
-        names = sorted(manifest.files, key=lambda name: name != mine)
-        blobs = (self._store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
-        return RegionReader(blobs, verify=True, lazy=True)
-
     def _restore_from(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
         base = manifests[way.base.key]
-        self._restore(base.state, _steps(base), base.policy, self._where(way.base))
+        self._restore(base.state, _steps(base), base.policy, self._reader.where(way.base))
         if self._memory is not None and way.base.tier != MEMORY:
             self._policy.memory_lost()
         if self._tokens is not None:

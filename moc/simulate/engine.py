@@ -78,7 +78,7 @@ class _Run:
         self.events: Iterator[Event] = faults.events(random.Random(self.rng.random()))
         self.event = next(self.events, None)
         self.returns: list[tuple[float, int]] = []  # when lost nodes are back, and how many
-        self.now = self.exposed = 0.0
+        self.now = self.exposed = self.event_at = 0.0
         self.up = _at_the_start(job)
         self.used = self._usable()
         self.waits = self.used == 0
@@ -99,7 +99,7 @@ class _Run:
         until = min(self.job.wall_s, event_s, back_s, self.ends if self._recovers() else math.inf)
         self._pass(until)
         if until == event_s:
-            event, self.event = self.event, next(self.events, None)
+            event, self.event, self.event_at = self.event, next(self.events, None), self.now
             if event.gained:
                 self._gain(event.gained)
             if event.lost:
@@ -113,6 +113,8 @@ class _Run:
     def _event_s(self) -> float:
         if self.event is None:
             return math.inf
+        if self.event.after_s is not None:
+            return max(self.now, self.event_at + self.event.after_s)
         if not self.faults.while_training:
             return self.event.at_s
         if self.waits or self._recovers():
@@ -206,6 +208,8 @@ class _Run:
         saving = part * self.strategy.saving.per_iteration_s() * slower
         self.useful, self.saving, self.done = self.useful - useful, self.saving - saving, float(whole)
         self.recovery += useful + saving
+        if self.faults.trace:
+            self.exposed -= useful + saving
         last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
         for place in range(last, -1, -1):  # where it was counted
             taken = min(part, self.iterations[place])

@@ -20,11 +20,13 @@ class Event:
         at_s: seconds since the start.
         lost: nodes that are gone.
         gained: nodes that are there again.
+        after_s: where that is known, not ``at_s``: seconds since the event before, whatever happens meanwhile.
     """
 
     at_s: float
     lost: int = 0
     gained: int = 0
+    after_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Faults:
         together: nodes that a failure takes at once, such as those behind one switch.
         trace: of :func:`read_trace`; it ends where the trace does.
         while_training: time runs for failures only while training advances, as in the closed form (MoEvement, section
-            2.4), so that none hits a recovery.
+            2.4), so that none hits a recovery but by ``after_s``.  What a failure cuts short has its time again where a
+            trace says when: its moments are places in the run.
 
     Raises:
         ValueError: there is neither, or both.

@@ -18,7 +18,7 @@ class Profile:
     """What one run has measured: medians, where nothing else is said.
 
     Attributes:
-        iteration_s: seconds of an iteration in which nothing was saved.
+        iteration_s: seconds of an iteration in which nothing was saved; if something was in all, less their stalls.
         world: workers.
         host_bandwidth: bytes per second from one worker to host memory; None without snapshots.
         storage_bandwidth: bytes per second of all workers to storage; None if nothing was written.
@@ -48,12 +48,27 @@ def read_profile(path: str | Path) -> Profile:
     Raises:
         ValueError: it is no such file, or tells of too few iterations.
     """
-    path = Path(path)
-    path = path / "events.jsonl" if path.is_dir() else path
+    events = read_events(path)
     try:
-        return profile_of(_events(path))
+        return profile_of(events)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{events_file(path)}: {error}") from None
+
+
+def events_file(path: str | Path) -> Path:
+    """The file, where its directory may be named too."""
+    path = Path(path)
+    return path / "events.jsonl" if path.is_dir() else path
+
+
+def read_events(path: str | Path) -> list[Mapping]:
+    """The events of a file, or of the one in a directory; lines that a killed worker left torn are passed over.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file.
+    """
+    return list(_events(events_file(path)))
 
 
 def profile_of(events: Iterable[Mapping]) -> Profile:
@@ -65,16 +80,19 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
     events = list(events)
     lost = list(stretches(events))
     unsettled = {id(event) for stretch in lost for event in stretch}
-    world, iterations, disturbed = 1, [], set()
+    world, iterations, disturbed, stalled_s = 1, [], set(), 0.0
     copies, seals, writes, written_s, sizes = [], [], [], [], []
     for event in events:
         kind, iteration = event.get("type"), event.get("iteration")
         if kind == "start":
             world = event.get("world_size", world)
-        elif kind == "iteration" and event.get("elapsed_s") and id(event) not in unsettled:
-            iterations.append((iteration, event["elapsed_s"]))
+        elif kind == "iteration":
+            if event.get("elapsed_s") and id(event) not in unsettled:
+                iterations.append((iteration, event["elapsed_s"], stalled_s))
+            stalled_s = 0.0
         elif kind == "stall":
             disturbed.update((iteration, None if iteration is None else iteration + 1))
+            stalled_s += event["seconds"]
         elif kind == "snapshot" and event.get("copy_s"):
             copies.append(event["bytes"] / world / event["copy_s"])
             seals.append(event["copy_s"] + event.get("hash_s", 0.0))
@@ -83,13 +101,14 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
         elif kind == "persist" and event.get("write_s"):
             writes.append(event["bytes"] / event["write_s"])
             written_s.append(event["write_s"])
-    first = min(iterations, default=(0, 0.0))[0] + _WARM_UP
-    settled = [(at, seconds) for at, seconds in iterations if at >= first]
+    first = min(iterations, default=(0,))[0] + _WARM_UP
+    settled = [one for one in iterations if one[0] >= first]
     if not settled:
         raise ValueError(f"there are no iterations after the first {_WARM_UP}: profile a longer run")
-    quiet = [seconds for at, seconds in settled if at not in disturbed] or [seconds for _, seconds in settled]
+    quiet = [seconds for at, seconds, _ in settled if at not in disturbed]
+    quiet = quiet or [seconds - waited for _, seconds, waited in settled]
     in_storage = {event.get("tier") for event in events if event.get("type") == "snapshot"} == {"disk"}
-    mean_s = fmean(seconds for _, seconds in settled)
+    mean_s = fmean(seconds for _, seconds, _ in settled)
     return Profile(
         iteration_s=median(quiet),
         world=world,
@@ -107,13 +126,13 @@ def _median(values: list[float]) -> float | None:
 
 
 def _events(path: Path) -> Iterator[Mapping]:
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 event = json.loads(line)
             except ValueError:
                 if number > 1:
                     continue  # torn, by a worker that was killed while it wrote
-                raise ValueError("line 1 is no JSON: is that an events.jsonl?") from None
+                raise ValueError(f"{path}: line 1 is no JSON: is that an events.jsonl?") from None
             if isinstance(event, dict) and "type" in event:
                 yield event

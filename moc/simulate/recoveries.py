@@ -11,6 +11,8 @@ from moc.simulate.ways import Parts
 TOGETHER_S = 0.25
 """Kills that are closer to each other belong to one fault; the next one comes when workers train again, or recover."""
 
+_LIVE = "live"  # tier of a run that goes on in the same processes, without a loss: under another policy
+
 Event = Mapping
 """One of ``events.jsonl``, in the order of their time."""
 
@@ -18,12 +20,16 @@ Event = Mapping
 def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
     """The events of each recovery: from a loss to the first iteration after the last ``start`` that followed it.
 
-    A loss during a recovery belongs to it.  One that is not over when the events end is left out.
+    A loss during a recovery belongs to it.  One that is not over when the events end is left out.  A job that was
+    started again without an ``exit`` has been lost too; it is heard of when the state is there again (``resume``), or
+    training starts without.
     """
     under_way, started = None, False
+    running = live = False  # since the last start: has it ended in good order, was state taken over from live workers
     for event in events:
         kind = event["type"]
-        if kind == "generation" or is_kill(event):
+        live |= kind == "resume" and event.get("tier") == _LIVE
+        if kind == "generation" or is_kill(event) or (running and not live and kind in ("resume", "start")):
             under_way, started = under_way or [], False
         if under_way is not None:
             under_way.append(event)
@@ -31,6 +37,10 @@ def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
             if kind == "iteration" and started:
                 yield under_way
                 under_way = None
+        if kind in ("start", "iteration"):
+            running, live = True, False
+        elif kind == "exit":
+            running = False
 
 
 def faults(events: Iterable[Event]) -> list[tuple[float, int]]:

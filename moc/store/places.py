@@ -118,7 +118,9 @@ class LocalPlace(Place):
         """See :class:`Place`; what begins it is durable."""
         target = self.root / path
         if target.is_dir():
-            shutil.rmtree(target)
+            while target.exists():
+                with contextlib.suppress(FileNotFoundError):  # another worker removes what is its own there
+                    shutil.rmtree(target)
         elif target.exists():
             target.unlink()
         else:

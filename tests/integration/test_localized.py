@@ -2,8 +2,10 @@
 
 import pytest
 
+from moc.store.places import LocalPlace
+from moc.store.store import Store
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import node_memory
+from tests.integration.snapshot_files import contents, node_memory
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
 from tests.integration.tiny import EXPERT_BIAS, train
@@ -31,7 +33,11 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
             path.unlink(missing_ok=True)  # and so stage 1 has to compute as well
         job.kill(0)
         assert job.wait() == 0, job.console[-4000:]
-    straight = train("PP4", hard)
+    dense = dict(ckpt_policy="full", snapshot_interval=28, ckpt_dir=str(tmp_path / "straight"))
+    straight = train("PP4", hard | dense)
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 28) == contents(ends[1], 28)  # weights, masters, moments
+    assert ends[0].manifest(28).operators == ends[1].manifest(28).operators  # and their counts of updates
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     resumed = job.events("resume")  # one stage; two together; two apart; one more while one recovers; one without logs
     assert [event["stages"] for event in resumed] == [[1], [1, 2], [0, 3], [2, 3], [0, 1]]

@@ -1,7 +1,6 @@
 """Sparse checkpoints: who goes on from a window has never stopped, to the last bit."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, t
 RUNS = {  # layout, flags, window, killed after
     "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
     "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 7),
+    "fp32, each snapshot of everything": ("PP2", {}, 1, 4),
     "fp32, recomputed": (
         "EP2",
         dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
@@ -107,6 +107,16 @@ def test_a_window_in_memory_outlives_its_workers(data, in_memory):
 
 
 @pytest.mark.recovery
+def test_a_window_of_a_run_that_was_done_reaches_storage(in_memory):
+    flags = in_memory | dict(sparse_window=3, train_iters=7)
+    start("1", flags, "sparse_bodies:die_after", iteration=7).wait()
+    assert whole(flags) == {"storage": [], "memory": [5, 6, 7]}
+    assert train("1", flags).start == 7
+    assert whole(flags) == {"storage": [5, 6, 7], "memory": []}
+    assert train("1", flags).start == 7
+
+
+@pytest.mark.recovery
 @pytest.mark.timeout(300)
 def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
     flags = in_memory | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
@@ -125,20 +135,17 @@ def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
 def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_memory, tmp_path):
-    flags = in_memory | REPLICATED | dict(sparse_window=4)
+    midway = dict(inject="kill rank=1 iteration=7 point=snapshot_copying")  # of a window that goes from 6 to 9
+    flags = in_memory | REPLICATED | midway | dict(sparse_window=4)
     straight = train("DP2", data | SMALL | REPLICATED)
     with Launched("DP2", flags, tmp_path / "job") as job:
-        job.reach(6)
-        job.kill(1)
-        while not job.events("resume"):
-            time.sleep(0.05)
         job.reach(11)
         job.kill(0, 1)
         assert job.wait() == 0, job.console[-4000:]
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     first, second = job.events("resume")
     assert (first["tier"], second["tier"]) == ("live", "memory")
-    assert second["iteration"] % 4 == 1 and second["iteration"] > first["iteration"]  # as if nothing had been before
+    assert second["iteration"] % 4 == 1 and second["iteration"] > first["iteration"]  # so none was lost
 
 
 def test_a_window_that_finds_itself(data, flags):

@@ -40,17 +40,31 @@ def test_a_run_is_cut_where_nothing_recovers():
     assert (first.iterations, second.iterations) == (100, 100)
     assert first.ettr(PLAIN_S) == 100 * PLAIN_S / first.seconds
     assert first.seconds + second.seconds == pytest.approx(200 * SAVING_S + 4 * (RESTART_S + SAVING_S / 2))
-    assert len(first.faults) == len(second.faults) == 2 and all(lost == 1 for _, lost in first.faults)
-    (at, _), _ = second.faults
-    assert at == pytest.approx((150 - 105) * SAVING_S + SAVING_S / 2)
-    late = [*run(205, every=50), {"type": "inject", "time": first.seconds, "action": "kill"}]  # just before the middle
-    back = first.seconds + 3 * SAVING_S
-    late += [{"type": "resume", "time": back, "seconds": 0.1}, {"type": "start", "time": back}]
-    for one in halves(late):
-        starts = sum(event["type"] == "start" for event in one.events)
-        assert starts == len(one.faults)  # a recovery is in the half that its fault is in
+    assert len(first.hits) == len(second.hits) == 2
+    hit = second.hits[0]
+    assert (hit.iterations, hit.after_s, hit.lost) == (150 - 105, None, 1)
+    assert hit.since_s == pytest.approx(SAVING_S / 2)
     with pytest.raises(ValueError, match="too few to cut"):
         halves(run(6, every=50))
+
+
+def test_halves_begin_with_a_snapshot_and_never_in_a_recovery():
+    first, second = halves(run(205, every=50), every=8)
+    assert (first.iterations, second.iterations) == (104 - 8, 205 - 104)
+    # A worker is lost in the middle of the run, and the others complete the iteration of the middle before they notice.
+    events = run(205, every=104)
+    (killed,) = (place for place, event in enumerate(events) if event["type"] == "inject")
+    late = {"type": "iteration", "time": events[killed]["time"] + 0.01, "iteration": 105, "elapsed_s": SAVING_S}
+    for half in halves([*events[: killed + 1], late, *events[killed + 1 :]]):
+        assert sum(event["type"] == "resume" for event in half.events) == len(half.hits)
+
+
+def test_what_is_lost_before_anything_is_done_again_is_known_by_its_distance():
+    events = run(205, every=150)
+    (killed,) = (event for event in events if event["type"] == "inject")
+    again = killed | {"time": killed["time"] + 0.5}
+    _, second = halves(sorted([*events, again], key=lambda event: event["time"]))
+    assert [(hit.iterations, hit.after_s) for hit in second.hits] == [(45, None), (45, pytest.approx(0.5))]
 
 
 @pytest.mark.parametrize("back", [0, 1])
@@ -89,14 +103,18 @@ def test_a_policy_on_the_model_clock():
     assert faster.stall_s == 0 and as_fast == pytest.approx(SAVING_S)
 
 
-def test_the_table_has_the_worst_of_each_policy():
+def test_a_policy_is_judged_by_all_of_its_halves_together():
     plain = run(50, every=1000)
     ways = {"full": Way(), "other": Way(window=3)}
     runs = {m: {simulator_vs_real.PLAIN: plain} | dict.fromkeys(ways, run(305, every=int(m))) for m in (25.0, 50.0)}
     found = simulator_vs_real.judge(runs, ways)
     lines = simulator_vs_real.table(found)
     assert "every 25 iterations | every 50 iterations" in lines[0] and lines[2].startswith("| full | 0.")
-    assert len(simulator_vs_real.errors(found)) == 4
-    assert max(map(abs, simulator_vs_real.errors({"full": found["full"]}))) < 0.01
+    by = found["full"]
+    assert abs(simulator_vs_real.error(by)) < 0.01 and lines[2].endswith(
+        f"| {100 * simulator_vs_real.error(by):+.1f} |"
+    )
+    halved = {25.0: {"measured": 0.5, "seconds": 30.0}, 50.0: {"measured": 0.9, "seconds": 10.0}}
+    assert simulator_vs_real.together(halved, "measured") == pytest.approx((15 + 9) / 40)
     with pytest.raises(ValueError, match="run longer"):
         simulator_vs_real.judge({25.0: {simulator_vs_real.PLAIN: plain, "full": plain}}, {"full": Way()})

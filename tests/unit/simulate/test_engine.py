@@ -232,3 +232,13 @@ def test_k_rises_when_failures_have_cost_its_share():
 def test_a_job_that_cannot_be_is_refused(change):
     with pytest.raises(ValueError, match="must be above 0|cannot be"):
         Job(**{"iteration_s": 1.0, **change})
+
+
+def test_a_trace_in_training_time_names_places_of_the_run():
+    places = (Event(27.5, lost=1), Event(28.25, lost=1), Event(0.0, lost=1, after_s=2.0), Event(40.5, lost=1))
+    result = simulate(Job(1.0, nodes=4, wall_s=100), Faults(trace=places, while_training=True), DENSE)
+    # In the middle of the 28th iteration; when that is done, and a quarter of the next; 2 s later, while that recovers;
+    # and in the middle of the 41st, which is a place behind the checkpoint of 40.
+    lost = (0.5 + 5 + 7) + (0.25 + 2 + 5 + 8) + (0.5 + 5)
+    assert result.recovery_s == pytest.approx(lost) and result.failures == 4
+    assert result.iterations == 100 - math.ceil(lost)

@@ -46,6 +46,15 @@ def test_what_a_snapshot_and_a_recovery_take(tmp_path):
     assert found.recoveries == ((1, Parts(0.0, 1.5, 0.5, 3.5 - 1.5)),)
 
 
+def test_where_every_iteration_saves_their_stalls_are_left_out(tmp_path):
+    run = []
+    for n in range(1, 13):
+        stall = {"type": "stall", "iteration": n - 1, "seconds": 0.25}
+        run += [stall, {"type": "snapshot", "iteration": n, "bytes": 4000, "copy_s": 0.5}, iteration(n, 1.25)]
+    write(tmp_path / "events.jsonl", *run)
+    assert read_profile(tmp_path).iteration_s == 1.0
+
+
 def test_what_is_no_profile_is_refused(tmp_path):
     path = write(tmp_path / "short.jsonl", iteration(1, 1.0))
     with pytest.raises(ValueError, match="no iterations after the first 5"):

@@ -72,6 +72,18 @@ def test_what_is_no_recovery_or_not_over_is_left_out():
     assert recovered([KILL, GENERATION, START, iteration(1, 15.5)], 1.0) is None  # it started over
 
 
+def test_a_job_that_is_started_again_has_been_lost_unless_it_had_ended():
+    resume, begun = event("resume", 13.0, iteration=8, tier="storage", seconds=1.0), event("start", 1.0, iteration=0)
+    again = [resume, START, iteration(9, 15.5)]
+    assert list(stretches([begun, *BEFORE, *again, *AFTER])) == [again]
+    assert list(stretches([begun, *BEFORE, START, iteration(1, 15.5)])) == [[START, iteration(1, 15.5)]]  # from scratch
+    assert not list(stretches([begun, *BEFORE, event("exit", 10.0, code=75), *again, *AFTER]))
+    assert not list(stretches([*again, *AFTER]))  # of another run, which has its own events
+    live = resume | {"tier": "live"}  # another policy
+    assert not list(stretches([begun, *BEFORE, live, START, iteration(9, 15.5)]))
+    assert list(stretches([begun, *BEFORE, GENERATION, live, START, iteration(9, 15.5)]))
+
+
 def test_kills_at_once_are_one_fault():
     kills = [event("inject", at, action="kill", rank=rank) for rank, at in enumerate((10.0, 10.125, 11.0, 13.0, 13.2))]
     assert faults([*BEFORE, *kills]) == [(10.0, 2), (11.0, 1), (13.0, 2)]

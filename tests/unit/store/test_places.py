@@ -1,6 +1,7 @@
 """A directory as a place: files are there when they are whole, and one process has it at a time."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,3 +141,18 @@ def test_a_child_that_outlives_the_owner_does_not_have_the_place(place, owner):
         place.lock()
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_what_others_remove_meanwhile_is_no_error(tmp_path, monkeypatch):
+    place, rmtree = LocalPlace(tmp_path), shutil.rmtree
+    for name in ("logs/rank_0/a", "logs/rank_1/b"):
+        place.write(name, [b"x"])
+
+    def disturbed(path):
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        rmtree(path / "rank_1")
+        raise FileNotFoundError("rank_1")
+
+    monkeypatch.setattr(shutil, "rmtree", disturbed)
+    place.remove("logs")
+    assert place.names() == []

@@ -110,6 +110,14 @@ def test_a_choice_holds_until_something_has_changed(tmp_path):
     assert "copy_rate is" in run.log.lines[0] and run.flags != {"ckpt_policy": "full", "snapshot_interval": "1"}
 
 
+def test_it_does_not_look_again_before_what_it_saw_is_forgotten(tmp_path):
+    first = Run(tmp_path, mtbf_hours=1, exact_only=True)
+    chosen = first.train(40, copy_s=0.5, write_s=0.4)
+    run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
+    run.iteration = chosen
+    assert run.train(2 * HOLDS, copy_s=5.0, write_s=0.4) == chosen + HOLDS
+
+
 def test_nothing_is_switched_for_little(tmp_path):
     first = Run(tmp_path, mtbf_hours=1, exact_only=True)
     first.train(40, copy_s=0.1, write_s=0.1)

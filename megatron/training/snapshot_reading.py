@@ -1,0 +1,115 @@
+"""What a worker reads of snapshots: manifests, and fragments of its state, each verified by its hash."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from megatron.training import checkpoint_contents as contents
+from megatron.training.config import Config
+from megatron.training.initialize import World
+from megatron.training.replay import record_of
+from megatron.training.snapshot_tiers import Tiers
+from moc.faults import reach
+from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot
+from moc.state.detail import Detail
+from moc.state.fragments import Fragment
+from moc.state.training_state import TrainingState
+from moc.store.errors import CheckpointError
+from moc.store.fill import reading_ahead, values_for
+from moc.store.manifest import Manifest
+from moc.store.regions import MissingRegionError, RegionReader
+from moc.store.store import Store, directory_of, file_of
+
+Key = tuple[int, str]
+"""Tells a checkpoint from the others: see :class:`Held`."""
+
+Problem = tuple[Key, str]
+"""A checkpoint, and what is wrong with it."""
+
+
+class SnapshotReader:
+    """Reads into the state of this worker; asks nothing of the others.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        state: what to fill.
+        tiers: where snapshots are.
+    """
+
+    def __init__(self, config: Config, world: World, state: TrainingState, tiers: Tiers):
+        self._config, self._world, self._state = config, world, state
+        self._storage, self._memory = tiers.storage, tiers.memory
+
+    def fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
+        """By checkpoint, what this worker takes from it."""
+        fragments: dict[Key, list[Fragment]] = defaultdict(list)
+        for moment in way.moments:
+            for fragment in self._state.fragments(moment.full, Detail.FULL):
+                fragments[moment.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
+            for fragment in self._state.fragments(moment.frozen, Detail.COMPUTE):
+                fragments[moment.sources[fragment.operator, COMPUTE].key].append(fragment)
+        return fragments
+
+    def manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], Problem | None]:
+        """Of what this worker reads; and what is wrong with a checkpoint, if anything is."""
+        manifests, problem = {}, None
+        needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
+        for one in way.used():
+            try:
+                if one.key in needed:  # the memory of another node cannot be read here, and need not
+                    manifests[one.key] = self.store(one).manifest(one.iteration)
+                    if one.iteration > way.moments[0].iteration:
+                        record_of(manifests[one.key].state, self.where(one))
+            except CheckpointError as error:
+                problem = problem or (one.key, str(error))
+        return manifests, problem
+
+    def fill(
+        self, moment: Moment, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
+    ) -> Problem | None:
+        """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
+        reach("loading")
+        for one in moment.used():
+            if one.key in manifests:
+                manifest = manifests[one.key]
+                problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
+                if problem is not None:
+                    return one.key, problem
+        return None
+
+    def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
+        try:
+            for fragment in reading_ahead(fragments, reader):
+                self._state.load(fragment, values_for(fragment, reader))
+            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # all, whoever needs them
+                self.store(one).blob(one.iteration, name, manifest.files[name])
+        except MissingRegionError as error:
+            return str(error)
+        except OSError as error:
+            return f"{self.where(one)} cannot be read ({error.strerror or error})"
+        return None
+
+    def _reader(self, one: Held, manifest: Manifest) -> RegionReader:
+        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
+        names = sorted(manifest.files, key=lambda name: name != mine)
+        blobs = (self.store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
+        return RegionReader(blobs, verify=True, lazy=True)
+
+    def store(self, held: Held) -> Store:
+        """Where a checkpoint is."""
+        return self._memory if held.tier == MEMORY else self._storage
+
+    def where(self, held: Held) -> str:
+        """What to call it in a message."""
+        return self.store(held).place.path(directory_of(held.iteration))
+
+    def check(self, held: Held, manifest: Manifest) -> None:
+        """Refuses a checkpoint of another model, or of another optimizer.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        contents.check_shape(self._config, manifest.state["shape"], self.where(held))
+        contents.check_optimizer(self._config, manifest.state["optimizer"], self.where(held))
