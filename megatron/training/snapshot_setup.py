@@ -30,7 +30,7 @@ from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
-from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshot_tiers import Tiers, check_nodes
 from megatron.training.snapshots import Snapshots, Start
 from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Survivors, publish_what_is_whole, survivors
@@ -39,7 +39,7 @@ from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.retention import staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
-from moc.sharding import Item, scheme_named
+from moc.sharding import scheme_named
 from moc.sharding.layout import Layout
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
@@ -188,7 +188,7 @@ def _setting(
         slices = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
         everything = policy.everything(0).operators
         agreed(
-            lambda: _check_nodes(stage.items(everything), slices, tiers, config.snapshot.ckpt_tier),
+            lambda: check_nodes(stage.items(everything), slices, tiers, config.snapshot.ckpt_tier),
             "cannot keep snapshots in memory",
         )
     if policy.replays:
@@ -377,32 +377,3 @@ def _stage(state: TrainingState) -> Stage:
         for holding in describe(state.fragments(state.operators(), detail), detail)
     ]
     return Stage({rank: unpack(text) for rank, text in gather((dist.get_rank(), pack(told)), group)})
-
-
-def _check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier: str) -> None:
-    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory.
-
-    Compute weights and the biases of routers follow the optimizer: what of them a rank does not load, it is given by
-    its data-parallel peers.
-
-    Args:
-        items: all of the state of this rank's pipeline stage.
-        slices: ranks that have the other tensor-parallel slices of what this one has.
-        tiers: where snapshots go.
-        tier: what the flag calls it.
-
-    Raises:
-        CheckpointError: there is such state.
-    """
-    here = set(tiers.node)
-    if not here.issuperset(slices):
-        raise CheckpointError(
-            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold "
-            "alike: keep tensor parallelism inside of a node, or take --ckpt-tier disk"
-        )
-    for item in items:
-        if here & set(item.holders) and not here.issuperset(item.holders):
-            raise CheckpointError(
-                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
-                "with --use-distributed-optimizer, or take --ckpt-tier disk"
-            )

@@ -6,8 +6,7 @@ cpu.install()
 
 import pytest  # noqa: E402
 
-from megatron.training.snapshot_setup import _check_nodes  # noqa: E402
-from megatron.training.snapshot_tiers import Tiers  # noqa: E402
+from megatron.training.snapshot_tiers import Tiers, check_nodes  # noqa: E402
 from moc.sharding.item import Item  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
@@ -17,7 +16,7 @@ REPLICATED = [Item("output", "optimizer", None, 0, 120, (0, 1))]
 
 def check(items, slices, *nodes):
     node = tuple(rank for rank, name in enumerate(nodes) if name == nodes[0])
-    _check_nodes(items, slices, Tiers(None, None, nodes, True, node, None, 2), "memory")
+    check_nodes(items, slices, Tiers(None, None, nodes, True, node, None, 2), "memory")
 
 
 def test_slices_of_an_optimizer_may_be_on_several_nodes():
