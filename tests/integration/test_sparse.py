@@ -59,7 +59,7 @@ def test_recovery_is_bit_identical(run, data, flags):
         assert again == [here & set().union(*whole[: i + 1]) for i in range(window - 1)]
     repeated = range(end - window + 2, end + 1)
     assert [(event["iteration"], event["exact"]) for event in events(flags, "replay")] == [(i, True) for i in repeated]
-    assert resumed.records == straight.records[end:]
+    assert resumed.records == straight.records[end:] and resumed.weights == straight.weights
     assert [worker["state"] for worker in resumed.workers] == [worker["state"] for worker in straight.workers]
 
 
