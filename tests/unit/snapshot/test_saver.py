@@ -158,6 +158,19 @@ def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(stora
     assert (memory.place.root / "iter_0000002" / "rank_00000.safetensors").stat().st_ino == reserved
 
 
+def test_shares_take_turns_in_a_buffer(storage):
+    saver, windows = Saver(0, CPU, None, storage), [state_of(6, 2, 12), state_of(4), state_of(2, 2)]
+    turns = [(fragments, share(fragments)) for fragments in windows]
+    for iteration, (fragments, its) in enumerate(turns * 2):
+        for f in fragments:
+            f.view.copy_(torch.randn(f.view.shape))
+        snapshot = saver.take(0, iteration, its, OPERATORS)
+        saver.persist(snapshot)
+        snapshot.persisted.result()
+        path = storage.place.root / f"iter_{iteration:07d}" / "rank_00000.safetensors"
+        assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
+
+
 def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
     saver, sizes = Saver(0, CPU, memory, storage), (4096, 2, 1024)
     shares = [share(state_of(size)) for size in sizes]
