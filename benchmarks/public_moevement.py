@@ -45,7 +45,11 @@ SYSTEMS = ("ours", "public")
 WINDOWS = (0, 1, 3)
 VICTIMS = {1: (1,), 3: (1, 3)}
 """By window, workers that are killed: 1 is in the first stage, 3 in the last."""
-GIVE_UP_S = 60.0
+OUTCOMES = {
+    "public as it is, killed between iterations": Case("public", 3, victim=1, repaired=False),
+    "public, killed in the middle of an iteration": Case("public", 3, victim=1, anywhere=True),
+}
+GIVE_UP_S = 30.0
 END_S = 240.0
 
 
@@ -87,9 +91,8 @@ def kill(job: Job, case: Case, plan: Plan, chance: random.Random) -> float:
     return killed
 
 
-def killed_anywhere(plan: Plan, chance: random.Random) -> str:
-    """What becomes of the public job when a worker is killed in the middle of an iteration."""
-    case = Case("public", 3, victim=1, anywhere=True)
+def outcome(case: Case, plan: Plan, chance: random.Random) -> str:
+    """What becomes of a job that need not go on."""
     with (
         tempfile.TemporaryDirectory(prefix="public-moevement-") as directory,
         start(case, plan, Path(directory)) as job,
@@ -97,9 +100,9 @@ def killed_anywhere(plan: Plan, chance: random.Random) -> str:
         killed = kill(job, case, plan, chance)
         while time.time() - killed < GIVE_UP_S:
             if followed := figures.recovery(job.events.all(), killed):
-                return f"went on after {followed['first_new_s']:.1f} s"
+                return f"goes on after {followed['first_new_s']:.1f} s"
             if job.process.poll() is not None:
-                return f"the supervisor ended with {job.process.poll()} after {time.time() - killed:.1f} s"
+                return f"ends with {job.process.poll()} after {time.time() - killed:.1f} s"
             time.sleep(0.1)
         return f"nothing new after {GIVE_UP_S:g} s"
 
@@ -130,12 +133,13 @@ def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
     told = {}
     for case in (Case(s, w, victim) for w in WINDOWS if w for victim in VICTIMS[w] for s in SYSTEMS):
         try:
-            _, end, followed = run(case, plan, chance)
+            events, end, followed = run(case, plan, chance)
         except RuntimeError as error:
-            told[case.name] = {"failed": str(error)}
+            told[case.name] = {"failed": figures.reason(str(error))}
             print(error, flush=True)
             continue
         told[case.name] = followed | figures.differences(end, ends[case.system])
+        told[case.name]["snapshot_bytes_at_end"] = figures.snapshot_bytes(events, case.window, last=True)
         shown = "{first_new_s:.2f} s, {again} again, {identical} of {parameters} identical, {largest:.2g} apart"
         print(f"{case.name:40}", shown.format(**told[case.name]), flush=True)
     return told
@@ -149,7 +153,7 @@ def main() -> None:
     parser.add_argument("--saving", default=SAVING, help=f"flags by which ours saves; the window follows ({SAVING})")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--rounds", type=int, default=2, help="of the jobs without faults (default: 2)")
-    parser.add_argument("--iterations", type=int, default=60, help="of each job (default: 60)")
+    parser.add_argument("--iterations", type=int, default=40, help="of each job (default: 40)")
     parser.add_argument("--warm-up", type=int, default=10, help="iterations that are not timed (default: 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file")
@@ -173,11 +177,12 @@ def main() -> None:
         "snapshot_bytes": amounts,
         "without_faults": apart,
         "faults": disturbed(plan, ends, chance),
-        "public_killed_anywhere": killed_anywhere(plan, chance),
+        "outcomes": {name: outcome(case, plan, chance) for name, case in OUTCOMES.items()},
         "seconds": seconds,
     }
     print(tables(told))
-    print("public, killed in the middle of an iteration:", told["public_killed_anywhere"])
+    for name, what in told["outcomes"].items():
+        print(f"{name}: {what}")
     if own.output is not None:
         own.output.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -187,7 +187,7 @@ class _Walk:
             self._stalled_s += event["seconds"]
         elif _is_loss(event):
             self._fresh = self._ended = False
-        elif kind == "resume" and event.get("tier") == "live":
+        elif kind == "resume" and event.get("tier") == "live" and not any(map(_is_loss, self._since)):
             self._fresh = True  # another policy
 
     def _trained(self, event: Event) -> None:
@@ -201,12 +201,12 @@ class _Walk:
 
     def _recovered(self, stretch: Sequence[Event]) -> Recovery:
         window_s, window = stretch[-1]["time"] - self._mark, self._since
-        given_up = [self._undone[id(event)] for event in _of("start", stretch)]
+        given_up = [self._undone[id(event)] for event in of_kind("start", stretch)]
         undone = {id(event): event for one in given_up for event in one.iterations}
-        trained = _of("iteration", window)
+        trained = of_kind("iteration", window)
         for event in trained:
             self.spent["useful_s" if id(event) in self._counted else "again_s"] += self._seconds(event)
-        again_s, stopped_s = sum(event["seconds"] for event in _of("replay", stretch)), self._stopped_s(window)
+        again_s, stopped_s = sum(event["seconds"] for event in of_kind("replay", stretch)), self._stopped_s(window)
         trained_s = sum(map(self._seconds, trained))
         self.spent["again_s"] += again_s
         self.spent["stopped_s"] += stopped_s
@@ -215,19 +215,20 @@ class _Walk:
         within = set(map(id, trained))
         before_s = sum(self._seconds(event) for event in undone.values() if id(event) not in within)
         self._mark, self._since, self._stalled_s = stretch[-1]["time"], [], 0.0
+        self._fresh = self._ended = False
         return self._told(stretch, window_s - kept_s + before_s, given_up)
 
     def _told(self, stretch: Sequence[Event], outside_s: float, given_up: Sequence[Undone]) -> Recovery:
-        resume, replays = (_of("resume", stretch) or [{}])[-1], _of("replay", stretch)
+        resume, replays = (of_kind("resume", stretch) or [{}])[-1], of_kind("replay", stretch)
         undone = [event for one in given_up for event in one.iterations]
         parts = recovered(stretch, self._usual_s)
         compared = [event["exact"] for event in replays if event.get("exact") is not None]
         compared += [_same(event, self._final[n]) for event in undone if (n := event["iteration"]) in self._final]
         return Recovery(
             time=stretch[-1]["time"],
-            reasons=tuple(event["reason"] for event in _of("generation", stretch)),
+            reasons=tuple(event["reason"] for event in of_kind("generation", stretch)),
             newest=given_up[0].newest,
-            iteration=_of("start", stretch)[-1]["iteration"],
+            iteration=of_kind("start", stretch)[-1]["iteration"],
             detect_s=parts and parts.parts.detect_s or None,
             outside_s=outside_s,
             workers=self._workers,
@@ -236,7 +237,7 @@ class _Walk:
             undone=len(undone),
             replayed=len(replays),
             exact=all(compared) if compared else None,
-            lost_tokens=sum(event["raised_by"] for event in _of("lost", stretch)),
+            lost_tokens=sum(event["raised_by"] for event in of_kind("lost", stretch)),
         )
 
     def _seconds(self, event: Event) -> float:
@@ -267,5 +268,6 @@ def _is_loss(event: Event) -> bool:
     return event["type"] == "generation" or is_kill(event)
 
 
-def _of(kind: str, events: Sequence[Event]) -> list[Event]:
+def of_kind(kind: str, events: Sequence[Event]) -> list[Event]:
+    """The events of one type."""
     return [event for event in events if event["type"] == kind]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from _report_clock import Event, Recovery, Spent, began, history, wall_clock
+from _report_clock import Event, Recovery, Spent, began, history, of_kind, wall_clock
 
 from moc.simulate.profile import profile_of
 
@@ -235,7 +235,7 @@ def _together(events: Sequence[Event], each: Sequence[Recovery]) -> Recoveries:
     failed = [one for one in each if one.exact is False or one.lost_tokens > 0]
     return Recoveries(
         count=len(each),
-        injected=dict(Counter(event["action"] for event in _of("inject", events))),
+        injected=dict(Counter(event["action"] for event in of_kind("inject", events))),
         detect_s=_spread(one.detect_s for one in each if one.detect_s is not None),
         outside_s=_spread(one.outside_s for one in each),
         kept=_spread(one.kept for one in each),
@@ -248,7 +248,7 @@ def _together(events: Sequence[Event], each: Sequence[Recovery]) -> Recoveries:
 
 
 def _saving(events: Sequence[Event]) -> Saving | None:
-    snapshots, replicated, persisted = (_of(kind, events) for kind in ("snapshot", "replicate", "persist"))
+    snapshots, replicated, persisted = (of_kind(kind, events) for kind in ("snapshot", "replicate", "persist"))
     if not snapshots and not persisted:
         return None
     return Saving(
@@ -257,7 +257,7 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         snapshot_bytes=_sum(snapshots, "bytes"),
         copy_s=_mean(snapshots, "copy_s"),
         hash_s=_mean(snapshots, "hash_s"),
-        stall_s=_sum(_of("stall", events), "seconds"),
+        stall_s=_sum(of_kind("stall", events), "seconds"),
         replicated=len(replicated),
         replicated_bytes=_sum(replicated, "bytes"),
         replicate_s=_mean(replicated, "replicate_s"),
@@ -265,13 +265,13 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         persisted_bytes=_sum(persisted, "bytes"),
         write_s=_mean(persisted, "write_s"),
         publish_s=_mean(persisted, "publish_s"),
-        restored=len(_of("restore", events)),
+        restored=len(of_kind("restore", events)),
         survival=_newest(events, "placement").get("survival", {}),
     )
 
 
 def _choices(events: Sequence[Event]) -> Iterable[Choice]:
-    for event in _of("choice", events):
+    for event in of_kind("choice", events):
         chosen = {name: value for name, value in event.items() if name not in _ABOUT_CHOICE}
         yield Choice(event["iteration"], chosen, event.get("cause"), event["reason"])
 
@@ -284,10 +284,6 @@ def _trend(iterations: Sequence[Event], name: str) -> Trend | None:
 def _spread(values: Iterable[float]) -> Spread | None:
     values = list(values)
     return Spread(median(values), fmean(values), max(values)) if values else None
-
-
-def _of(kind: str, events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if event["type"] == kind]
 
 
 def _newest(events: Sequence[Event], kind: str) -> Event:

@@ -47,13 +47,19 @@ def _progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) 
 def _parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
     left = [0.0] * len(runs)
     for number, (name, title) in enumerate(PARTS.items()):
-        shares = [max(0.0, getattr(run.spent, name)) / run.wall_s for run in runs]
+        shares = [max(0.0, _drawn(run, name)) / run.wall_s for run in runs]
         if any(shares):
             panel.barh([run.name for run in runs], shares, left=left, color=f"C{number}", label=title)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     panel.set(xlabel="share of the wall clock")
     panel.invert_yaxis()
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize="small")
+
+
+def _drawn(run: Report, name: str) -> float:
+    """Seconds; iterations that were faster than the median took less than what is counted as useful."""
+    faster_s = min(0.0, run.spent.slower_s) if name == "useful_s" else 0.0
+    return getattr(run.spent, name) + faster_s
 
 
 def _skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:

@@ -96,9 +96,7 @@ def _percent(share: float, digits: int = 2) -> str:
 def _part(name: str) -> Cell:
     def cell(run: Report) -> str | None:
         spent = getattr(run.spent, name)
-        return (
-            f"{seconds(spent) if spent >= 0 else '-' + seconds(-spent)}, {spent / run.wall_s:6.2%}" if spent else None
-        )
+        return f"{seconds(spent)}, {_percent(spent / run.wall_s, 1):>6}" if spent else None
 
     return cell
 

@@ -56,18 +56,22 @@ class Case:
         victim: the worker that is killed, after the iteration ``kill_at``; None for no fault.
         anywhere: of the public one, kill in the middle of an iteration; by default all of its workers have come to
             the end of one and wait, as in its own examples.  Ours are killed anywhere.
+        repaired: of the public one, have all workers describe what they send anew when they have recovered.  Without
+            that the new worker does so alone; its neighbour takes the description for the first activation, each
+            tensor for the one before, and both wait forever.
     """
 
     system: str
     window: int
     victim: int | None = None
     anywhere: bool = False
+    repaired: bool = True
 
     @property
     def name(self) -> str:
         """For people."""
         saving = f"W={self.window}" if self.window else "no snapshots"
-        lost = "" if self.victim is None else f", worker {self.victim} killed{' anywhere' * self.anywhere}"
+        lost = "" if self.victim is None else f", worker {self.victim} killed"
         return f"{self.system}, {saving}{lost}"
 
 
@@ -88,8 +92,8 @@ class Plan:
     python: str
     precision: str = "bf16"
     saving: str = SAVING
-    iterations: int = 60
-    kill_at: int = 31
+    iterations: int = 40
+    kill_at: int = 22
 
 
 def start(case: Case, plan: Plan, directory: Path) -> Job:
@@ -98,7 +102,7 @@ def start(case: Case, plan: Plan, directory: Path) -> Job:
         (directory / "end").mkdir()
         command = ["--workers", WORKERS, "--checkout", plan.checkout, *public_flags(case, plan, directory)]
         return Job([HERE / "supervise.py", *command], directory, environment=_around(plan), python=plan.python)
-    memory = Path("/dev/shm") / directory.name
+    memory = Path("/dev/shm") / directory.name if case.window else None
     return Job([*launcher(WORKERS), PROGRAM, *our_flags(case, plan, directory)], directory, memory)
 
 
@@ -144,6 +148,7 @@ def public_flags(case: Case, plan: Plan, directory: Path) -> list[str]:
     if case.victim is not None:
         flags += ["--victim", case.victim]
         flags += [] if case.anywhere else ["--stop-at", plan.kill_at]
+        flags += ["--repair"] if case.repaired else []
     return [str(flag) for flag in flags]
 
 

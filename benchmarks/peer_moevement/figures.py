@@ -5,6 +5,7 @@ Both sides write the same events: ``iteration`` (number, ``elapsed_s``), ``resum
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -13,6 +14,9 @@ import numpy
 
 State = Mapping[tuple[str, str], numpy.ndarray]
 """By parameter, and by what of it (a slot, or a piece of one): the values."""
+
+
+_ERROR = re.compile(r"\w+Error: .*")
 
 
 def iteration_seconds(events: Sequence[dict], warm_up: int) -> list[float]:
@@ -49,18 +53,19 @@ def recovery(events: Sequence[dict], killed: float) -> dict[str, float] | None:
     return told
 
 
-def snapshot_bytes(events: Sequence[dict], window: int) -> list[int]:
+def snapshot_bytes(events: Sequence[dict], window: int, last: bool = False) -> list[int]:
     """Bytes of each of ``window`` snapshots in a row, over all workers.
 
     Ours tell of each snapshot, the public ones of each worker's ``share`` in those that they still hold.  The first
-    snapshots of a job and the last one are not typical, so as many in a row are taken from the middle.
+    snapshots of a job and ours of everything at its end are not typical, so as many in a row are taken from the
+    middle, or the last ones before that end.
     """
     by_iteration = defaultdict(int)
     for event in events:
         if event["type"] in ("snapshot", "share"):
             by_iteration[event["iteration"]] += event["bytes"]
     amounts = [amount for _, amount in sorted(by_iteration.items())]
-    begin = (len(amounts) - window) // 2
+    begin = max(0, len(amounts) - 1 - window) if last else (len(amounts) - window) // 2
     return amounts[begin : begin + window]
 
 
@@ -106,3 +111,10 @@ def overheads(seconds: Mapping[str, Sequence[Sequence[float]]], base: str) -> di
         }
         for case, of in medians.items()
     }
+
+
+def reason(words: str) -> str:
+    """The first error of a worker among a job's last words, after what the job did not do."""
+    first, *others = words.splitlines()
+    found = next((match[0] for line in others if (match := _ERROR.search(line))), None)
+    return first if found is None else f"{first.partition('; ')[0]}: {found}"

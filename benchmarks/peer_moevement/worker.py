@@ -1,8 +1,8 @@
 """One worker of the peer: trains, and takes part in its recovery as its own examples do.
 
 Runs in the peer's Python, under its supervisor (``supervise.py``), with the peer's checkout on the path and nothing of
-this repository's packages.  What happens goes to ``events.jsonl``, one JSON object a line, as ours do; at the end the
-first data-parallel rank of each stage writes its state.
+this repository's packages.  What happens goes to ``events.jsonl``, one JSON object a line, as ours do; at the end each
+worker writes what it holds of masters and moments.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ class Worker:
         torch.distributed.barrier()
         self._events.write("replay begins")
         again = run_until_recovered(self._engine, self._coordinator, self._samples, 64)
+        if self._own.repair:
+            self._engine.reset_activation_shape()  # all tell each other anew what they send
         self._events.write("resume", replayed=again, iteration=self._engine.global_steps)
 
     def _tell_bytes(self) -> None:
@@ -172,16 +174,19 @@ class Worker:
         self._events.write("logs", bytes=logger.total_memory_bytes(), iterations=len(iterations))
 
     def _save_end(self) -> None:
-        """Masters and moments of this stage, by parameter; a collective call within the stage."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+        """Masters and moments as this worker holds them: flat, its part of each group of parameters.
 
-        state = {}
-        for name, parameter in self._engine.module.named_parameters():
-            state[f"{name}/master"] = safe_get_full_fp32_param(parameter).detach().float().numpy()
-            for slot in SLOTS:
-                state[f"{name}/{slot}"] = safe_get_full_optimizer_state(parameter, slot).detach().float().numpy()
-        if self._engine.grid.get_data_parallel_rank() == 0:
-            numpy.savez(self._own.end / f"stage_{self._engine.stage_id}.npz", **state)
+        Read from the optimizer itself: the views by parameter that DeepSpeed offers are gone after a recovery.
+        """
+        optimizer, names = self._engine.optimizer, {id(p): n for n, p in self._engine.module.named_parameters()}
+        state = {"stage": self._engine.stage_id, "data_rank": self._engine.grid.get_data_parallel_rank()}
+        for number, parameters in enumerate(optimizer.round_robin_bit16_groups):
+            masters = optimizer.single_partition_of_fp32_groups[number]
+            parts = {"master": masters} | {slot: optimizer.optimizer.state[masters][slot] for slot in SLOTS}
+            state |= {f"{number}/{slot}": part.detach().float().numpy() for slot, part in parts.items()}
+            state[f"{number}/names"] = [names[id(p)] for p in parameters]
+            state[f"{number}/sizes"] = [p.numel() for p in parameters]
+        numpy.savez(self._own.end / f"rank_{self._rank}.npz", **state)
 
 
 def main() -> None:
@@ -193,6 +198,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=0, help="0: no snapshots")
     parser.add_argument("--victim", type=int, default=0, help="the worker that will be lost")
     parser.add_argument("--stop-at", type=int, help="the iteration after which all wait for that; by default none")
+    parser.add_argument("--repair", action="store_true", help="what it cannot go on without; see cases.py")
     parser.add_argument("--end", type=Path, required=True, help="directory for the state at the end")
     parser.add_argument("--log-dir", type=Path, required=True)
     own = parser.parse_args()

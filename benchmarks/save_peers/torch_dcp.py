@@ -82,15 +82,14 @@ class DcpSaver:
 
 def state_dict(chunks, optimizer) -> dict:
     """Views of live memory, by names that say what they are."""
+    from moc.state.fragments import parameter_pieces
     from moc.state.training_state import Detail, TrainingState
 
     state = TrainingState(chunks, optimizer)
-    operators = state.operators()
     # weights come from all who hold them: torch picks one of these
-    weights = state.fragments(operators, Detail.COMPUTE)
-    slices = (f for f in state.fragments(operators, Detail.FULL) if f.first_copy)
-    every = [*weights, *slices]
-    return {f"{f.slot}/{f.name}/{'.'.join(map(str, f.region.offset))}": f.view for f in every}
+    weights = [("param", piece) for pieces in parameter_pieces(chunks).values() for piece in pieces]
+    slices = [(f.slot, f) for f in state.fragments(state.operators(), Detail.FULL) if f.first_copy]
+    return {f"{slot}/{f.name}/{'.'.join(map(str, f.region.offset))}": f.view for slot, f in weights + slices}
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_report import SnapshotReport
-from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshot_tiers import Tiers, check_nodes
 from megatron.training.snapshots import Snapshots, Start
 from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Survivors, publish_what_is_whole, survivors
@@ -374,21 +374,8 @@ def _stage(state: TrainingState) -> Stage:
 def _check_saving(state: TrainingState, stage: Stage, tiers: Tiers, tier: str, policy: Policy, replays: bool) -> None:
     """Refuses, on all workers, what the snapshots of a policy cannot bring back."""
     if tiers.memory is not None:
-        agreed(lambda: _check_nodes(stage, policy, tiers, tier, replays), "cannot keep snapshots in memory")
+        slices = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        items = stage.items(policy.everything(0).operators)
+        agreed(lambda: check_nodes(items, slices, tiers, tier), "cannot keep snapshots in memory")
     if replays:
         check_freezing(state)
-
-
-def _check_nodes(stage: Stage, policy: Policy, tiers: Tiers, tier: str, replays: bool) -> None:
-    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory."""
-    here, operators = set(tiers.node), policy.everything(0).operators
-    remedies = {Detail.FULL: "spread the optimizer with --use-distributed-optimizer, keep tensor parallelism inside"}
-    if replays:  # whose snapshots have compute weights, too
-        remedies[Detail.COMPUTE] = "keep the ranks of a pipeline stage that hold the same weights inside"
-    for detail, remedy in remedies.items():
-        for item in stage.items(dict.fromkeys(operators, detail)):
-            if here & set(item.holders) and not here.issuperset(item.holders):
-                raise CheckpointError(
-                    f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: {remedy} of a "
-                    "node, or take --ckpt-tier disk"
-                )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megatron.training.agreement import agreed, gather, on_first
 from moc.policy import Policy
 from moc.recovery.retention import retain
+from moc.sharding import Item
+from moc.store.errors import CheckpointError
 from moc.store.publish import joined
 from moc.store.store import Store
 
@@ -59,3 +61,32 @@ def _copy_one(iteration: int, tiers: Tiers) -> None:
     agreed(copy, "cannot write a snapshot to storage")
     manifests = [found for found in gather(manifest) if found is not None]
     on_first(lambda: tiers.storage.publish(joined(manifests)), "cannot publish a snapshot in storage")
+
+
+def check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier: str) -> None:
+    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory.
+
+    Compute weights and the biases of routers follow the optimizer: what of them a rank does not load, it is given by
+    its data-parallel peers.
+
+    Args:
+        items: all of the state of this rank's pipeline stage.
+        slices: ranks that have the other tensor-parallel slices of what this one has.
+        tiers: where snapshots go.
+        tier: what the flag calls it.
+
+    Raises:
+        CheckpointError: there is such state.
+    """
+    here = set(tiers.node)
+    if not here.issuperset(slices):
+        raise CheckpointError(
+            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold "
+            "alike: keep tensor parallelism inside of a node, or take --ckpt-tier disk"
+        )
+    for item in items:
+        if here & set(item.holders) and not here.issuperset(item.holders):
+            raise CheckpointError(
+                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
+                "with --use-distributed-optimizer, or take --ckpt-tier disk"
+            )

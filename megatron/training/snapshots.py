@@ -290,8 +290,9 @@ class Snapshots(Rider):
             self._wait_and_vote()
         self._newest, self._newest_is_complete = plan.iteration, plan.complete
         self._tell_policy(plan, storage)
-        self._rotation = self._rotation.trimmed(self._policy.window_length)
-        self._saver.trim(len(self._rotation.slots))
+        window = self._policy.window_length
+        self._rotation = self._rotation.trimmed(window)
+        self._saver.trim(max(len(self._rotation.slots), self._rotation.most(window)))
         self._copy(plan, storage, position)
 
     def _copy(

@@ -20,7 +20,7 @@ KEEPER = "MOC_KEEPER"
 
 UNLESS_SET = {
     # Each generation has threads of its own. In as many arenas of C's heap as glibc makes for them, what lives on keeps
-    # pages that are free but for it: no byte more is in use, but 20 MB more are taken after 50 generations.
+    # pages that are free but for it: no more is in use, but 20 MB more are taken after 50 generations.
     "MALLOC_ARENA_MAX": "1",
 }
 """With what workers begin where the launcher's environment says nothing else."""

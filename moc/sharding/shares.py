@@ -253,6 +253,9 @@ class _Box:
         """The elements which begin in the bytes [start, stop), if an element's slots lie beside each other."""
         size, region = self.element_bytes, self.slots[0].region
         first, last = (min(max(-(-position // size), 0), region.numel) for position in (start, stop))
+        if (first, last) == (0, region.numel):
+            yield from self.slots
+            return
         for position, box in boxes_of_range(region.shape, first, last):
             for fragment in self.slots:
                 yield dataclasses.replace(

@@ -20,9 +20,9 @@ Event = Mapping
 def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
     """The events of each recovery: from a loss to the first iteration after the last ``start`` that followed it.
 
-    A loss during a recovery belongs to it.  One that is not over when the events end is left out.  A job that was
-    started again without an ``exit`` has been lost too; it is heard of when the state is there again (``resume``), or
-    training starts without.
+    A loss during a recovery belongs to it.  One that is not over when the job ends, or the events do, is left out.  A
+    job that was started again without an ``exit`` has been lost too; it is heard of when the state is there again
+    (``resume``), or training starts without.
     """
     under_way, started = None, False
     running = live = False  # since the last start: has it ended in good order, was state taken over from live workers
@@ -40,7 +40,7 @@ def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
         if kind in ("start", "iteration"):
             running, live = True, False
         elif kind == "exit":
-            running = False
+            running, under_way = False, None
 
 
 def faults(events: Iterable[Event]) -> list[tuple[float, int]]:

@@ -59,21 +59,26 @@ class Contents:
     def __init__(self, state: TrainingState, stage: Stage, rank: int, scheme: Scheme):
         self._state, self._stage, self._rank, self._scheme = state, stage, rank, scheme
         self._known: dict[tuple, Share] = {}
+        self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
 
     def share(self, operators: Mapping[str, Detail]) -> Share:
         """What this rank saves of some operators, each at its detail."""
         key = tuple(operators.items())
         if key not in self._known:
-            held = [
-                fragment
-                for detail in dict.fromkeys(operators.values())
-                for fragment in self._state.fragments((o for o, d in operators.items() if d is detail), detail)
-            ]
+            held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
             mine = shares(self._stage, operators, self._scheme).get(self._rank, [])
             if len(self._known) == _REMEMBERED:
                 self._known.pop(next(iter(self._known)))
             self._known[key] = share(share_of(held, mine))
         return self._known[key]
+
+    def _held(self, operator: str, detail: Detail) -> list[Fragment]:
+        """What of an operator lives on this rank; found once for all, since plans may be new in every iteration."""
+        if detail not in self._fragments:
+            self._fragments[detail] = defaultdict(list)
+            for fragment in self._state.fragments(self._state.operators(), detail):
+                self._fragments[detail][fragment.operator].append(fragment)
+        return self._fragments[detail].get(operator, [])
 
     def busiest(self, operators: Mapping[str, Detail]) -> int:
         """Bytes of the rank that saves most of them, of this stage; what stands around them in files not counted."""

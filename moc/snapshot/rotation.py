@@ -58,8 +58,6 @@ class Slot:
 class Rotation:
     """The buffers of every rank alike: those of what is needed to recover, and a few more.
 
-    With windows of W snapshots and S to spare there are never more than 2 W + S - 1.
-
     Attributes:
         slots: the buffers; they become more as they are needed.
         spare: how many may be in use beside those that are needed to recover; what retires together counts as one.
@@ -143,10 +141,14 @@ class Rotation:
         number = self.holding(iteration)
         return self._set(number, replace(self.slots[number], persisting=False))
 
+    def most(self, window: int) -> int:
+        """How many buffers there ever are with windows of so many snapshots."""
+        return 2 * window + self.spare - 1 if self.keep else self.spare
+
     def trimmed(self, window: int) -> Rotation:
         """Without free buffers at the end that windows of so many snapshots do not need."""
         slots = self.slots
-        while len(slots) > 2 * window + self.spare - 1 and slots[-1].free:
+        while len(slots) > self.most(window) and slots[-1].free:
             slots = slots[:-1]
         return replace(self, slots=slots)
 

@@ -26,6 +26,7 @@ from moc.store.regions import FileLayout, digest_of
 from moc.store.store import Store, directory_of, file_of
 
 _CHUNK = 16 << 20  # bytes written at once
+_REMEMBERED = 16  # shares, of each buffer; those of a window take turns in it
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class Saver:
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-persist")
         self._buffers: dict[int, Buffer] = {}
-        self._copies: dict[Buffer, tuple[Share, list[Copy]]] = {}
+        self._copies: dict[Buffer, dict[Share, list[Copy]]] = defaultdict(dict)
 
     def reserve(self, slot: int, share: Share) -> None:
         """Makes the buffer of a slot large enough for a share; keeps the one that is there if it is.
@@ -145,15 +146,16 @@ class Saver:
             buffer.close()
 
     def _copies_into(self, buffer: Buffer, share: Share) -> list[Copy]:
-        known, copies = self._copies.get(buffer, (None, []))
-        if known is not share:
+        known = self._copies[buffer]
+        if share not in known:
             layout = share.layout
             targets = (
                 buffer.view(*span, entry.dtype) for entry, span in zip(layout.entries, layout.spans, strict=True)
             )
-            copies = list(coalesced(map(Copy, share.sources, targets)))
-            self._copies[buffer] = share, copies
-        return copies
+            if len(known) == _REMEMBERED:
+                known.pop(next(iter(known)))
+            known[share] = list(coalesced(map(Copy, share.sources, targets)))
+        return known[share]
 
     def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
         """Begins to write a snapshot to storage as soon as it is sealed; returns at once.

@@ -10,7 +10,8 @@ class Detail(Enum):
 
     FULL = "full"
     """Master weights and moments (fp32; with ZeRO-1 the slices of this rank), from which the weights follow; and the
-    biases of routers, which no optimizer owns, as slot ``param`` (fp32)."""
+    biases of routers, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1 those of the first data-parallel
+    rank stand for all)."""
 
     MASTER = "master"
     """The master weights of ``FULL`` and the biases of routers, without moments."""
@@ -19,8 +20,8 @@ class Detail(Enum):
     """The moments of ``FULL`` alone: ``MASTER`` and ``MOMENTS`` together are ``FULL``, and nothing is in both."""
 
     COMPUTE = "compute"
-    """Slot ``param``: the weights that the model computes with (in its dtype, whole on every data-parallel rank), and
-    the biases of routers."""
+    """Slot ``param``: the weights that the model computes with (in its dtype; with ZeRO-1 those of which this rank has
+    the masters, though every data-parallel rank computes with all), and the biases of routers."""
 
     GRAD = "grad"
     """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 the slices of this rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ _INSIDE = (
 )
 
 
+@functools.cache
 def operator_of(parameter_name: str) -> str:
     """The name of the operator that a parameter belongs to.
 

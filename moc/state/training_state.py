@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -37,6 +38,7 @@ class TrainingState:
         self._parameters, self._buffers = parameter_pieces(chunks), buffer_pieces(chunks)
         self._pieces = self._parameters | self._buffers
         self._masters = {owned.parameter: (owned.start, owned.slots[MASTER]) for owned in owned_slices(optimizer)}
+        self._zero, self._peers = chunks[0].ddp_config.use_distributed_optimizer, chunks[0].dp_cp_group
         self._counters = list(self._find_counters())
         self._freezer = Freezer(chunks, optimizer, self._parameters)
 
@@ -65,10 +67,10 @@ class TrainingState:
         """Writes values into the live memory of a fragment, and keeps weights and masters consistent.
 
         With a ``master``, the same elements of the model's weight are set to it, rounded to their dtype; with
-        a ``param``, those elements of the master that this rank owns are set to the weight.  So the next update finds
-        each in line with the other, and if both are loaded, the later counts: load ``COMPUTE`` first.  With ZeRO-1
-        a master is a slice, and the rest of the weight is on the data-parallel peers: after all of them have loaded,
-        :meth:`gather_weights` must follow.  Whoever loads ``COMPUTE`` on every rank needs no gather.
+        a ``param``, the same elements of the master are set to the weight.  So the next update finds each in line with
+        the other, and if both are loaded, the later counts: load ``COMPUTE`` first.  With ZeRO-1 either is a slice,
+        and the rest of the weight is on the data-parallel peers: after all of them have loaded,
+        :meth:`gather_weights` must follow.
 
         Args:
             fragment: one that :meth:`fragments` gave, of any detail.
@@ -95,11 +97,14 @@ class TrainingState:
     def gather_weights(self) -> None:
         """Collects, with ZeRO-1, the rest of every weight from the data-parallel peers; a collective of them.
 
-        Needed after masters were loaded; does nothing with a replicated optimizer.
+        The biases of routers, which the first of them owns, too.  Needed after masters or weights were loaded; does
+        nothing with a replicated optimizer.
         """
-        for chunk in self._chunks:
-            if chunk.ddp_config.use_distributed_optimizer:
+        if self._zero:
+            for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
+            for buffer in self._buffers:
+                dist.broadcast(buffer, group=self._peers, group_src=0)
 
     def steps(self) -> dict[str, int]:
         """Updates that the moments of each operator have seen, which Adam corrects its bias by.
@@ -156,14 +161,17 @@ class TrainingState:
         self._freezer.activate(operators)
 
     def _slices(self, detail: Detail) -> Iterator[OwnedSlice]:
-        if detail is Detail.COMPUTE:
-            yield from map(_whole, self._parameters)
-        else:
-            owned = {part.parameter: part for part in owned_slices(self._optimizer)}
-            held = [owned[parameter] for parameter in self._parameters if parameter in owned]
-            yield from (_CUT[detail](part) for part in held)
+        owned = {part.parameter: part for part in owned_slices(self._optimizer)}
+        held = [owned[parameter] for parameter in self._parameters if parameter in owned]
+        yield from (_CUT[detail](part) for part in held)
         if detail not in (Detail.GRAD, Detail.MOMENTS):
-            yield from map(_whole, self._buffers)
+            yield from self._owned_buffers()
+
+    def _owned_buffers(self) -> Iterator[OwnedSlice]:
+        # no optimizer shards them; but what is saved once, and gathered from there, is of use on all nodes
+        if not self._zero or self._peers.rank() == 0:
+            for buffer in self._buffers:
+                yield OwnedSlice(buffer, 0, buffer.numel(), {PARAM: _flat(buffer)}, sharded=self._zero)
 
     def _find_counters(self) -> Iterator[tuple[str, dict]]:
         for part in owned_slices(self._optimizer):
@@ -175,8 +183,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
-def _whole(tensor: torch.Tensor) -> OwnedSlice:
-    return OwnedSlice(tensor, 0, tensor.numel(), {PARAM: _flat(tensor)}, sharded=False)
+def _weights(owned: OwnedSlice) -> OwnedSlice:
+    return dataclasses.replace(owned, slots={PARAM: _flat(owned.parameter)[owned.start : owned.stop]})
 
 
 def _gradient(owned: OwnedSlice) -> OwnedSlice:
@@ -196,5 +204,6 @@ _CUT = {
     Detail.FULL: lambda owned: owned,
     Detail.MASTER: _master,
     Detail.MOMENTS: _moments,
+    Detail.COMPUTE: _weights,
     Detail.GRAD: _gradient,
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+
 from megatron.training import loop
 from megatron.training.step import Stepper
 from moc.state.detail import Detail
@@ -37,6 +41,19 @@ def train(flags: dict) -> dict:
 
     loop.train, Stepper.repeat = watched, watched_repeat
     return bodies.train(flags) | {"state": state, "learned": learned}
+
+
+def train_with_little_memory(flags: dict, buffers: int) -> dict:
+    """As ``bodies.train``; on the second worker there is memory for so many buffers."""
+    allocate, made = os.posix_fallocate, itertools.count(1)
+
+    def scarce(*args) -> None:
+        if os.environ["RANK"] == "1" and next(made) > buffers:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*args)
+
+    os.posix_fallocate = scarce
+    return bodies.train(flags)
 
 
 def _learning(chunks) -> list[str]:

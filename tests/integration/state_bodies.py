@@ -55,17 +55,19 @@ def load_compute(flags: dict) -> dict:
     """Sets weights by ``COMPUTE`` while the masters are stale.
 
     Returns:
-        Digests of the weights as ``loaded`` and ``after`` an update of frozen operators; of all state ``before stock
-        step`` and after one that megatron-core takes by itself; and how what does not fit is ``refused``.
+        Digests of the whole weights as ``expected``, as ``loaded`` and ``after`` an update of frozen operators; of all
+        state ``before stock step`` and after one that megatron-core takes by itself; and how what does not fit is
+        ``refused``.
     """
 
     def use(run) -> dict:
         state = _state(run)
         operators = state.operators()
+        weights = [parameter for chunk in run.stepper.chunks for parameter in chunk.parameters()]
         for fragment in state.fragments(operators, Detail.COMPUTE):
-            values = torch.full_like(fragment.view, 0.25) + torch.arange(len(fragment.view), device="cpu") % 7 / 64
-            state.load(fragment, values.to(fragment.view.dtype))
-        loaded = _digests(state, operators, Detail.COMPUTE)
+            state.load(fragment, _ramp(fragment.view, fragment.start))
+        state.gather_weights()
+        expected, loaded = [digest(_ramp(w.view(-1), 0)) for w in weights], [digest(w) for w in weights]
         state.freeze(operators)
         _steps(run, 1)
         fragment = next(state.fragments(operators, Detail.COMPUTE))
@@ -75,7 +77,7 @@ def load_compute(flags: dict) -> dict:
                 state.load(fragment, values)
             except ValueError as error:
                 refused.append(str(error))
-        told = {"loaded": loaded, "after": _digests(state, operators, Detail.COMPUTE), "refused": refused}
+        told = {"expected": expected, "loaded": loaded, "after": [digest(w) for w in weights], "refused": refused}
         told["before stock step"] = _told(state)
         run.stepper.optimizer.core.step()
         return told | {"after stock step": _told(state)}
@@ -163,6 +165,11 @@ def freeze_refused(flags: dict) -> str | None:
         return None
 
     return with_run(flags, use)
+
+
+def _ramp(like: torch.Tensor, start: int) -> torch.Tensor:
+    """Values that tell where in a parameter they belong."""
+    return (0.25 + torch.arange(start, start + len(like), device="cpu") % 7 / 64).to(like.dtype)
 
 
 def _state(run) -> TrainingState:

@@ -1,14 +1,21 @@
 """Localized recovery: only stages that lost something compute again, and the run is the one without faults."""
 
+import sys
+
 import pytest
 
+from moc.simulate.profile import read_events
 from moc.store.places import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import contents
+from tests.integration.snapshot_files import contents, node_memory
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import train
+from tests.integration.tiny import EXPERT_BIAS, train
+from tests.worlds import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "tools"))  # where a script finds its neighbours
+from _report_figures import report  # noqa: E402
 
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
 SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
@@ -47,3 +54,28 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
     assert all(event["exact"] is (True if 3 in event["stages"] else None) for event in replays)
     assert {event["frozen"] > 0 for event in replays} == {True, False}
     assert not list(tmp_path.rglob("logs"))
+    said = report("this run", read_events(job.log))  # of every recovery and of all the time
+    assert [list(one.stages) for one in said.each] == [event["stages"] for event in resumed]
+    assert [one.kept for one in said.each] == [event["kept"] for event in resumed]
+    assert (sum(one.replayed for one in said.each), said.recoveries.not_exact) == (len(replays), 0)
+    assert said.wall_s == pytest.approx(max(event["time"] for event in job.events("exit")) - said.began)
+    assert said.iterations == 28 and 0 < said.ettr < 1 and set(said.gauges) >= {"hhi", "skewness"}
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path):
+    flags = data | SMALL | BF16 | EXPERT_BIAS | dict(num_layers=2, train_iters=14)
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1,0,1")
+        with Launched("PP2xDP2", flags | SPARSE | places, tmp_path / "job") as job:
+            for iteration, rank in ((6, 1), (10, 2)):
+                job.reach(iteration)
+                job.kill(rank)
+            assert job.wait() == 0, job.console[-4000:]
+    straight = train("PP2xDP2", flags)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    first, second = job.events("resume")
+    assert (first["stages"], second["stages"], first["kept"], second["kept"]) == ([0], [1], 2, 2)
+    assert {tier for event in (first, second) for _, tier in event["sources"]} == {"memory"}
+    assert {event["exact"] for event in job.events("replay")} == {None, True}

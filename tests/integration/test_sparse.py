@@ -59,7 +59,7 @@ def test_recovery_is_bit_identical(run, data, flags):
         assert again == [here & set().union(*whole[: i + 1]) for i in range(window - 1)]
     repeated = range(end - window + 2, end + 1)
     assert [(event["iteration"], event["exact"]) for event in events(flags, "replay")] == [(i, True) for i in repeated]
-    assert resumed.records == straight.records[end:]
+    assert resumed.records == straight.records[end:] and resumed.weights == straight.weights
     assert [worker["state"] for worker in resumed.workers] == [worker["state"] for worker in straight.workers]
 
 
@@ -114,6 +114,14 @@ def test_a_window_of_a_run_that_was_done_reaches_storage(in_memory):
     assert train("1", flags).start == 7
     assert whole(flags) == {"storage": [5, 6, 7], "memory": []}
     assert train("1", flags).start == 7
+
+
+def test_memory_that_ends_is_named_by_all_and_what_is_safe_stays(in_memory):
+    flags = in_memory | dict(sparse_window=3)
+    for result in start("EP2", flags, "sparse_bodies:train_with_little_memory", buffers=5).wait():
+        assert result.exit == 1 and "has no room for a snapshot buffer" in result.output, result.output[-2000:]
+        assert "--ckpt-tier disk" in result.output
+    assert whole(flags)["memory"] == [2, 3, 4, 5, 6]  # the first one's buffer was used again
 
 
 @pytest.mark.recovery

@@ -128,10 +128,10 @@ def whole(reader: RegionReader, name: str, slot: str) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize("flags", [BF16, FP16 | REPLICATED], ids=["zero", "replicated"])
+@pytest.mark.parametrize("flags", [BF16, {}, FP16 | REPLICATED], ids=["zero", "zero in fp32", "replicated"])
 def test_compute_weights_of_frozen_operators_stay_as_loaded(flags, data):
     for worker in run("DP2", "load_compute", data, flags):
-        assert worker["after"] == worker["loaded"]
+        assert worker["after"] == worker["loaded"] == worker["expected"]
         assert worker["after stock step"] == worker["before stock step"]
         assert [" takes " in refused for refused in worker["refused"]] == [True, True]
 

@@ -50,6 +50,7 @@ def test_a_public_job_tells_what_it_has_replayed_and_its_last_worker_counts():
 def test_bytes_are_of_a_window_in_the_middle_and_of_all_workers():
     ours = [event("snapshot", 0.0, iteration=i, bytes=amount) for i, amount in enumerate((99, 3, 2, 1, 3, 2, 1, 99))]
     assert sorted(figures.snapshot_bytes(ours, 3)) == [1, 2, 3]
+    assert figures.snapshot_bytes([*ours, event("snapshot", 0.0, iteration=8, bytes=5)], 3, last=True) == [2, 1, 99]
     public = [event("share", 0.0, iteration=i, bytes=i) for i in (7, 8, 9) for _ in range(4)]
     assert figures.snapshot_bytes(public, 3) == [28, 32, 36]
 
@@ -87,11 +88,17 @@ def test_both_train_the_same_sizes_and_a_case_without_a_window_does_not_save(tmp
     assert "--stop-at" not in cases.public_flags(cases.Case("public", 3, 1, anywhere=True), plan, tmp_path)
 
 
-def test_the_end_of_a_public_run_is_that_of_all_stages(tmp_path):
-    for stage in (0, 1):
-        numpy.savez(tmp_path / f"stage_{stage}.npz", **{f"{stage}.weight/master": numpy.full(2, stage, "f4")})
-    told = ends.public_end(tmp_path)
-    assert set(told) == {("0.weight", "master"), ("1.weight", "master")} and told["1.weight", "master"].sum() == 2
+def test_the_end_of_a_public_run_is_put_together_from_flat_parts(tmp_path):
+    flat = {0: numpy.arange(8, dtype="f4"), 1: numpy.arange(100, 108, dtype="f4")}  # of stages; the last one is padding
+    for rank, (stage, data_rank) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        part = flat[stage][4 * data_rank : 4 * data_rank + 4]
+        parts = {f"0/{slot}": part + add for add, slot in enumerate(ends.SLOTS)}
+        parts |= {"0/names": [f"{stage}.bias", f"{stage}.weight"], "0/sizes": [2, 5]}
+        numpy.savez(tmp_path / f"rank_{rank}.npz", stage=stage, data_rank=data_rank, **parts)
+    told = {key: list(values) for key, values in ends.public_end(tmp_path).items()}
+    assert len(told) == 2 * 2 * 3
+    assert told["0.bias", "master"] == [0, 1] and told["0.weight", "master"] == [2, 3, 4, 5, 6]
+    assert told["1.weight", "exp_avg"] == [103, 104, 105, 106, 107]
 
 
 def test_tables_have_a_row_for_each_case_and_say_what_failed():
@@ -115,3 +122,15 @@ def test_tables_have_a_row_for_each_case_and_say_what_failed():
     assert "| ours, W=3 | 110 | +10% | 3.0 / 2.0 / 1.0 | 6.0 |" in rows
     assert "| ours, W=3, worker 1 killed | 0.50 | 3 | 9 of 9 | 0 |" in rows
     assert "| public, W=3, worker 1 killed | failed | | | |" in rows
+
+
+def test_the_reason_of_a_failure_is_its_first_error_without_the_way_there():
+    lines = [
+        "a new iteration did not come; the job's last words:",
+        '  File "x.py"',
+        "[rank3]: KeyError: 'a'",
+        "TypeError: b",
+    ]
+    words = "\n".join(lines)
+    assert figures.reason(words) == "a new iteration did not come: KeyError: 'a'"
+    assert figures.reason("exit code 2\nnothing more") == "exit code 2"

@@ -72,12 +72,13 @@ class World:
         is_bias = tensor.name.endswith("expert_bias")
         bounds = [0, *(int(cut * local.numel()) for cut in tensor.cuts), local.numel()]
         for detail, slots in SLOTS.items():
-            sharded = self.zero and detail is Detail.FULL and not is_bias
-            start, stop = bounds[place : place + 2] if sharded else (0, local.numel())
+            start, stop = bounds[place : place + 2] if self.zero and not is_bias else (0, local.numel())
+            if self.zero and is_bias and place:
+                continue  # the first place owns them
             if is_bias:
                 slots = ("param",) if detail is Detail.FULL else ()  # the same fragment in both details
             held = {slot: slot_values(local, slot).view(-1)[start:stop] for slot in slots}
-            yield from fragments_of(OwnedSlice(local, start, stop, held, sharded), [piece])
+            yield from fragments_of(OwnedSlice(local, start, stop, held, self.zero), [piece])
 
 
 def slot_values(values: torch.Tensor, slot: str) -> torch.Tensor:

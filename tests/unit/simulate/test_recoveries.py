@@ -69,6 +69,7 @@ def test_what_is_no_recovery_or_not_over_is_left_out():
     slow = event("inject", 10.0, action="slow", rank=2)
     assert not list(stretches([*BEFORE, slow, *AFTER]))
     assert not list(stretches([*BEFORE, *RECOVERY[:-1]]))
+    assert not list(stretches([*BEFORE, *RECOVERY[:-1], event("exit", 14.0, code=75), START, iteration(9, 25.5)]))
     assert recovered([KILL, GENERATION, START, iteration(1, 15.5)], 1.0) is None  # it started over
 
 

@@ -68,7 +68,7 @@ class Setting:
     @property
     def slots(self) -> int:
         """Number of buffers that are ever needed."""
-        return 2 * self.window + self.spare - 1 if self.memory else self.spare
+        return self.machine.of(self.spare, self.memory).most(self.window)
 
     @property
     def size(self) -> int:
