@@ -175,8 +175,8 @@ class Auto:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether lost tokens are to be counted whatever is in force, since experts may have been lost before."""
-        return self._asked.moe.num_experts is not None and not self._asked.snapshot.exact_only
+        """Whether tokens are to be counted whatever is in force: the ledger goes on from one policy to the next."""
+        return self._asked.moe.num_experts is not None
 
     def _forget(self) -> None:
         self._measured, self._flags, self._basis, self._looked = Measurements(), {}, {}, 0

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
-from tests.integration.snapshot_files import events, start, stores, train
+from tests.integration.snapshot_files import events, node_memory, start, stores, train
 from tests.integration.tiny import FLAGS, known
 
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=60)
@@ -21,7 +21,7 @@ def flags(data, tmp_path):
 
 def killed_after(iteration: int, flags: dict, body: str, **how) -> dict:
     """Trains until everything is killed; what was chosen by then."""
-    killed = start("EP2", flags, f"pec_bodies:{body}", iteration=iteration, **how).wait()
+    killed = start("EP2", flags, body, iteration=iteration, **how).wait()
     assert {result.exit for result in killed} == {-signal.SIGKILL}, killed[0].output[-4000:]
     (choice,) = events(flags, "choice")
     assert MEASURED < choice["iteration"] < iteration
@@ -31,21 +31,23 @@ def killed_after(iteration: int, flags: dict, body: str, **how) -> dict:
 
 @pytest.mark.recovery
 def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
-    flags |= dict(exact_only=True)
-    choice = killed_after(48, flags, "die_after")
-    assert choice["ckpt_policy"] in ("full", "sparse") and not any("pec" in name for name in choice["ettr"])
-    resumed, straight = train("EP2", flags | dict(exit_interval=52)), known("EP2", data | SMALL)
-    assert choice["iteration"] <= resumed.start <= 48  # of the switch, all is in storage
-    assert resumed.records == straight.records[resumed.start : 52]
-    newest = stores(flags)["storage"].manifest(52)
-    assert newest.policy == choice["ckpt_policy"] and newest.state["auto"]["measured"]["faults"] == 1
+    with node_memory() as memory:
+        flags |= dict(exact_only=True, ckpt_tier="memory", ckpt_memory_dir=memory)
+        choice = killed_after(48, flags, "auto_bodies:die_after", policy="sparse")
+        assert choice["ckpt_policy"] == "sparse" and events(flags, "resume")[0]["kept"] == 2
+        resumed = train("EP2", flags | dict(exit_interval=52), "auto_bodies:train", policy="sparse")
+        straight = known("EP2", data | SMALL)
+        assert choice["iteration"] <= resumed.start <= 48  # of the switch, all is in storage
+        assert resumed.records == straight.records[resumed.start : 52]
+        newest = stores(flags)["storage"].manifest(52)
+    assert newest.policy == "sparse" and newest.state["auto"]["measured"]["faults"] == 1
     assert len(events(flags, "choice")) == 1  # who went on has kept it
 
 
 @pytest.mark.recovery
 def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(data, flags):
     flags |= dict(mtbf_hours=0.01, pec_plt_limit=1.0)
-    choice = killed_after(44, flags, "die_after_slow_copies", **EXPERTS_TAKE_2_S)
+    choice = killed_after(44, flags, "pec_bodies:die_after_slow_copies", **EXPERTS_TAKE_2_S)
     assert choice["ckpt_policy"] == "pec" and int(choice["pec_k"]) < FLAGS["num_experts"]
     resumed, straight = train("EP2", flags | dict(exit_interval=46)), known("EP2", data | SMALL)
     assert choice["iteration"] <= resumed.start  # or where pec has begun, with everything
