@@ -11,10 +11,11 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.training.config import compose
+from megatron.training.replay import Repetition
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_setup import begin
 from megatron.training.snapshots import Snapshots
-from megatron.training.step import Stepper
+from megatron.training.step import Records, Stepper
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.parameters import unwrap
@@ -78,9 +79,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 fragment.view.fill_(float("nan"))
             parts = run.world, step.chunks, step.optimizer, step.scheduler, run.vocab_size, run.checkpoints, run.log
-            position, _ = begin(
-                compose(flags | place), *parts, None, step.boundaries
-            )  # no policy here repeats iterations
+            position, _ = begin(compose(flags | place), *parts, Repetition(step, None), Records())
             steps = sorted(set(state.steps().values()))
             told.append({"start": position.iteration, "steps": steps, "hashes": hashes_of(state)})
         return told
