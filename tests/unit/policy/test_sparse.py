@@ -164,12 +164,12 @@ def test_a_window_may_begin_anew():
 
 
 def test_a_window_that_is_over_is_over_in_another_layout():
-    one, other = Sparse(OPERATORS, None, window=5, stages=(0, 0, 1)), Sparse(OPERATORS, None, window=5)
+    one, other = Sparse(OPERATORS, None, window=6, stages=(0, 0, 1)), Sparse(OPERATORS, None, window=6)
     run(one, range(1, 6))
-    assert one.window_length == 4 and one.told.current.start == 2
+    assert one.window_length == 5 and one.told.current.start == 2
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    plans = run(other, range(6, 11))
-    assert other.window_length == 5
+    plans = run(other, range(6, 12))
+    assert other.window_length == 6
     check_window(plans)
 
 
