@@ -247,7 +247,8 @@ def log(tmp_path):
     return write
 
 
-def test_the_program(log, tmp_path, capsys):
+def test_the_program(log, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # however long the names of temporary directories are
     plain, faulty = log(Story().start().usual(), "plain"), log(saved(), "faulty", torn='{"type": "iterat')
     figures, picture = tmp_path / "out" / "report.json", tmp_path / "out" / "report.png"
     paths = [str(plain / "events.jsonl"), str(faulty)]
