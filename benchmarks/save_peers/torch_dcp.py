@@ -82,12 +82,13 @@ class DcpSaver:
 
 def state_dict(chunks, optimizer) -> dict:
     """Views of live memory, by names that say what they are."""
-    from moc.state.fragments import parameter_pieces
+    from moc.state.fragments import buffer_pieces, parameter_pieces
     from moc.state.training_state import Detail, TrainingState
 
     state = TrainingState(chunks, optimizer)
     # weights come from all who hold them: torch picks one of these
-    weights = [("param", piece) for pieces in parameter_pieces(chunks).values() for piece in pieces]
+    held = parameter_pieces(chunks) | buffer_pieces(chunks)
+    weights = [("param", piece) for pieces in held.values() for piece in pieces]
     slices = [(f.slot, f) for f in state.fragments(state.operators(), Detail.FULL) if f.first_copy]
     return {f"{slot}/{f.name}/{'.'.join(map(str, f.region.offset))}": f.view for slot, f in weights + slices}
 
