@@ -45,7 +45,7 @@ TIERS = {
     "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",
     "peers": "--ckpt-policy full --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
-    "sparse": f"{SPARSE} --ckpt-tier memory --persist-interval 6",
+    "sparse": f"{SPARSE} --ckpt-tier memory --persist-interval 1",
     "sparse, disk": f"{SPARSE} --ckpt-tier disk",
     "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
 }
