@@ -207,7 +207,7 @@ def test_nothing_is_under_way_for_one_who_offers_again(keepers, lead, tmp_path):
     lead(keepers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
     b, copies = lead(keepers[1], "b"), tmp_path / "b" / "of_a"
-    b._connection.send(Message({"kind": "pull", "wanted": vars(of_a(keepers, 3, rate=1e6))}))
+    b._connection.send(Message({"kind": "pull", "wanted": vars(of_a(keepers, 3, rate=1e4))}))
     while not list(copies.glob("slots/*")):
         time.sleep(0.01)
     b = lead(keepers[1], "b")  # the one before may have been killed, and its end not been noticed
