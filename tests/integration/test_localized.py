@@ -20,7 +20,8 @@ from _report_figures import report  # noqa: E402
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
 SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
 FAULTS = [
-    "kill rank=1 iteration=7 point=before_vote",
+    "error rank=3 iteration=7 point=after_vote",  # as if it had missed the vote: it completes the iteration later
+    "kill rank=1 iteration=7 point=after_vote",
     "kill ranks=1,2 iteration=11 point=after_vote",
     "kill rank=2 iteration=19 point=before_vote",
     "kill rank=3 iteration=19 point=loading",  # while 2 recovers
@@ -48,6 +49,7 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     resumed = job.events("resume")  # one stage; two together; two apart; one more while one recovers; one without logs
     assert [event["stages"] for event in resumed] == [[1], [1, 2], [0, 3], [2, 3], [0, 1]]
+    assert resumed[0]["iteration"] == 7
     assert [event["kept"] for event in resumed] == [4 - len(event["stages"]) for event in resumed]
     replays = job.events("replay")
     assert all(event["workers"] == len(event["stages"]) for event in replays)
