@@ -229,8 +229,9 @@ def check_hashes(verdicts: list[Verdict], workers: int) -> None:
         results = list(pool.map(lambda job: _hash_problems(job[0].checkpoint, job[1], advance), jobs))
     for (verdict, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][1]):
         verdict.hashed += verdict.checkpoint.files[name]["bytes"]
-        if problems:
-            verdict.problems += [f"{name}: {problem}" for problem in problems]
+        if problems:  # and what was said of its content before is idle
+            before = [said for said in verdict.problems if not said.startswith(f"{name}: ")]
+            verdict.problems = [*before, *(f"{name}: {problem}" for problem in problems)]
             verdict.checkpoint.broken.add(name)
 
 

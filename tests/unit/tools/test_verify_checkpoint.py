@@ -67,6 +67,16 @@ def test_a_damaged_file_is_named(capsys, tmp_path, name, damage, words):
     assert code == 1 and problem.startswith(f"{name}: ") and (words in problem or "cannot be read" in problem)
 
 
+def test_whatever_bit_it_is_a_damaged_state_is_one_problem(capsys, tmp_path):
+    path = save(tmp_path) / "training_state.json"
+    whole = path.read_bytes()
+    for position in range(0, 8 * whole.index(b"consumed")):  # among them those of the iteration's name and number
+        path.write_bytes(whole)
+        flip(path, position)
+        code, (problem,) = verify(capsys, tmp_path)
+        assert code == 1 and problem.startswith("training_state.json: ")
+
+
 def test_every_bit_of_a_header_counts(capsys, tmp_path):
     directory = save(tmp_path)
     for position in random.sample(range(8 * 2000), 100):
