@@ -121,10 +121,15 @@ class Campaign:
 
 
 def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
-    """How many iterations were computed again, by recovery: by stages alone, and by all workers."""
+    """How many iterations were computed again, by recovery: by stages alone, and by all workers.
+
+    A loss during a recovery begins another one.
+    """
     alone, by_all, replays = [], [], 0
     for event in events:
-        if event["type"] == "replay":
+        if event["type"] == "generation":
+            replays = 0
+        elif event["type"] == "replay":
             replays += 1
         elif event["type"] == "resume" and replays:
             (alone if event["stages"] else by_all).append(replays)

@@ -242,6 +242,8 @@ def _precision_fields(config: Config) -> dict:
     return dict(
         fp16=precision.fp16,
         bf16=precision.bf16,
+        fp8=precision.fp8_format,
+        fp8_recipe=precision.fp8_recipe,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp32_residual_connection=precision.fp32_residual_connection,

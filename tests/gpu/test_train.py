@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2 --swiglu
@@ -31,6 +32,19 @@ def test_trains_and_resumes_bit_identically(tmp_path, precision):
     assert whole[20] < whole[1] - 0.5
     assert "TFLOP/s/GPU" in output
     saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *precision]
+    first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
+    second, _ = train(tmp_path / "second", *saved)
+    assert first | second == whole
+
+
+def test_eight_bits_resume_bit_identically(tmp_path):
+    pytest.importorskip("transformer_engine")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not multiply in 8 bits")
+    eight = ["--transformer-impl", "transformer_engine", "--bf16", "--fp8-format", "hybrid"]
+    whole, _ = train(tmp_path / "whole", *eight)
+    assert whole[20] < whole[1] - 0.5
+    saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *eight]
     first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
     second, _ = train(tmp_path / "second", *saved)
     assert first | second == whole

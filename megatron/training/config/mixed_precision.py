@@ -13,6 +13,16 @@ class MixedPrecision(Group):
 
     fp16: bool = flag(False, "Compute in fp16, with loss scaling.")
     bf16: bool = flag(False, "Compute in bfloat16.")
+    fp8_format: str | None = flag(
+        None,
+        "Multiply matrices in 8 bits, as Transformer Engine does: all in e4m3, or with gradients in e5m2 (hybrid).",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = flag(
+        "tensorwise",
+        "How tensors are scaled to 8 bits; delayed scaling, which remembers earlier iterations, is refused.",
+        choices=("tensorwise", "blockwise", "mxfp8", "delayed"),
+    )
     loss_scale: float | None = flag(None, "Fixed loss scale; by default it adapts itself.", above=0)
     initial_loss_scale: float = flag(float(2**32), "First value of the adaptive loss scale.", above=0)
     min_loss_scale: float = flag(1.0, "Lowest value of the adaptive loss scale.", above=0)
@@ -30,6 +40,15 @@ class MixedPrecision(Group):
     def validate(self) -> None:
         """Refuses two formats at once."""
         refuse(self.fp16 and self.bf16, "--fp16 and --bf16 exclude each other: drop one.")
+        refuse(
+            self.fp8_format and not (self.fp16 or self.bf16),
+            f"--fp8-format {self.fp8_format} needs weights in 16 bits: add --bf16 or --fp16.",
+        )
+        refuse(
+            self.fp8_recipe == "delayed",
+            "--fp8-recipe delayed scales by maxima of earlier iterations, which no checkpoint holds, so that a run "
+            "would not go on as it was: choose tensorwise, blockwise or mxfp8.",
+        )
         refuse(
             self.fp32_residual_connection and not (self.fp16 or self.bf16),
             "--fp32-residual-connection has no effect without --fp16 or --bf16: add one, or drop it.",

@@ -165,6 +165,11 @@ def _check_packages(config: Config) -> None:
         "choose local.",
     )
     refuse(
+        config.mixed_precision.fp8_format and config.transformer_impl != "transformer_engine",
+        f"--fp8-format {config.mixed_precision.fp8_format} needs Transformer Engine: install it and choose "
+        "--transformer-impl transformer_engine, or drop the flag.",
+    )
+    refuse(
         config.moe.moe_permute_fusion and not transformer_engine,
         "--moe-permute-fusion needs Transformer Engine, which is not installed: drop it.",
     )

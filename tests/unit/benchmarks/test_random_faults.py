@@ -49,8 +49,9 @@ def test_all_faults_are_counted():
 
 
 def test_what_is_computed_again_belongs_to_the_recovery_that_it_ends_with():
-    replay, kept = {"type": "replay"}, {"type": "resume", "stages": []}
-    events = [kept, replay, replay, {"type": "resume", "stages": [1]}, {"type": "iteration"}, replay, kept]
+    replay, kept, lost = {"type": "replay"}, {"type": "resume", "stages": []}, {"type": "generation"}
+    events = [kept, lost, replay, lost, replay, replay, {"type": "resume", "stages": [1]}, {"type": "iteration"}]
+    events += [lost, replay, kept]
     assert computed_again(events) == ([2], [1])
 
 

@@ -206,6 +206,8 @@ def test_transformer_engine_is_taken_where_it_is_installed(monkeypatch):
     for module in (derive, together):
         monkeypatch.setattr(module, "installed", lambda package: package == "transformer_engine")
     assert parse().transformer_impl == "transformer_engine"
+    eight = parse("--bf16 --fp8-format hybrid")
+    assert (eight.mixed_precision.fp8_format, eight.mixed_precision.fp8_recipe) == ("hybrid", "tensorwise")
 
 
 def test_constant_weight_decay_stands_at_both_ends():
@@ -374,6 +376,9 @@ REFUSED = [
     ),
     ("--hidden-dropout 1", "--hidden-dropout must be less than 1"),
     ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
+    ("--fp8-format hybrid", "needs weights in 16 bits: add --bf16 or --fp16"),
+    ("--fp8-format hybrid --bf16 --fp8-recipe delayed", "choose tensorwise, blockwise or mxfp8"),
+    ("--fp8-format e4m3 --bf16 --transformer-impl local", "--fp8-format e4m3 needs Transformer Engine"),
     ("--fp32-residual-connection", "without --fp16 or --bf16"),
     ("--initial-loss-scale 0.5", "--min-loss-scale 1.0 is more than --initial-loss-scale 0.5"),
     # data and tokenizer
