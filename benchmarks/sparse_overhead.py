@@ -3,7 +3,7 @@
     python benchmarks/sparse_overhead.py --output docs/results/sparse_overhead_cpu.json
 
 The same model is trained by the program that users run, in bf16 with fp32 masters (12 bytes of a parameter in full, 2
-as compute weights), one way after the other, in rounds that go forwards and backwards:
+as compute weights), in all ways by turns of a few seconds (``benchmarks/live/slices.py``):
 
 * no saving at all;
 * sparse checkpoints in every iteration, with a window that is found (auto), and one of 3 iterations, in memory or, with
@@ -12,7 +12,7 @@ as compute weights), one way after the other, in rounds that go forwards and bac
 * PEC with one expert of each layer in every iteration, in memory (MoC-System);
 * everything on disk, as often as costs 3 % (CheckFreq).
 
-Compared are the iterations of the same round, after those in which a way measures before it chooses: their sum, and
+Compared are the iterations of the same round, after those in which a way measures before it chooses: their mean, and
 their median.  Of each way it is told besides, for each iteration, how many bytes were copied from where training has
 them, how many went to storage, and for how long training waited.
 
@@ -29,17 +29,19 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from tempfile import TemporaryDirectory
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import PROGRAM, torchrun
-from benchmarks.live.turns import in_turns, ratios, run_to_end
+from benchmarks.live.job import PROGRAM, Job, torchrun
+from benchmarks.live.slices import ratios, slices, warm_up
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, SNAPSHOTS, WARM_UP
 
 MODEL = """--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 256
@@ -47,7 +49,7 @@ MODEL = """--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn
     --moe-token-dispatcher-type alltoall --seq-length 128 --max-position-embeddings 128
     --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --transformer-impl local --use-distributed-optimizer
-    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --eval-iters 0 --num-workers 0""".split()
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 100000 --eval-iters 0 --num-workers 0""".split()
 """Many small experts, so that operators are of about one size, as section 3.2 reckons with."""
 
 LAYOUTS = {  # workers, flags
@@ -86,34 +88,52 @@ WAYS = {
 SMALLER, OVERHEAD = 0.55, 0.02  # what is asked for
 
 
-def run(way: str, layout: str, iterations: int, tier: str, flags: Sequence[str]) -> dict:
-    """One run; see :func:`figures`."""
-    its, (workers, parallel) = WAYS[way], LAYOUTS[layout]
-    saving = its.flags.split()
+def measure(
+    ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Sequence[str]
+) -> list[dict[str, dict[str, object]]]:
+    """Starts a job for each way, lets them take turns, and tells of each round and way its :func:`figures`."""
+    with ExitStack() as stack:
+        jobs, rounds = {}, []
+        for way in ways:
+            directory = Path(stack.enter_context(TemporaryDirectory(prefix="overhead-")))
+            memory = Path("/dev/shm") / directory.name if WAYS[way].flags else None
+            jobs[way] = stack.enter_context(
+                Job(command(way, layout, own.sparse_tier, directory, flags), directory, memory)
+            )
+            warm_up(jobs[way], WAYS[way].warm_up)
+        for turns in slices(jobs, own.rounds, own.seconds):
+            rounds.append({way: {event["iteration"] for event in turn} for way, turn in turns.items()})
+            print(f"{layout}: round {len(rounds)} of {own.rounds}", file=sys.stderr, flush=True)
+        # what became of a snapshot is told later
+        return [{way: figures(jobs[way].events.all(), counted) for way, counted in one.items()} for one in rounds]
+
+
+def command(way: str, layout: str, tier: str, directory: Path, flags: Sequence[str]) -> list[object]:
+    """How a way's job is started."""
+    workers, parallel = LAYOUTS[layout]
+    saving = WAYS[way].flags.split()
     if "sparse" in saving:
         saving += ["--ckpt-tier", tier]
-    last = its.warm_up + iterations + 1  # of everything, as a run in good order ends
-    command = [*torchrun(workers), PROGRAM, *MODEL, *parallel, *flags, *saving, "--train-iters", last]
-    in_memory = bool(saving) and saving[-1] != "disk"
-    return figures(run_to_end(command, bool(saving), in_memory), its.warm_up, iterations)
+    if saving:
+        saving += ["--ckpt-dir", str(directory / "snapshots")]
+    return [*torchrun(workers), PROGRAM, *MODEL, *parallel, *flags, *saving]
 
 
-def figures(events: Sequence[Mapping], warm_up: int, iterations: int) -> dict:
-    """What a run tells of its iterations after the warm-up.
+def figures(events: Sequence[Mapping], counted: Collection[int]) -> dict:
+    """What a run tells of some of its iterations.
 
     Returns:
         ``seconds`` of each; ``snapshots``, bytes of each one that was taken in them; and for each iteration on average
         ``copied`` and ``written`` bytes, and the seconds of a worker in which training ``waited``, and in which
         snapshots were ``copying`` and ``hashing`` beside it.
     """
-    counted = range(warm_up + 1, warm_up + iterations + 1)
     of = {
         kind: [e for e in events if e["type"] == kind and e["iteration"] in counted]
         for kind in ("iteration", "snapshot", "persist", "stall")
     }
 
     def share(kind: str, what: str) -> float:
-        return sum(event[what] for event in of[kind]) / iterations
+        return sum(event[what] for event in of[kind]) / len(counted)
 
     return {
         "seconds": [event["elapsed_s"] for event in of["iteration"]],
@@ -127,8 +147,8 @@ def figures(events: Sequence[Mapping], warm_up: int, iterations: int) -> dict:
 
 
 def summary(rounds: Sequence[Mapping[str, Mapping]]) -> dict[str, dict]:
-    """By way, ``overhead`` (of the ``sum`` and of the ``median`` iteration: the median of rounds, and each of them),
-    ``iteration_s`` (median), ``largest`` snapshot, and the means of what :func:`figures` tells.
+    """By way, ``overhead`` (of the ``mean`` iteration and of the ``median`` one: the median of rounds, and each of
+    them), ``iteration_s`` (median), ``largest`` snapshot, and the means of what :func:`figures` tells.
     """
     found = ratios([{way: told["seconds"] for way, told in one.items()} for one in rounds], BASE)
     return {way: _of_way([one[way] for one in rounds], found[way]) for way in rounds[0]}
@@ -160,16 +180,16 @@ def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
         found[f"the largest of a window's 3 snapshots is {smaller:.1%} smaller (>= {SMALLER:.0%})"] = smaller >= SMALLER
     for way in (AUTO, THREE):
         if core_left and way in told:
-            overhead = told[way]["overhead"]["sum"]["median"]
+            overhead = told[way]["overhead"]["mean"]["median"]
             found[f"{way}: iterations take {overhead:+.1%} (<= {OVERHEAD:.0%})"] = overhead <= OVERHEAD
     return found
 
 
 def table(told: Mapping[str, Mapping]) -> list[str]:
     """A line for each way: ms and MB, for each iteration."""
-    lines = [f"{'':26}{'ms':>7}{'sum':>8}{'median':>8}{'waits':>7}{'MB copied':>11}{'written':>9}{'largest':>9}"]
+    lines = [f"{'':26}{'ms':>7}{'mean':>8}{'median':>8}{'waits':>7}{'MB copied':>11}{'written':>9}{'largest':>9}"]
     for way, of in told.items():
-        overhead = [f"{of['overhead'][kind]['median']:+8.1%}" for kind in ("sum", "median")]
+        overhead = [f"{of['overhead'][kind]['median']:+8.1%}" for kind in ("mean", "median")]
         sizes = [f"{of[what] / 1e6:{width}.1f}" for what, width in (("copied", 11), ("written", 9), ("largest", 9))]
         waits = f"{of['waited'] * 1e3:7.1f}"
         lines.append("".join([f"{way:26}{of['iteration_s'] * 1e3:7.0f}", *overhead, waits, *sizes]))
@@ -183,10 +203,7 @@ def main() -> int:
     machine["load_before"], layouts = os.getloadavg()[0], {}
     ways = [BASE, *(way for way in WAYS if way in own.ways and way != BASE)]
     for layout in own.layouts:
-        rounds = []
-        for told in in_turns(ways, own.rounds, lambda w, at=layout: run(w, at, own.iterations, own.sparse_tier, flags)):
-            rounds.append(told)
-            print(f"{layout}: round {len(rounds)} of {own.rounds}", file=sys.stderr, flush=True)
+        rounds = measure(ways, layout, own, flags)
         told = summary(rounds)
         found = verdicts(told, core_left=LAYOUTS[layout][0] < os.cpu_count())
         print("\n".join([f"{layout}, {LAYOUTS[layout][0]} workers", *table(told)]))
@@ -196,7 +213,7 @@ def main() -> int:
         layouts[layout] = {"ways": told, "verdicts": found, "rounds": rounds}
     if own.output is not None:
         described = {"machine": machine, "flags": [*MODEL, *flags], "ways": {way: WAYS[way].flags for way in ways}}
-        described |= {"sparse_tier": own.sparse_tier, "iterations": own.iterations, "layouts": layouts}
+        described |= {"sparse_tier": own.sparse_tier, "seconds": own.seconds, "layouts": layouts}
         own.output.write_text(json.dumps(described, indent=1) + "\n")
     return int(not all(holds for one in layouts.values() for holds in one["verdicts"].values()))
 
@@ -204,8 +221,8 @@ def main() -> int:
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """The benchmark's flags, and the program's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="of all ways (default: 3)")
-    parser.add_argument("--iterations", type=int, default=30, help="that count (default: 30)")
+    parser.add_argument("--rounds", type=int, default=24, help="of a turn for each way (default: 24)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1"], help="default: 1")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     tiers = ("memory", "disk")

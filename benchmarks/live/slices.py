@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from statistics import mean, median
 
 import psutil
 
@@ -23,9 +24,9 @@ def warm_up(job: Job, iterations: int) -> None:
     pause(job)
 
 
-def slices(jobs: Mapping[str, Job], rounds: int, seconds: float) -> Iterator[dict[str, list[float]]]:
-    """Of each round, by job, the seconds of each iteration that began and ended in its turn.  Every second round goes
-    backwards.
+def slices(jobs: Mapping[str, Job], rounds: int, seconds: float) -> Iterator[dict[str, list[dict]]]:
+    """Of each round, by job, the events ``iteration`` of those that began and ended in its turn.  Every second round
+    goes backwards.
 
     Args:
         jobs: by name, all of them stopped; they are so again after each turn.  Their launchers must bear to hear
@@ -38,7 +39,7 @@ def slices(jobs: Mapping[str, Job], rounds: int, seconds: float) -> Iterator[dic
         yield {name: told[name] for name in jobs}
 
 
-def _turn(job: Job, seconds: float) -> list[float]:
+def _turn(job: Job, seconds: float) -> list[dict]:
     begin = time.time()
     resume(job)
     time.sleep(seconds)
@@ -47,7 +48,23 @@ def _turn(job: Job, seconds: float) -> list[float]:
     if job.process.poll() is not None:
         raise RuntimeError(f"a job has ended; its last words:\n{job.last_words()}")
     of_turn = [event for event in job.events.of("iteration") if event["time"] <= end]
-    return [event["elapsed_s"] for event in of_turn if event["time"] - event["elapsed_s"] >= begin]
+    return [event for event in of_turn if event["time"] - event["elapsed_s"] >= begin]
+
+
+def ratios(rounds: Sequence[Mapping[str, Sequence[float]]], base: str) -> dict[str, dict]:
+    """By job, the seconds of the base divided by its own: of medians and of means, for each round, and their medians.
+
+    Args:
+        rounds: of each, by job, seconds of its iterations.
+        base: the job that the others are compared with.
+    """
+    told = {}
+    for job in rounds[0]:
+        by = {
+            kind: [of(one[base]) / of(one[job]) for one in rounds] for kind, of in (("median", median), ("mean", mean))
+        }
+        told[job] = {kind: {"median": median(values), "rounds": values} for kind, values in by.items()}
+    return told
 
 
 def pause(job: Job) -> None:

@@ -1,14 +1,15 @@
 """From what jobs tell to the figures of the benchmarks that kill their workers, attack them, or leave them alone."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
 
 from benchmarks import generations, wire_fuzz
 from benchmarks.live.dcp_job import complete
-from benchmarks.live.job import Events
+from benchmarks.live.job import Events, Job
 from benchmarks.live.recoveries import NOTICED, OUTSIDE, claims, medians, recovery
-from benchmarks.live.turns import in_turns, ratios
+from benchmarks.live.slices import ratios, slices, warm_up
 
 KILLED, USUAL = 100.25, 0.5
 
@@ -124,14 +125,37 @@ def test_a_ratio_is_of_rounds_with_themselves():
     assert told["torchrun"]["median"] == {"median": 1.0, "rounds": [1.0, 1.0]}
     assert told["ours, interval 1"]["median"] == {"median": 0.75, "rounds": [0.5, 1.0]}
     assert told["ours, interval 50"]["median"]["median"] == 1.0  # what few iterations pay is not in medians
-    assert told["ours, interval 50"]["sum"]["rounds"] == [0.5, 1.0]
+    assert told["ours, interval 50"]["mean"]["rounds"] == [0.5, 1.0]
 
 
-def test_ways_take_turns_forwards_and_backwards():
-    order = []
-    rounds = list(in_turns(["a", "b"], 3, lambda way: order.append(way) or len(order)))
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert rounds == [{"a": 1, "b": 2}, {"a": 4, "b": 3}, {"a": 5, "b": 6}]
+PROGRAM = """
+import json, pathlib, sys, time
+log = pathlib.Path(sys.argv[-1])
+log.mkdir()
+last = time.time()
+with open(log / "events.jsonl", "a", buffering=1) as file:
+    for iteration in range(1, 100000):
+        time.sleep(0.01)
+        last, begun = time.time(), last
+        event = {"type": "iteration", "iteration": iteration, "time": last, "elapsed_s": last - begun}
+        print(json.dumps(event), file=file)
+"""
+
+
+def test_jobs_take_turns_and_none_runs_in_that_of_another(tmp_path):
+    with ExitStack() as stack:
+        jobs = {}
+        for name in "abc":
+            (tmp_path / name).mkdir()
+            jobs[name] = stack.enter_context(Job(["-c", PROGRAM], tmp_path / name))
+            warm_up(jobs[name], 3)
+        before = sum(job.iteration for job in jobs.values())
+        rounds = list(slices(jobs, 3, 0.2))
+        done = sum(job.iteration for job in jobs.values()) - before
+    assert [list(one) for one in rounds] == [list("abc")] * 3
+    told = [event["elapsed_s"] for one in rounds for turn in one.values() for event in turn]
+    assert max(told) < 0.2, "what a turn has cut is not told"
+    assert len(told) < done <= len(told) + 18, "and but for that nothing is done"
 
 
 SERVER = [{"uss_mb": 9, "descriptors": 9}, {"uss_mb": 10, "descriptors": 12}, {"uss_mb": 10, "descriptors": 12}]
