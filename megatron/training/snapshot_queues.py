@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from megatron.training.snapshot_peers import Copied
 from moc.policy import SnapshotPlan
 from moc.snapshot.saver import Snapshot
 
+PER_VOTE = 2
+"""Snapshots of a queue that one vote tells of: one more than begin in an iteration, since all that follow one which is
+too late for its vote would else stay a vote behind."""
 _LISTEN_S = 0.5
 
 
@@ -50,27 +55,19 @@ class Queues:
         return bool(self.copying or self.replicating or self.writing)
 
     def ballot(self) -> dict[str, float]:
-        """How far this worker has come with the first of each queue."""
-        copying, writing = _head(self.copying), _head(self.writing)
-        copied = copying is not None and copying.snapshot.sealed.done()
-        written = writing is not None and writing.snapshot.persisted.done()
-        replicating, replicated = self._replicated()
-        return {
-            "snapshot_copied": float(copied),
-            "snapshot_written": float(written),
-            "snapshot_bytes": float(copying.snapshot.layout.nbytes if copied else 0),
-            "snapshot_copy_s": copying.snapshot.capture.seconds if copied and not _failed(copying) else 0.0,
-            "snapshot_seal_s": copying.snapshot.seal_s if copied else 0.0,
-            "snapshot_written_bytes": float(writing.snapshot.persisted_bytes if written else 0),
-            "snapshot_write_s": writing.snapshot.persist_s if written else 0.0,
-            "snapshot_replicated": float(replicating),
-            "snapshot_replicated_bytes": float(replicated.bytes),
-            "snapshot_replicate_s": replicated.seconds,
-        }
+        """How far this worker has come with the first ones of each queue; :func:`told_of` undoes it."""
+        copied = _done(self.copying, lambda taken: taken.snapshot.sealed)
+        written = _done(self.writing, lambda taken: taken.snapshot.persisted)
+        replicated = _done(self.replicating, lambda taken: taken.copied)
+        told = {}
+        for place in range(PER_VOTE):
+            come = _come(_at(copied, place), _at(replicated, place), _at(written, place))
+            told |= {f"{what}[{place}]": value for what, value in come.items()}
+        return told
 
     def wait(self) -> None:
         """Returns when this worker has come further than it had, or after a moment."""
-        heads = [_head(self.copying), _head(self.writing)]
+        heads = [_at(self.copying, 0), _at(self.writing, 0)]
         wait([taken.snapshot.sealed for taken in heads if taken])
         if heads[0] is None:
             # of a node that is lost meanwhile, a worker hears in the vote alone
@@ -85,16 +82,35 @@ class Queues:
         futures += [taken.copied for taken in self.replicating]
         return next((str(future.exception()) for future in futures if future.done() and future.exception()), None)
 
-    def _replicated(self) -> tuple[bool, Copied]:
-        """Whether this node has its copies of the oldest snapshot that waits for them, and what they took."""
-        head = _head(self.replicating)
-        if head is None or not head.copied.done():
-            return False, Copied()
-        return True, Copied() if head.copied.exception() else head.copied.result()
+
+def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:
+    """What a vote tells of the snapshots that were at a place of their queues when it began."""
+    return {name.removesuffix(f"[{place}]"): value for name, value in tally.items() if name.endswith(f"[{place}]")}
 
 
-def _head(queue: deque[Taken]) -> Taken | None:
-    return queue[0] if queue else None
+def _done(queue: Iterable[Taken], future: Callable[[Taken], Future]) -> list[Taken]:
+    """Those that nothing is waited for any more, nor for one before them."""
+    return list(takewhile(lambda taken: future(taken).done(), queue))
+
+
+def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None) -> dict[str, float]:
+    copies = replicated.copied.result() if replicated and not replicated.copied.exception() else Copied()
+    return {
+        "snapshot_copied": float(copied is not None),
+        "snapshot_bytes": float(copied.snapshot.layout.nbytes if copied else 0),
+        "snapshot_copy_s": copied.snapshot.capture.seconds if copied and not _failed(copied) else 0.0,
+        "snapshot_seal_s": copied.snapshot.seal_s if copied else 0.0,
+        "snapshot_replicated": float(replicated is not None),
+        "snapshot_replicated_bytes": float(copies.bytes),
+        "snapshot_replicate_s": copies.seconds,
+        "snapshot_written": float(written is not None),
+        "snapshot_written_bytes": float(written.snapshot.persisted_bytes if written else 0),
+        "snapshot_write_s": written.snapshot.persist_s if written else 0.0,
+    }
+
+
+def _at(queue: Sequence[Taken], place: int) -> Taken | None:
+    return queue[place] if place < len(queue) else None
 
 
 def _failed(taken: Taken) -> bool:

@@ -22,7 +22,7 @@ from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
 from megatron.training.snapshot_peers import Peers
 from megatron.training.snapshot_publishing import Publisher
-from megatron.training.snapshot_queues import Queues, Taken
+from megatron.training.snapshot_queues import PER_VOTE, Queues, Taken, told_of
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, StepRecord, sum_over_workers
@@ -210,7 +210,7 @@ class Snapshots(Rider):
         self._voted_at = time.perf_counter()
         # publishing in memory takes its time; without it not even a microsecond counts, since --snapshot-interval auto
         # measures what is undisturbed
-        with self._stalling() if self._all_have_copied(tally) else contextlib.nullcontext():
+        with self._stalling() if self._all_have("copied", told_of(tally, 0)) else contextlib.nullcontext():
             self._hear(tally)
         if tally["snapshot_iteration_s"]:  # not in the first iteration: it allocates, compiles and connects
             self._seen = self._observed(tally)
@@ -378,22 +378,21 @@ class Snapshots(Rider):
             raise CheckpointError(first_of_any(self._find_failure()))
         self._boundaries.voted(tally)
         self._give_up_older()
-        if self._all_have_copied(tally):
-            self._all_copied(self._queues.copying.popleft(), tally)
-        if tally["snapshot_replicated"] == self._world.size:
-            self._all_replicated(self._queues.replicating.popleft(), tally)
-        if tally["snapshot_written"] == self._world.size:
-            self._all_written(self._queues.writing.popleft(), tally)
+        for told in (told_of(tally, place) for place in range(PER_VOTE)):
+            if self._all_have("copied", told):
+                self._all_copied(self._queues.copying.popleft(), told)
+            if self._all_have("replicated", told):
+                self._all_replicated(self._queues.replicating.popleft(), told)
+            if self._all_have("written", told):
+                self._all_written(self._queues.writing.popleft(), told)
 
-    def _all_have_copied(self, tally: dict[str, float]) -> bool:
-        return tally["snapshot_copied"] == self._world.size
+    def _all_have(self, done: str, told: dict[str, float]) -> bool:
+        return told[f"snapshot_{done}"] == self._world.size
 
-    def _all_copied(self, taken: Taken, tally: dict[str, float]) -> None:
+    def _all_copied(self, taken: Taken, told: dict[str, float]) -> None:
         iteration = taken.plan.iteration
-        self._heard = dataclasses.replace(
-            self._heard, copied=self._transfer(tally, "snapshot_bytes", "snapshot_copy_s")
-        )
-        self._report.snapshot(iteration, tally, self._world.size)
+        self._heard = dataclasses.replace(self._heard, copied=self._transfer(told, "snapshot_bytes", "snapshot_copy_s"))
+        self._report.snapshot(iteration, told, self._world.size)
         if not taken.snapshot.in_memory:
             return  # it is safe when it is written
         if self._tiers.memory is not None and self._tiers.leads_node:
@@ -407,9 +406,9 @@ class Snapshots(Rider):
             self._queues.replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
             reach("replicating")
 
-    def _all_replicated(self, taken: Taken, tally: dict[str, float]) -> None:
+    def _all_replicated(self, taken: Taken, told: dict[str, float]) -> None:
         nodes = len(set(self._tiers.nodes))
-        amount, seconds = int(tally["snapshot_replicated_bytes"]), tally["snapshot_replicate_s"] / nodes
+        amount, seconds = int(told["snapshot_replicated_bytes"]), told["snapshot_replicate_s"] / nodes
         self._report.replicated(taken.plan.iteration, amount, seconds)
         self._heard = dataclasses.replace(self._heard, replicated=Transfer(amount / nodes, seconds))
         self._is_safe(taken)
@@ -420,7 +419,8 @@ class Snapshots(Rider):
         if self._tokens is not None:
             self._tokens.snapshotted(taken.plan.iteration)
         if self._tiers.memory is not None:
-            self._superseded = taken.plan.supersedes
+            if taken.plan.supersedes is not None:
+                self._superseded = taken.plan.supersedes
             self._in_memory = taken
             self._boundaries.stored(taken.plan)
 
@@ -441,21 +441,21 @@ class Snapshots(Rider):
         self._persist_due = (iteration // every + 1) * every
         return True
 
-    def _all_written(self, taken: Taken, tally: dict[str, float]) -> None:
+    def _all_written(self, taken: Taken, told: dict[str, float]) -> None:
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         self._stored = taken.plan.iteration
         if self._tiers.memory is None:
             self._boundaries.stored(taken.plan)
-        written = self._transfer(tally, "snapshot_written_bytes", "snapshot_write_s")
+        written = self._transfer(told, "snapshot_written_bytes", "snapshot_write_s")
         self._heard = dataclasses.replace(self._heard, written=written)
         if self._tokens is not None:
             self._tokens.persisted(taken.plan.iteration)
         if self._world.rank == 0:
-            amount, seconds = int(tally["snapshot_written_bytes"]), tally["snapshot_write_s"] / self._world.size
+            amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
             self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
 
-    def _transfer(self, tally: dict[str, float], amount: str, seconds: str) -> Transfer:
-        return Transfer(tally[amount] / self._world.size, tally[seconds] / self._world.size)
+    def _transfer(self, told: dict[str, float], amount: str, seconds: str) -> Transfer:
+        return Transfer(told[amount] / self._world.size, told[seconds] / self._world.size)
 
     @contextlib.contextmanager
     def _remembering_failure(self):
