@@ -10,7 +10,7 @@ from megatron.training.config import ConfigError
 from megatron.training.faults import inject_faults
 from moc.faults import on_reach, reach
 from moc.runtime.job import Job
-from tests.unit.training.test_arguments import BASE
+from tests.unit.training.flags import BASE
 
 
 @pytest.fixture(autouse=True)
