@@ -81,3 +81,28 @@ def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path
     assert (first["stages"], second["stages"], first["kept"], second["kept"]) == ([0], [1], 2, 2)
     assert {tier for event in (first, second) for _, tier in event["sources"]} == {"memory"}
     assert {event["exact"] for event in job.events("replay")} == {None, True}
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("layout", "window"), [("PP2", 1), ("interleaved", 5)])
+def test_any_window(layout, window, data, tmp_path):
+    flags = data | SMALL | DROPOUT | BF16 | dict(train_iters=18)
+    places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
+    sparse = SPARSE | dict(sparse_window=window, ckpt_blocking=True)
+    faults = dict(
+        inject=["kill rank=1 iteration=10 point=forward_backward", "kill rank=0 iteration=16 point=after_vote"]
+    )
+    with Launched(layout, flags | sparse | places | faults, tmp_path / "job") as job:
+        assert job.wait() == 0, job.console[-4000:]
+    straight = train(
+        layout, flags | dict(ckpt_policy="full", snapshot_interval=18, ckpt_dir=str(tmp_path / "straight"))
+    )
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 18) == contents(ends[1], 18)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    # the first snapshot has everything; windows of 5 end at 6, 11 and 16, which is not taken any more when 0 is killed
+    stages, again = {1: ([[], [0]], [16]), 5: ([[1], [0]], [*range(3, 10), *range(8, 17)])}[window]
+    assert [event["stages"] for event in job.events("resume")] == stages
+    assert [event["iteration"] for event in job.events("resume")] == [9, 16]
+    assert [event["iteration"] for event in job.events("replay")] == again
