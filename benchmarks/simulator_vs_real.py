@@ -2,13 +2,14 @@
 
     python benchmarks/simulator_vs_real.py --output docs/results/simulator_vs_real_cpu.json
 
-Under our launcher, 4 workers (PP2 x EP2) train with one policy after the other, and the injector kills some of them, at
-a mean of 25, 50 and 100 iterations from one fault to the next; for each mean, one more run saves nothing and loses
-nothing, and tells what an iteration takes without either.  The first halves of a policy's runs say what an iteration
-with saving takes, when a snapshot can be used, and what a recovery is made of; with that, and the places of the faults,
-the simulator predicts the second halves (``benchmarks/ettr/predict.py``).  *From the mean alone*: the same where the
-places are not known, over 100 runs of the model clock.  A policy is judged by its second halves together, since two or
-four recoveries in one of them take what they take by chance.
+Under our launcher, 4 workers (PP2 x EP2) train with one policy after the other, and one to three of them are killed at
+once in the midst of iterations, at a mean of 25, 50 and 100 iterations from one fault to the next; before, between and
+after them short runs save nothing and lose nothing, and tell what an iteration takes without either.  One half of each
+of a policy's runs says what an iteration with saving takes, when a snapshot can be used, and what a recovery is made
+of; with that, and the places of the faults, the simulator predicts the other (``benchmarks/ettr/predict.py``).  Each
+half is predicted from the other: where the machine was by chance faster in one of them, that makes two errors which are
+against each other, while what the simulator has wrong stays.  *From the mean alone*: the same where the places are not
+known, over 100 runs of the model clock.  A policy is judged by its runs together.
 
 Flags that are not the benchmark's own are the program's.
 """
@@ -19,13 +20,14 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -35,12 +37,19 @@ from benchmarks.ettr.predict import Half, Way, expected, halves, predicted
 from benchmarks.live.job import MODEL, PROGRAM, Events, Job, launcher
 from moc.simulate.profile import Profile, profile_of
 from moc.simulate.recoveries import fitted
+from moc.simulate.ways import Parts
 
 WORKERS = 4
 LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
+MOST = 3  # workers that are killed at once
 EVERY = 8  # iterations, where not each has a snapshot
 GOAL = 0.03
+KINDS = ("measured", "predicted", "from_the_mean")
 PLAIN = "no saving, no faults"
+PLAIN_EVERY = 3  # policies
+STEADY = ["--lr", "1e-9"]
+"""A model that learns sends more and more tokens to fewer experts, and its iterations become shorter by a third; one
+that does not takes as long in one half of a run as in the other."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,20 @@ CASES = {
 """Gemini's, CheckFreq's and Megatron-DeepSpeed's ways of saving everything, MoC-System's, and MoEvement's."""
 
 
+def planned(mean: float, iterations: int, seed: int) -> list[str]:
+    """Faults as ``--inject`` reads them, at random places: as many as there are means between the run's ends.
+
+    They come when an iteration is computed, for that is when a worker dies that dies at any time; faults at the named
+    points of snapshots would meet each of these just when it is taken.
+    """
+    chance, places = random.Random(seed), range(2 * EVERY, iterations - EVERY)
+    told = []
+    for at in sorted(chance.sample(places, round(len(places) / mean))):
+        ranks = sorted(chance.sample(range(WORKERS), chance.randint(1, MOST)))
+        told.append(f"kill ranks={','.join(map(str, ranks))} iteration={at} point=before_vote")
+    return told
+
+
 def run(flags: Sequence[object], iterations: int, events: Path | None) -> list[dict]:
     """Trains to the end; what the run has told.
 
@@ -84,7 +107,7 @@ def run(flags: Sequence[object], iterations: int, events: Path | None) -> list[d
         return Events(events).all()
     with tempfile.TemporaryDirectory(prefix="ettr-") as name:
         directory = Path(name)
-        command = [*launcher(WORKERS), PROGRAM, *MODEL, *LAYOUT, "--train-iters", iterations, *flags]
+        command = [*launcher(WORKERS), PROGRAM, *MODEL, *LAYOUT, *STEADY, "--train-iters", iterations, *flags]
         saving = ["--ckpt-dir", directory / "snapshots"] if "--ckpt-policy" in flags else []
         with Job([*command, *saving], directory, Path("/dev/shm") / directory.name if saving else None) as job:
             if job.process.wait() != 0:
@@ -95,34 +118,52 @@ def run(flags: Sequence[object], iterations: int, events: Path | None) -> list[d
     return told
 
 
-def judge(
-    runs: Mapping[float, Mapping[str, Sequence[dict]]], ways: Mapping[str, Way]
-) -> dict[str, dict[float, dict[str, object]]]:
-    """By policy and mean distance of faults: ETTR of the second half, measured and predicted, and with what.
+@dataclass(frozen=True)
+class Told:
+    """What was seen of a policy at one mean distance of faults.
+
+    Attributes:
+        events: of its run.
+        plain: of the runs between policies, which save nothing and lose nothing.
+    """
+
+    events: Sequence[dict]
+    plain: Sequence[Sequence[dict]]
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of an iteration without either."""
+        return fmean(profile_of(events).mean_iteration_s for events in self.plain)
+
+
+def judge(runs: Mapping[float, Mapping[str, Told]], ways: Mapping[str, Way]) -> dict[str, dict[float, dict]]:
+    """By policy and mean distance of faults: ETTR, measured and predicted, of both halves, and with what.
 
     Args:
-        runs: by mean distance and policy the events of a run; under :data:`PLAIN` those of one without either.
+        runs: by mean distance and policy.
         ways: by policy, what the simulator is told of it.
 
     Raises:
-        ValueError: a policy's first halves had no recovery to learn from.
+        ValueError: some halves of a policy's runs had no recovery to learn from.
     """
-    plain = {mtbf: profile_of(of[PLAIN]).mean_iteration_s for mtbf, of in runs.items()}
-    found = {}
-    for name, way in ways.items():
-        cut = {mtbf: halves(of[name], way.interval) for mtbf, of in runs.items()}
-        profiles = {mtbf: profile_of(first.events) for mtbf, (first, _) in cut.items()}
+    return {name: _judge_policy(name, way, {mtbf: of[name] for mtbf, of in runs.items()}) for name, way in ways.items()}
+
+
+def _judge_policy(name: str, way: Way, runs: Mapping[float, Told]) -> dict[float, dict]:
+    cut = {mtbf: halves(told.events, way.interval) for mtbf, told in runs.items()}
+    found = {mtbf: [] for mtbf in runs}
+    for known, other in ((0, 1), (1, 0)):
+        profiles = {mtbf: profile_of(pair[known].events) for mtbf, pair in cut.items()}
         recoveries = [one for profile in profiles.values() for one in profile.recoveries]
         if not recoveries:
-            raise ValueError(f"no worker was lost in the first half of any run of {name}: run longer")
+            raise ValueError(f"no worker was lost in the halves of {name} to learn from: run longer")
         parts = fitted(recoveries)
-        found[name] = {
-            mtbf: _judge_one(way, mtbf, second, profiles[mtbf], parts, plain[mtbf]) for mtbf, (_, second) in cut.items()
-        }
-    return found
+        for mtbf, pair in cut.items():
+            found[mtbf].append(_judge_half(way, mtbf, pair[other], profiles[mtbf], parts, runs[mtbf].plain_s))
+    return {mtbf: _whole(told, runs[mtbf].plain_s) for mtbf, told in found.items()}
 
 
-def _judge_one(way: Way, mtbf: float, half: Half, profile: Profile, parts, plain_s: float) -> dict[str, object]:
+def _judge_half(way: Way, mtbf: float, half: Half, profile: Profile, parts: Parts, plain_s: float) -> dict:
     known = (profile, parts, plain_s)
     return {
         "measured": half.ettr(plain_s),
@@ -131,7 +172,6 @@ def _judge_one(way: Way, mtbf: float, half: Half, profile: Profile, parts, plain
         "seconds": half.seconds,
         "iterations": half.iterations,
         "faults": [asdict(hit) for hit in half.hits],
-        "plain_iteration_s": plain_s,
         "iteration_s": profile.mean_iteration_s,
         "usable_s": profile.usable_s,
         "recovery": asdict(parts),
@@ -139,8 +179,15 @@ def _judge_one(way: Way, mtbf: float, half: Half, profile: Profile, parts, plain
     }
 
 
+def _whole(found: Sequence[Mapping], plain_s: float) -> dict:
+    """A run of which each half was predicted by the other."""
+    seconds = sum(half["seconds"] for half in found)
+    ettr = {kind: sum(half[kind] * half["seconds"] for half in found) / seconds for kind in KINDS}
+    return {**ettr, "seconds": seconds, "plain_iteration_s": plain_s, "halves": list(found)}
+
+
 def together(by: Mapping[float, Mapping[str, float]], kind: str) -> float:
-    """ETTR of a policy, measured or predicted, of all its second halves as if they were one run."""
+    """ETTR of a policy, measured or predicted, of all its runs as if they were one."""
     return sum(one[kind] * one["seconds"] for one in by.values()) / sum(one["seconds"] for one in by.values())
 
 
@@ -185,17 +232,24 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     """The command line, and what is the program's of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mtbf", type=float, nargs="+", default=[25, 50, 100], metavar="N", help="from fault to fault")
-    parser.add_argument("--iterations", type=int, nargs="+", default=[480, 320, 240], metavar="N", help="of such runs")
-    parser.add_argument("--plain", type=int, default=60, help="of each run without saving and faults (default: 60)")
+    parser.add_argument("--iterations", type=int, nargs="+", default=[240, 200, 200], metavar="N", help="of such runs")
+    parser.add_argument("--plain", type=int, default=50, help="of each run without saving and faults (default: 50)")
     parser.add_argument("--policies", nargs="+", choices=CASES, default=list(CASES), metavar="POLICY")
-    # the first with which each half of all runs has two faults or more
-    parser.add_argument("--seed", type=int, default=2, help="of the faults, the same for all policies (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults, the same for all policies (default: 0)")
     parser.add_argument("--events", type=Path, help="directory to keep events in; runs that are there are not repeated")
     parser.add_argument("--output", type=Path, help="JSON file; the plot goes beside it")
     own, flags = parser.parse_known_args(arguments)
     if len(own.iterations) != len(own.mtbf):
         parser.error("--iterations needs as many numbers as --mtbf")
     return own, flags
+
+
+def _run(own: argparse.Namespace, name: str, mtbf: float, iterations: int, flags: Sequence[object]) -> list[dict]:
+    kept = own.events and own.events / f"{name.replace(', ', '-').replace(' ', '-')}_{mtbf:g}.jsonl"
+    events = run(flags, iterations, kept)
+    seconds = [event["elapsed_s"] for event in events if event["type"] == "iteration"]
+    print(f"every {mtbf:g}: {name}: {len(seconds)} iterations of {median(seconds):.3f} s", flush=True)
+    return events
 
 
 def main() -> int:
@@ -206,16 +260,14 @@ def main() -> int:
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     machine["load_before"], runs = os.getloadavg()[0], {}
     for mtbf, iterations in zip(own.mtbf, own.iterations, strict=True):
-        faults = ["--inject-mtbf-iterations", mtbf, "--inject-seed", own.seed]
-        wanted = {PLAIN: (own.plain, [])} | {
-            name: (iterations, [*CASES[name].flags.split(), *faults]) for name in own.policies
-        }
-        runs[mtbf] = {}
-        for name, (length, more) in wanted.items():
-            kept = own.events and own.events / f"{name.replace(', ', '-').replace(' ', '-')}_{mtbf:g}.jsonl"
-            runs[mtbf][name] = run([*flags, *more], length, kept)
-            seconds = [e["elapsed_s"] for e in runs[mtbf][name] if e["type"] == "iteration"]
-            print(f"every {mtbf:g}: {name}: {len(seconds)} iterations of {median(seconds):.3f} s", flush=True)
+        faults = ["--inject", *planned(mtbf, iterations, own.seed)]
+        plain, events = [], {}
+        for number, name in enumerate(own.policies):
+            if number % PLAIN_EVERY == 0:
+                plain.append(_run(own, f"{PLAIN} {number}", mtbf, own.plain, flags))
+            events[name] = _run(own, name, mtbf, iterations, [*flags, *CASES[name].flags.split(), *faults])
+        plain.append(_run(own, f"{PLAIN} {len(own.policies)}", mtbf, own.plain, flags))
+        runs[mtbf] = {name: Told(told, plain) for name, told in events.items()}
     found = judge(runs, {name: CASES[name].way for name in own.policies})
     print(*table(found), sep="\n")
     worst = max(abs(error(by)) for by in found.values())
@@ -223,7 +275,12 @@ def main() -> int:
     single = max(abs(one["predicted"] - one["measured"]) for by in found.values() for one in by.values())
     print(f"of one run alone: {100 * single:.1f} points")
     if own.output is not None:
-        told = {"machine": machine, "flags": [*MODEL, *LAYOUT, *flags], "iterations": own.iterations, "seed": own.seed}
+        told = {
+            "machine": machine,
+            "flags": [*MODEL, *LAYOUT, *STEADY, *flags],
+            "iterations": own.iterations,
+            "seed": own.seed,
+        }
         told |= {"policies": {name: CASES[name].flags for name in own.policies}}
         told |= {"errors": {name: error(by) for name, by in found.items()}, "ettr": found}
         own.output.write_text(json.dumps(told, indent=1) + "\n")

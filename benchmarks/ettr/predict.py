@@ -1,8 +1,8 @@
 """What a run's events say of its ETTR, and what the simulator says of it; pure functions.
 
 ETTR is the time of useful work by the wall clock's: iterations that count, each for as long as it takes where nothing
-is saved and nothing fails.  A run is cut into two halves at an iteration; the first one tells the simulator how long
-things take, the second one is what it has to predict.
+is saved and nothing fails.  A run is cut into parts, which make two halves by turns, since what a machine does besides
+changes from minute to minute: one half tells the simulator how long things take, the other is what it has to predict.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from moc.simulate.engine import Job, simulate
@@ -19,8 +20,9 @@ from moc.simulate.recoveries import faults, stretches
 from moc.simulate.saving import Saving
 from moc.simulate.ways import Parts, program_way
 
+PARTS = 8  # of a run
 WARM_UP = 5  # iterations that allocate and connect
-AT_ONCE = 2  # workers that a random fault kills, in the mean
+AT_ONCE = 2  # workers that a fault kills, in the mean
 _NEARLY_ALL = 0.999  # of an iteration, however long its time was before it was cut short
 RUNS = 100  # of the model clock, where faults come by chance
 
@@ -60,7 +62,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Half:
+class Part:
     """A part of a run, from the end of one iteration to the end of another one.
 
     Attributes:
@@ -75,17 +77,45 @@ class Half:
     iterations: int
     hits: tuple[Hit, ...]
 
+
+@dataclass(frozen=True)
+class Half:
+    """Every second part of a run."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def events(self) -> list[dict]:
+        """Of all parts, in order."""
+        return [event for part in self.parts for event in part.events]
+
+    @property
+    def seconds(self) -> float:
+        """That all of them took."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def iterations(self) -> int:
+        """Of all of them."""
+        return sum(part.iterations for part in self.parts)
+
+    @property
+    def hits(self) -> list[Hit]:
+        """Of all of them."""
+        return [hit for part in self.parts for hit in part.hits]
+
     def ettr(self, plain_s: float) -> float:
         """As it was measured; an iteration without saving and faults takes ``plain_s``."""
         return self.iterations * plain_s / self.seconds
 
 
-def halves(events: Sequence[dict], every: int = 1) -> tuple[Half, Half]:
+def halves(events: Sequence[dict], every: int = 1, parts: int = PARTS) -> tuple[Half, Half]:
     """The two halves of a run, without its first iterations.
 
     Args:
         events: of the run.
-        every: iterations from one snapshot to the next, so that halves begin with one.
+        every: iterations from one snapshot to the next, so that parts begin with one.
+        parts: of both together, of about as many iterations each.
 
     Raises:
         ValueError: there are not enough iterations between recoveries to cut at.
@@ -95,11 +125,15 @@ def halves(events: Sequence[dict], every: int = 1) -> tuple[Half, Half]:
     counted = list(_that_count(events))
     cuts = [one for one in counted if one["iteration"] >= WARM_UP and id(one) not in recovering]
     begins = [one for one in cuts if one["iteration"] % every == 0]
-    if len(begins) < 2 or begins[1] is cuts[-1]:
-        raise ValueError(f"{len(begins)} iterations between recoveries are too few to cut a run in halves: run longer")
-    middle = (begins[0]["iteration"] + cuts[-1]["iteration"]) / 2
-    middle = min(begins[1:], key=lambda event: abs(event["iteration"] - middle))
-    return _between(events, counted, begins[0], middle), _between(events, counted, middle, cuts[-1])
+    if not begins:
+        raise ValueError("there is no iteration to cut a run at: run longer")
+    first, last = begins[0]["iteration"], cuts[-1]["iteration"]
+    wanted = [first + number * (last - first) / parts for number in range(parts)]
+    borders = [min(begins, key=lambda event, at=at: abs(event["iteration"] - at)) for at in wanted] + [cuts[-1]]
+    if any(one["iteration"] >= next_one["iteration"] for one, next_one in pairwise(borders)):
+        raise ValueError(f"{len(begins)} iterations between recoveries are too few to cut a run at: run longer")
+    found = tuple(_between(events, counted, *ends) for ends in pairwise(borders))
+    return Half(found[::2]), Half(found[1::2])
 
 
 def _that_count(events: Sequence[dict]) -> Iterator[dict]:
@@ -111,7 +145,7 @@ def _that_count(events: Sequence[dict]) -> Iterator[dict]:
             yield event
 
 
-def _between(events: Sequence[dict], counted: Sequence[dict], first: dict, last: dict) -> Half:
+def _between(events: Sequence[dict], counted: Sequence[dict], first: dict, last: dict) -> Part:
     part = [event for event in events if first["time"] < event["time"] <= last["time"]]
     hits, before = [], None
     for at, lost in faults(part):
@@ -119,7 +153,7 @@ def _between(events: Sequence[dict], counted: Sequence[dict], first: dict, last:
         after_s = at - before[0] if before and before[1] is done else None
         hits.append(Hit(done["iteration"] - first["iteration"], at - done["time"], after_s, lost))
         before = at, done
-    return Half(part, last["time"] - first["time"], last["iteration"] - first["iteration"], tuple(hits))
+    return Part(part, last["time"] - first["time"], last["iteration"] - first["iteration"], tuple(hits))
 
 
 def predicted(way: Way, half: Half, profile: Profile, parts: Parts, plain_s: float) -> float:
@@ -132,10 +166,12 @@ def predicted(way: Way, half: Half, profile: Profile, parts: Parts, plain_s: flo
         parts: of a recovery, as the other halves of the policy's runs tell.
         plain_s: seconds of an iteration without saving and faults.
     """
-    each_s = profile.mean_iteration_s
-    trace = tuple(Event(_place(hit, each_s) * each_s, hit.lost, after_s=hit.after_s) for hit in half.hits)
-    chance = Faults(trace=trace, while_training=True) if trace else Faults(math.inf)
-    return _simulated(way, half.seconds, chance, profile, parts, plain_s)
+    each_s, useful_s = profile.mean_iteration_s, 0.0
+    for part in half.parts:
+        trace = tuple(Event(_place(hit, each_s) * each_s, hit.lost, after_s=hit.after_s) for hit in part.hits)
+        chance = Faults(trace=trace, while_training=True) if trace else Faults(math.inf)
+        useful_s += part.seconds * _simulated(way, part.seconds, chance, profile, parts, plain_s)
+    return useful_s / half.seconds
 
 
 def _place(hit: Hit, each_s: float) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import simulator_vs_real
 from benchmarks.ettr.predict import Way, expected, halves, predicted, saving_of
+from moc.runtime.inject import faults_of
 from moc.simulate.profile import profile_of
 from moc.simulate.recoveries import fitted
 
@@ -30,32 +31,33 @@ def run(iterations: int, every: int, back: int = 0, restart_s: float = RESTART_S
 
 
 def known_of(events):
-    first, second = halves(events)
-    profile = profile_of(first.events)
-    return second, (profile, fitted(profile.recoveries), PLAIN_S)
+    known, other = halves(events)
+    profile = profile_of(known.events)
+    return other, (profile, fitted(profile.recoveries), PLAIN_S)
 
 
-def test_a_run_is_cut_where_nothing_recovers():
-    first, second = halves(run(205, every=50))
-    assert (first.iterations, second.iterations) == (100, 100)
-    assert first.ettr(PLAIN_S) == 100 * PLAIN_S / first.seconds
-    assert first.seconds + second.seconds == pytest.approx(200 * SAVING_S + 4 * (RESTART_S + SAVING_S / 2))
-    assert len(first.hits) == len(second.hits) == 2
-    hit = second.hits[0]
-    assert (hit.iterations, hit.after_s, hit.lost) == (150 - 105, None, 1)
+def test_halves_are_parts_by_turns():
+    known, other = halves(run(405, every=50))
+    assert [part.iterations for part in known.parts + other.parts] == [50] * 8
+    assert known.parts[1].events[0]["time"] > other.parts[0].events[-1]["time"] > known.parts[0].events[-1]["time"]
+    assert known.ettr(PLAIN_S) == 200 * PLAIN_S / known.seconds
+    assert known.seconds + other.seconds == pytest.approx(400 * SAVING_S + 8 * (RESTART_S + SAVING_S / 2))
+    assert len(known.hits) == len(other.hits) == 4
+    hit = other.parts[0].hits[0]
+    assert (hit.iterations, hit.after_s, hit.lost) == (100 - 55, None, 1)
     assert hit.since_s == pytest.approx(SAVING_S / 2)
     with pytest.raises(ValueError, match="too few to cut"):
         halves(run(6, every=50))
 
 
-def test_halves_begin_with_a_snapshot_and_never_in_a_recovery():
-    first, second = halves(run(205, every=50), every=8)
+def test_parts_begin_with_a_snapshot_and_never_in_a_recovery():
+    first, second = halves(run(205, every=50), every=8, parts=2)
     assert (first.iterations, second.iterations) == (104 - 8, 205 - 104)
     # A worker is lost in the middle of the run, and the others complete the iteration of the middle before they notice.
     events = run(205, every=104)
     (killed,) = (place for place, event in enumerate(events) if event["type"] == "inject")
     late = {"type": "iteration", "time": events[killed]["time"] + 0.01, "iteration": 105, "elapsed_s": SAVING_S}
-    for half in halves([*events[: killed + 1], late, *events[killed + 1 :]]):
+    for half in halves([*events[: killed + 1], late, *events[killed + 1 :]], parts=2):
         assert sum(event["type"] == "resume" for event in half.events) == len(half.hits)
 
 
@@ -63,7 +65,7 @@ def test_what_is_lost_before_anything_is_done_again_is_known_by_its_distance():
     events = run(205, every=150)
     (killed,) = (event for event in events if event["type"] == "inject")
     again = killed | {"time": killed["time"] + 0.5}
-    _, second = halves(sorted([*events, again], key=lambda event: event["time"]))
+    _, second = halves(sorted([*events, again], key=lambda event: event["time"]), parts=2)
     assert [(hit.iterations, hit.after_s) for hit in second.hits] == [(45, None), (45, pytest.approx(0.5))]
 
 
@@ -104,9 +106,9 @@ def test_a_policy_on_the_model_clock():
 
 
 def test_a_policy_is_judged_by_all_of_its_halves_together():
-    plain = run(50, every=1000)
+    plain = [run(50, every=1000)] * 2
     ways = {"full": Way(), "other": Way(window=3)}
-    runs = {m: {simulator_vs_real.PLAIN: plain} | dict.fromkeys(ways, run(305, every=int(m))) for m in (25.0, 50.0)}
+    runs = {m: dict.fromkeys(ways, simulator_vs_real.Told(run(405, every=int(m)), plain)) for m in (25.0, 50.0)}
     found = simulator_vs_real.judge(runs, ways)
     lines = simulator_vs_real.table(found)
     assert "every 25 iterations | every 50 iterations" in lines[0] and lines[2].startswith("| full | 0.")
@@ -117,4 +119,15 @@ def test_a_policy_is_judged_by_all_of_its_halves_together():
     halved = {25.0: {"measured": 0.5, "seconds": 30.0}, 50.0: {"measured": 0.9, "seconds": 10.0}}
     assert simulator_vs_real.together(halved, "measured") == pytest.approx((15 + 9) / 40)
     with pytest.raises(ValueError, match="run longer"):
-        simulator_vs_real.judge({25.0: {simulator_vs_real.PLAIN: plain, "full": plain}}, {"full": Way()})
+        simulator_vs_real.judge({25.0: {"full": simulator_vs_real.Told(plain[0], plain)}}, {"full": Way()})
+
+
+@pytest.mark.parametrize(("mean", "iterations", "count"), [(25, 240, 9), (50, 200, 4), (100, 200, 2)])
+def test_faults_are_as_far_apart_as_is_said(mean, iterations, count):
+    faults = simulator_vs_real.planned(mean, iterations, seed=1)
+    assert (
+        faults == simulator_vs_real.planned(mean, iterations, seed=1) != simulator_vs_real.planned(mean, iterations, 2)
+    )
+    plan = faults_of(";".join(faults))
+    assert len(plan) == len({fault.iteration for fault in plan}) == count
+    assert all(16 <= fault.iteration < iterations - 8 and 1 <= len(fault.ranks) <= 3 for fault in plan)
