@@ -15,6 +15,7 @@ class NoSnapshots(Rider):
 
     gauges: Mapping[str, float] = MappingProxyType({})
     live: Live | None = None
+    begun: Mapping[int, dict] = MappingProxyType({})
     record: StepRecord | None = None
 
     def take(self, position: Position, record: StepRecord, step_s: float) -> None:

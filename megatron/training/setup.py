@@ -97,6 +97,7 @@ class Parts:
         if self.saving is not None:
             checkpoints, snapshots = self.saving
             self.left.live, self.left.reduced = snapshots.live, self.optimizer.reduced
+            self.left.begun = snapshots.begun
             checkpoints.close()
             snapshots.close()
             self.saving = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -106,6 +107,7 @@ class Snapshots(Rider):
         self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
         self._start = start
         self._queues = Queues()
+        self._last: deque[Taken] = deque(maxlen=spare + 1)
         self._failure: str | None = None
         self._newest, self._newest_is_complete = start.newest, True
         self._stored = None if start.newest in start.in_memory else start.newest
@@ -260,6 +262,11 @@ class Snapshots(Rider):
         return self._position and Live(self._position, self._describe(self._position, self.record))
 
     @property
+    def begun(self) -> dict[int, dict]:
+        """By iteration, what is not a tensor of the last snapshots, if this worker publishes."""
+        return {taken.plan.iteration: taken.state for taken in self._last if taken.state}
+
+    @property
     def gauges(self) -> dict[str, float]:
         """What there is to see of every iteration."""
         plt = {} if self._tokens is None else {"plt": self._tokens.plt}
@@ -310,6 +317,7 @@ class Snapshots(Rider):
         publishes = self._world.rank == 0 or self._tiers.leads_node
         taken = Taken(plan, storage, self._describe(position, self.record) if publishes else {}, snapshot)
         self._queues.copying.append(taken)
+        self._last.append(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)
 

@@ -41,10 +41,12 @@ class Left:
     Attributes:
         live: its state, as long as it is whole.
         reduced: the iteration of which it has the reduced gradients.
+        begun: by iteration, what is not a tensor of the last snapshots that it was to publish.
     """
 
     live: Live | None = None
     reduced: int | None = None
+    begun: Mapping[int, dict] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Survivors:
         again: the job has trained already, if only in workers that are lost.
         live: by rank the iteration that its state is at; new workers have none.
         states: by iteration, what is not a tensor, from the first worker that is there.
+        begun: the same of the last snapshots, some of which a lost worker may not have published.
         pieces: by rank and operator what it holds: see :class:`moc.recovery.plan.Inventory`.
         steps: by iteration and operator, the updates that its moments have seen.
         logs: of what passed between pipeline stages; None where nothing is logged.
@@ -63,6 +66,7 @@ class Survivors:
     again: bool = False
     live: Mapping[int, int] = field(default_factory=dict)
     states: Mapping[int, dict] = field(default_factory=dict)
+    begun: Mapping[int, dict] = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     steps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     logs: Logs | None = None
@@ -94,8 +98,9 @@ def survivors(
     told = gather((mine is not None, at))
     again = any(trained for trained, _ in told)
     live = {rank: iteration for rank, (_, iteration) in enumerate(told) if iteration is not None}
+    begun = _of_first(mine.begun if mine is not None else {}, world)
     if not live:
-        return Survivors(again)
+        return Survivors(again, begun=begun)
     speaks = at is not None and world.rank == min(rank for rank, other in live.items() if other == at)
     states = dict(one for one in gather((at, own.state) if speaks else None) if one is not None)
     steps: dict[int, dict[str, int]] = {iteration: {} for iteration in states}
@@ -103,7 +108,15 @@ def survivors(
         if rank in live:
             steps[live[rank]] |= counted
     logs = _logs(world, mine, records, boundaries) if boundaries.feeds else None
-    return Survivors(again, live, states, dict(enumerate(gather(pieces(state)))), steps, logs)
+    return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(state)))), steps, logs)
+
+
+def _of_first(mine: Mapping[int, dict], world: World) -> dict[int, dict]:
+    """Of each iteration, what the first worker has that has something."""
+    has = list(enumerate(gather(sorted(mine))))
+    first = {iteration: rank for rank, iterations in reversed(has) for iteration in iterations}
+    told = gather({iteration: mine[iteration] for iteration, rank in first.items() if rank == world.rank})
+    return {iteration: state for states in told for iteration, state in states.items()}
 
 
 def _logs(world: World, mine: Left | None, records: Records, boundaries: Boundaries) -> Logs:
@@ -121,13 +134,13 @@ def _logs(world: World, mine: Left | None, records: Records, boundaries: Boundar
 def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, world: World) -> None:
     """Makes a checkpoint of what every worker had saved, the lost ones too, before it was known; a collective call.
 
-    A snapshot counts when the vote of the next iteration has told that all have copied it.  That vote was cut off, but
-    the parts tell themselves, and so the job need not go back to the snapshot before.
+    A snapshot counts when the vote of the next iteration has told that all have copied it.  That vote was cut off, or
+    who was to publish is lost, but the parts tell themselves, and so the job need not go back to the snapshot before.
     """
     in_memory = tiers.memory is not None
     store, ranks = (tiers.memory, tiers.node) if in_memory else (tiers.storage, range(world.size))
     publishes = tiers.leads_node if in_memory else world.rank == 0
-    for iteration, state in sorted(left.states.items()):
+    for iteration, state in sorted({**left.begun, **left.states}.items()):
         whole = not publishes or store.has_all(iteration, ranks)
         if all(gather(whole)):
             agreed(partial(_publish, publisher, store, iteration, state, ranks) if publishes else _nothing, _PROBLEM)

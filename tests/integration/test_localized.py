@@ -106,3 +106,21 @@ def test_any_window(layout, window, data, tmp_path):
     assert [event["stages"] for event in job.events("resume")] == stages
     assert [event["iteration"] for event in job.events("resume")] == [9, 16]
     assert [event["iteration"] for event in job.events("replay")] == again
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, tmp_path):
+    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=14)
+    # when 0 dies, all have the last snapshot of the window 5 to 7, and it was about to say so for its node
+    faults = dict(
+        inject=["slow rank=0 iteration=8 point=before_vote seconds=1", "kill rank=0 iteration=8 point=after_vote"]
+    )
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1")
+        with Launched("PP2", flags | SPARSE | places | faults, tmp_path / "job") as job:
+            assert job.wait() == 0, job.console[-4000:]
+    straight = train("PP2", flags)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert [(event["iteration"], event["stages"]) for event in job.events("resume")] == [(8, [0])]
+    assert [event["iteration"] for event in job.events("replay")] == [6, 7, 8]
