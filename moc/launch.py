@@ -176,6 +176,7 @@ async def _run(flags: Flags, token: bytes, directory: Path) -> int:
         for spare in spares:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(spare.wait(), flags.patience_s if keeping.done() else 0.0)
+        await asyncio.wait([keeping])
 
 
 async def _run_first(flags: Flags, begin: Callable[[], Agent]) -> int:
@@ -250,9 +251,14 @@ async def _start_controller(flags: Flags, endpoint: str, state: Path) -> tuple[a
 
 async def _keep_controller(flags: Flags, process: asyncio.subprocess.Process, endpoint: str, state: Path) -> None:
     """Starts the controller again when it dies; the agents find it where it was, and tell it what it must know."""
-    while await process.wait() != 0:
-        _log.warning("the controller has died: started again")
-        process, _ = await _start_controller(flags, endpoint, state)
+    try:
+        while await process.wait() != 0:
+            _log.warning("the controller has died: started again")
+            process, _ = await _start_controller(flags, endpoint, state)
+    finally:  # the directory that it writes to is about to go
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def main() -> None:
