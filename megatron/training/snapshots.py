@@ -107,7 +107,7 @@ class Snapshots(Rider):
         self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
         self._start = start
         self._queues = Queues()
-        self._last: deque[Taken] = deque(maxlen=spare + 1)
+        self._begun: deque[tuple[int, dict]] = deque(maxlen=spare + 1)
         self._failure: str | None = None
         self._newest, self._newest_is_complete = start.newest, True
         self._stored = None if start.newest in start.in_memory else start.newest
@@ -264,7 +264,7 @@ class Snapshots(Rider):
     @property
     def begun(self) -> dict[int, dict]:
         """By iteration, what is not a tensor of the last snapshots, if this worker publishes."""
-        return {taken.plan.iteration: taken.state for taken in self._last if taken.state}
+        return dict(self._begun)
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -317,7 +317,8 @@ class Snapshots(Rider):
         publishes = self._world.rank == 0 or self._tiers.leads_node
         taken = Taken(plan, storage, self._describe(position, self.record) if publishes else {}, snapshot)
         self._queues.copying.append(taken)
-        self._last.append(taken)
+        if publishes:
+            self._begun.append((plan.iteration, taken.state))
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)
 
