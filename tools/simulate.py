@@ -87,7 +87,15 @@ def _model_flags(group) -> None:
     for name, text in (("tp", "tensor parallelism"), ("pp", "pipeline stages"), ("ep", "expert parallelism")):
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
     group.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual stages of each pipeline stage")
-    group.add_argument("--global-batch", type=int, default=512, metavar="N", help="sequences (default: 512)")
+    group.add_argument(
+        "--global-batch-size",
+        "--global-batch",
+        dest="global_batch",
+        type=int,
+        default=512,
+        metavar="N",
+        help="sequences (default: 512)",
+    )
     group.add_argument(
         "--micro-batch", type=int, default=32, metavar="N", help="sequences that TP x EP ranks share (default: 32)"
     )

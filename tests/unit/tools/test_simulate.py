@@ -164,3 +164,8 @@ def test_durations():
     for wrong in ("", "m", "-1h", "soon"):
         with pytest.raises(simulate.argparse.ArgumentTypeError, match="is no duration"):
             simulate.duration(wrong)
+
+
+def test_the_global_batch_has_megatron_s_flag(capsys):
+    both = [told(capsys, *DEEPSEEK, flag, "1024") for flag in ("--global-batch-size", "--global-batch")]
+    assert both[0] == both[1] != told(capsys, *DEEPSEEK)
