@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from megatron.training.checkpoint_contents import Position
 from megatron.training.step import Rider, StepRecord
-from megatron.training.survivors import Live
+from megatron.training.survivors import Begun, Live
 
 
 class NoSnapshots(Rider):
@@ -15,7 +15,7 @@ class NoSnapshots(Rider):
 
     gauges: Mapping[str, float] = MappingProxyType({})
     live: Live | None = None
-    begun: Mapping[int, dict] = MappingProxyType({})
+    begun: Mapping[int, Begun] = MappingProxyType({})
     record: StepRecord | None = None
 
     def take(self, position: Position, record: StepRecord, step_s: float) -> None:

@@ -19,6 +19,7 @@ from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.replay import Repetition, Replay, check_freezing, convert, record_of
 from megatron.training.snapshot_reading import Key, Problem, SnapshotReader
+from megatron.training.snapshot_repair import Repair
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Live, Survivors
@@ -27,7 +28,7 @@ from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import Inventory, Plan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import MEMORY, Held, Moment, Recovery
+from moc.recovery.sources import MEMORY, STORAGE, Held, Moment, Recovery
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
@@ -68,6 +69,7 @@ class SnapshotLoader:
         tiers: where snapshots are.
         policy: which goes on from what it was told.
         tokens: the token ledger, where snapshots are partial.
+        repair: saves again what lost workers had not saved.
         log: where to report.
         repetition: computes iterations again.
         records: of iterations of late, as far as this worker knows them.
@@ -83,6 +85,7 @@ class SnapshotLoader:
         tiers: Tiers,
         policy: Policy,
         tokens: TokenBook | None,
+        repair: Repair,
         log: Log,
         repetition: Repetition,
         records: Records,
@@ -90,6 +93,7 @@ class SnapshotLoader:
         self._config, self._world, self._state, self._log = config, world, state, log
         self._repetition, self._records = repetition, records
         self._optimizer, self._scheduler, self._policy, self._tokens = optimizer, scheduler, policy, tokens
+        self._repair = repair
         self._stage = world.pipeline_rank
         self._storage, self._memory, self._leads_node = tiers.storage, tiers.memory, tiers.leads_node
         self._reader = SnapshotReader(config, world, state, tiers)
@@ -97,13 +101,21 @@ class SnapshotLoader:
 
     def find(self) -> list[Held]:
         """The checkpoints that there are; what cannot be read of those in storage is said."""
+        held, problems = self._look()
+        for problem in problems:
+            self._note(problem)
+        return held
+
+    def find_again(self) -> list[Held]:
+        """The same, when what lost workers had not saved was saved again."""
+        return self._look()[0]
+
+    def _look(self) -> tuple[list[Held], list[str]]:
         where = f"cannot look for snapshots in {self._storage.place.name}"
         stored, problems = on_first(lambda: look(self._storage), where)
         here = look(self._memory)[0] if self._memory is not None and self._leads_node else []
-        for problem in problems:
-            self._note(problem)
         nodes = [[Summary(*one) for one in node] for node in gather(here)]
-        return in_storage(Summary(*one) for one in stored) + in_memory(nodes, self._policy.operators)
+        return in_storage(Summary(*one) for one in stored) + in_memory(nodes, self._policy.operators), problems
 
     def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: Left | None) -> Loaded | None:
         """Fills model, optimizer and schedule by the newest plan that works.
@@ -131,7 +143,8 @@ class SnapshotLoader:
                 continue
             if mine is not None and self._world.rank not in plan.keep:
                 mine.live = None  # it is about to be written over
-            saved, bad = self._follow(plan, left)
+            with self._repair.of(self._torn(plan, held, left)):
+                saved, bad = self._follow(plan, left)
             if not bad:
                 if mine is not None:  # should another worker be lost before training goes on
                     mine.live = Live(_position(saved), saved)
@@ -170,6 +183,17 @@ class SnapshotLoader:
         if told:
             self._log.message(f"WARNING: upstream logs of workers {', '.join(map(str, told))} are damaged")
         return told
+
+    def _torn(self, plan: Plan, held: list[Held], left: Survivors) -> dict[int, Mapping[str, Detail]]:
+        """What was to be saved by the snapshots that are not whole, and come by when stages compute again alone."""
+        tier = STORAGE if self._memory is None else MEMORY
+        return {
+            iteration: begun.operators
+            for iteration, begun in left.begun.items()
+            if plan.stages
+            and plan.way.iteration < iteration < plan.iteration
+            and not any(one.has(iteration, tier, begun.operators) for one in held)
+        }
 
     def _follow(self, plan: Plan, left: Survivors) -> tuple[Mapping | None, dict[Key, str]]:
         """What of the state is not a tensor, once all is there; or by checkpoint what is wrong with it."""
@@ -270,6 +294,7 @@ class SnapshotLoader:
         for record in records:
             replay.compute(position, record)
             position = position.after(record)
+            self._repair.comes_by(position.iteration)
 
     def _compute_again(self, moment: Moment, way: Recovery, manifests: dict[Key, Manifest], replay: Replay) -> None:
         """The iteration after a moment of a window, once the state is that of the moment."""

@@ -29,6 +29,7 @@ from megatron.training.replay import Repetition, check_freezing
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
+from megatron.training.snapshot_repair import Repair
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, check_nodes
 from megatron.training.snapshots import Snapshots, Start
@@ -109,12 +110,23 @@ def begin(
         if config.snapshot.upstream_logging:
             agreed(lambda: boundaries.open(_memory(config, world, its.tiers.nodes).root), "cannot keep upstream logs")
             undo.callback(boundaries.close)
+        saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
         loader = SnapshotLoader(
-            config, world, its.state, optimizer, scheduler, its.tiers, its.policy, its.tokens, log, repetition, records
+            config=config,
+            world=world,
+            state=its.state,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            tiers=its.tiers,
+            policy=its.policy,
+            tokens=its.tokens,
+            repair=Repair(world, saved, its.tiers),
+            log=log,
+            repetition=repetition,
+            records=records,
         )
         left = survivors(mine, its.state, world, records, boundaries)
         start = _go_on(its, loader, checkpoints, world, log, left, mine)
-        saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
         its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
         if auto is not None:
             ep = config.parallel.expert_model_parallel_size
@@ -210,6 +222,9 @@ def _go_on(
     loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
     if mine is not None and not loaded:
         raise NothingToGoOnFrom
+    if loaded and loaded.plan.stages:  # they have saved again what some of them had lost
+        publish_what_is_whole(left, its.tiers, its.publisher, world)
+        loaded = dataclasses.replace(loaded, held=loader.find_again())
     start = _from(loaded, its) if loaded else Start(checkpoints.load() or Position())
     if its.tokens is not None and not loaded:
         its.tokens.starts_at(start.position.iteration)

@@ -27,7 +27,7 @@ from megatron.training.snapshot_queues import PER_VOTE, Queues, Taken, told_of
 from megatron.training.snapshot_report import SnapshotReport
 from megatron.training.snapshot_tiers import Tiers, copy_to_storage
 from megatron.training.step import Rider, StepRecord, sum_over_workers
-from megatron.training.survivors import Live
+from megatron.training.survivors import Begun, Live
 from megatron.training.tokens import TokenBook
 from megatron.training.upstream import Boundaries
 from moc.faults import reach
@@ -107,7 +107,7 @@ class Snapshots(Rider):
         self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
         self._start = start
         self._queues = Queues()
-        self._begun: deque[tuple[int, dict]] = deque(maxlen=spare + 1)
+        self._begun: deque[tuple[int, Begun]] = deque(maxlen=spare + 1)
         self._failure: str | None = None
         self._newest, self._newest_is_complete = start.newest, True
         self._stored = None if start.newest in start.in_memory else start.newest
@@ -262,8 +262,8 @@ class Snapshots(Rider):
         return self._position and Live(self._position, self._describe(self._position, self.record))
 
     @property
-    def begun(self) -> dict[int, dict]:
-        """By iteration, what is not a tensor of the last snapshots, if this worker publishes."""
+    def begun(self) -> dict[int, Begun]:
+        """By iteration the last snapshots, if this worker publishes."""
         return dict(self._begun)
 
     @property
@@ -293,10 +293,10 @@ class Snapshots(Rider):
         return self._tokens.load if self._tokens is not None else None
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position) -> None:
+        self._newest, self._newest_is_complete = plan.iteration, plan.complete
+        self._tell_policy(plan, storage)  # at once: should a worker be lost before it begins, it is taken again
         while self._rotation.free() is None:
             self._wait_and_vote()
-        self._newest, self._newest_is_complete = plan.iteration, plan.complete
-        self._tell_policy(plan, storage)
         window = self._policy.window_length
         self._rotation = self._rotation.trimmed(window)
         self._saver.trim(max(len(self._rotation.slots), self._rotation.most(window)))
@@ -318,7 +318,7 @@ class Snapshots(Rider):
         taken = Taken(plan, storage, self._describe(position, self.record) if publishes else {}, snapshot)
         self._queues.copying.append(taken)
         if publishes:
-            self._begun.append((plan.iteration, taken.state))
+            self._begun.append((plan.iteration, Begun(dict(plan.operators), taken.state)))
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)
 

@@ -15,6 +15,7 @@ from megatron.training.step import Records
 from megatron.training.upstream import Boundaries
 from moc.recovery.replicas import pieces
 from moc.recovery.scope import Logs
+from moc.state.detail import Detail
 from moc.state.training_state import TrainingState
 from moc.store.store import Store
 
@@ -34,6 +35,19 @@ class Live:
     state: dict
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A snapshot of late, of which some worker may not have saved its part, or told.
+
+    Attributes:
+        operators: what was to be saved of the whole model.
+        state: what of it is not a tensor.
+    """
+
+    operators: Mapping[str, Detail]
+    state: dict
+
+
 @dataclass
 class Left:
     """What a worker has left when another one is lost.
@@ -41,12 +55,12 @@ class Left:
     Attributes:
         live: its state, as long as it is whole.
         reduced: the iteration of which it has the reduced gradients.
-        begun: by iteration, what is not a tensor of the last snapshots that it was to publish.
+        begun: by iteration, the last snapshots that it was to publish.
     """
 
     live: Live | None = None
     reduced: int | None = None
-    begun: Mapping[int, dict] = field(default_factory=dict)
+    begun: Mapping[int, Begun] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Survivors:
         again: the job has trained already, if only in workers that are lost.
         live: by rank the iteration that its state is at; new workers have none.
         states: by iteration, what is not a tensor, from the first worker that is there.
-        begun: the same of the last snapshots, some of which a lost worker may not have published.
+        begun: by iteration the last snapshots, some of which a lost worker may not have saved or published.
         pieces: by rank and operator what it holds: see :class:`moc.recovery.plan.Inventory`.
         steps: by iteration and operator, the updates that its moments have seen.
         logs: of what passed between pipeline stages; None where nothing is logged.
@@ -66,7 +80,7 @@ class Survivors:
     again: bool = False
     live: Mapping[int, int] = field(default_factory=dict)
     states: Mapping[int, dict] = field(default_factory=dict)
-    begun: Mapping[int, dict] = field(default_factory=dict)
+    begun: Mapping[int, Begun] = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     steps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     logs: Logs | None = None
@@ -111,12 +125,12 @@ def survivors(
     return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(state)))), steps, logs)
 
 
-def _of_first(mine: Mapping[int, dict], world: World) -> dict[int, dict]:
+def _of_first(mine: Mapping[int, Begun], world: World) -> dict[int, Begun]:
     """Of each iteration, what the first worker has that has something."""
     has = list(enumerate(gather(sorted(mine))))
     first = {iteration: rank for rank, iterations in reversed(has) for iteration in iterations}
     told = gather({iteration: mine[iteration] for iteration, rank in first.items() if rank == world.rank})
-    return {iteration: state for states in told for iteration, state in states.items()}
+    return {iteration: begun for one in told for iteration, begun in one.items()}
 
 
 def _logs(world: World, mine: Left | None, records: Records, boundaries: Boundaries) -> Logs:
@@ -140,7 +154,8 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
     in_memory = tiers.memory is not None
     store, ranks = (tiers.memory, tiers.node) if in_memory else (tiers.storage, range(world.size))
     publishes = tiers.leads_node if in_memory else world.rank == 0
-    for iteration, state in sorted({**left.begun, **left.states}.items()):
+    begun = {iteration: one.state for iteration, one in left.begun.items()}
+    for iteration, state in sorted({**begun, **left.states}.items()):
         whole = not publishes or store.has_all(iteration, ranks)
         if all(gather(whole)):
             agreed(partial(_publish, publisher, store, iteration, state, ranks) if publishes else _nothing, _PROBLEM)

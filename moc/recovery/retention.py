@@ -79,14 +79,9 @@ def staying(
         kept = [moment.iteration for moment in way.moments]
     if newest == iteration:
         return Staying(newest, tuple(kept))
-    missing = [plan for plan in under_way if not any(_has_all(one, tier, plan) for one in past)]
+    missing = [plan for plan in under_way if not any(one.has(plan.iteration, tier, plan.operators) for one in past)]
     if not under_way or missing not in ([], [under_way[-1]]):
         return Staying(newest, tuple(kept), goes_on=False)
     if tier == MEMORY:
         kept = sorted({*kept, *(plan.iteration for plan in under_way if plan not in missing)})
     return Staying(newest, tuple(kept), missing[0] if missing else None)
-
-
-def _has_all(one: Held, tier: str, plan: SnapshotPlan) -> bool:
-    details = {name: detail.value for name, detail in plan.operators.items()}
-    return one.key == (plan.iteration, tier) and details.items() <= dict(one.operators).items()

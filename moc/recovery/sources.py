@@ -52,6 +52,11 @@ class Held:
         """What tells it from the others."""
         return self.iteration, self.tier
 
+    def has(self, iteration: int, tier: str, operators: Mapping[str, Detail]) -> bool:
+        """Whether it is that of an iteration in a tier, and has these operators as they were to be saved."""
+        details = {name: detail.value for name, detail in operators.items()}
+        return self.key == (iteration, tier) and details.items() <= dict(self.operators).items()
+
 
 Sources = Mapping[tuple[str, str], Held]
 """By operator and part of its state, the checkpoint that it comes from."""

@@ -167,10 +167,14 @@ class Saver:
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
 
     def close(self) -> None:
-        """Ends what is under way, and gives the buffers back; what is published stays."""
+        """Ends what is under way, and gives the buffers back; what has its name in memory or storage stays.
+
+        What is copied is sealed before that, since others may have what goes with it; what nobody has begun to write
+        to storage is given up.
+        """
         self._capturer.close()
-        for threads in (self._sealing, self._writing):
-            threads.shutdown(wait=True, cancel_futures=True)
+        self._sealing.shutdown(wait=True)
+        self._writing.shutdown(wait=True, cancel_futures=True)
         self._copies.clear()
         while self._buffers:
             self._buffers.popitem()[1].close()
