@@ -23,6 +23,7 @@ from megatron.training.snapshot_repair import Repair
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Live, Survivors
+from megatron.training.tied_weights import give_to_other_stages
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
@@ -226,8 +227,7 @@ class SnapshotLoader:
         """Loads what a plan has loaded, and computes again what it has computed again."""
         if len(plan.way.moments) > 1:
             check_freezing(self._state)
-        keeps = self._world.rank in plan.keep | plan.complete
-        fragments = {} if keeps else self._reader.fragments(plan.way)
+        fragments = {} if self._keeps(plan) else self._reader.fragments(plan.way)
         manifests, problem = self._reader.manifests(plan.way, fragments)
         bad = self._agree(problem)
         if not bad:
@@ -235,6 +235,9 @@ class SnapshotLoader:
             self._log.message(f"loading snapshot {self._reader.where(plan.way.base)}")
             bad = self._fill(plan, manifests, fragments)
         return manifests, bad
+
+    def _keeps(self, plan: Plan) -> bool:
+        return self._world.rank in plan.keep | plan.complete
 
     def _forget_moments(self) -> None:
         """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
@@ -262,6 +265,8 @@ class SnapshotLoader:
 
         def load(moment: Moment) -> bool:
             bad.update(self._agree(self._reader.fill(moment, manifests, fragments)))
+            if not bad:
+                give_to_other_stages(self._state, self._reader.loaded_at(moment), takes=not self._keeps(plan))
             return not bad
 
         with self._repetition.by(plan.stages) as replay:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from megatron.training import checkpoint_contents as contents
 from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.replay import record_of
 from megatron.training.snapshot_tiers import Tiers
+from megatron.training.tied_weights import saved_elsewhere
 from moc.faults import reach
 from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot
 from moc.state.detail import Detail
@@ -43,14 +44,20 @@ class SnapshotReader:
         self._storage, self._memory = tiers.storage, tiers.memory
 
     def fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
-        """By checkpoint, what this worker takes from it."""
+        """By checkpoint, what this worker takes from it; what other stages save they give it when they have it."""
         fragments: dict[Key, list[Fragment]] = defaultdict(list)
         for moment in way.moments:
-            for fragment in self._state.fragments(moment.full, Detail.FULL):
-                fragments[moment.sources[fragment.operator, part_of_slot(fragment.slot)].key].append(fragment)
-            for fragment in self._state.fragments(moment.frozen, Detail.COMPUTE):
-                fragments[moment.sources[fragment.operator, COMPUTE].key].append(fragment)
+            for fragment in self.loaded_at(moment):
+                if not saved_elsewhere(fragment):
+                    learns = fragment.operator in moment.full
+                    part = part_of_slot(fragment.slot) if learns else COMPUTE
+                    fragments[moment.sources[fragment.operator, part].key].append(fragment)
         return fragments
+
+    def loaded_at(self, moment: Moment) -> Iterator[Fragment]:
+        """What of this worker's state a moment of a window fills."""
+        yield from self._state.fragments(moment.full, Detail.FULL)
+        yield from self._state.fragments(moment.frozen, Detail.COMPUTE)
 
     def manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], Problem | None]:
         """Of what this worker reads; and what is wrong with a checkpoint, if anything is."""
