@@ -263,7 +263,7 @@ class Snapshots(Rider):
 
     @property
     def begun(self) -> dict[int, Begun]:
-        """By iteration the last snapshots, if this worker publishes."""
+        """By iteration the last snapshots: who is to publish one, or has not saved it, may be lost."""
         return dict(self._begun)
 
     @property
@@ -314,11 +314,9 @@ class Snapshots(Rider):
         except CheckpointError as error:
             self._failure = str(error)  # the next vote tells the others
             return
-        publishes = self._world.rank == 0 or self._tiers.leads_node
-        taken = Taken(plan, storage, self._describe(position, self.record) if publishes else {}, snapshot)
+        taken = Taken(plan, storage, self._describe(position, self.record), snapshot)
         self._queues.copying.append(taken)
-        if publishes:
-            self._begun.append((plan.iteration, Begun(dict(plan.operators), taken.state)))
+        self._begun.append((plan.iteration, Begun(dict(plan.operators), taken.state)))
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)
 

@@ -55,7 +55,7 @@ class Left:
     Attributes:
         live: its state, as long as it is whole.
         reduced: the iteration of which it has the reduced gradients.
-        begun: by iteration, the last snapshots that it was to publish.
+        begun: by iteration, the last snapshots that it has begun.
     """
 
     live: Live | None = None
