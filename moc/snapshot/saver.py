@@ -173,8 +173,9 @@ class Saver:
         to storage is given up.
         """
         self._capturer.close()
+        self._writing.shutdown(wait=False, cancel_futures=True)
         self._sealing.shutdown(wait=True)
-        self._writing.shutdown(wait=True, cancel_futures=True)
+        self._writing.shutdown(wait=True)
         self._copies.clear()
         while self._buffers:
             self._buffers.popitem()[1].close()

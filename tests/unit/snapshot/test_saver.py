@@ -1,6 +1,8 @@
 """One rank's part: captured, sealed, named in memory and written to storage, as Format v1 wants it."""
 
 import os
+import threading
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -272,3 +274,23 @@ def test_what_fails_while_sealing_fails_the_writing_too(tmp_path, storage):
         ):
             future.result()
     assert not storage.place.names()
+
+
+def test_what_is_copied_when_it_is_closed_is_sealed_and_what_is_not_being_written_is_given_up(
+    storage, memory, monkeypatch
+):
+    seals = threading.Event()
+    monkeypatch.setattr("moc.snapshot.saver.reach", lambda point: seals.wait() if point == "snapshot_copying" else None)
+    fragments = state_of(6, 2)
+    saver = Saver(1, CPU, memory, storage)
+    taken = [saver.take(slot, iteration, share(fragments), OPERATORS) for slot, iteration in enumerate((5, 6, 7))]
+    for snapshot in taken:
+        snapshot.capture.wait()
+        saver.persist(snapshot)
+    closing = threading.Thread(target=saver.close)
+    closing.start()
+    wait([taken[2].persisted], timeout=30)
+    seals.set()
+    closing.join()
+    assert [memory.has_all(iteration, [1]) for iteration in (5, 6, 7)] == [True] * 3
+    assert storage.has_all(5, [1]) and taken[1].persisted.cancelled() and not storage.has_all(7, [1])
