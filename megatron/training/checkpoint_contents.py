@@ -61,7 +61,8 @@ def training_state(
         **asdict(position),
         "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
         "optimizer_step": get_step(optimizer.core),
-        "params_dtype": "bf16" if config.mixed_precision.bf16 else "fp16" if config.mixed_precision.fp16 else "fp32",
+        "params_dtype": _compute_format(config),
+        "main_params_dtype": config.mixed_precision.main_params_dtype,
         "scheduler": scheduler.state_dict(),
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "shape": shape(config),
@@ -97,13 +98,30 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
         ) from None
 
 
-def check_optimizer(config: Config, saved: str | None, where: object) -> None:
+def check_optimizer(config: Config, saved: dict, where: object) -> None:
     """Raises ``CheckpointError`` where a checkpoint holds the state of another optimizer, or none."""
-    optimizer = config.regularization.optimizer
-    if saved != optimizer:
+    optimizer, masters = config.regularization.optimizer, config.mixed_precision.main_params_dtype
+    if saved["optimizer"] != optimizer:
         raise CheckpointError(
-            f"{where} holds state of optimizer {saved}, not of {optimizer}: change --optimizer, or pass --no-load-optim"
+            f"{where} holds state of optimizer {saved['optimizer']}, not of {optimizer}: change --optimizer, or pass "
+            "--no-load-optim"
         )
+    if (there := saved.get("main_params_dtype", "fp32")) != masters:
+        raise CheckpointError(f"{where} holds masters in {there}, not in {masters}: pass --main-params-dtype {there}")
+
+
+def check_window(config: Config, saved: dict, where: object) -> None:
+    """Raises ``CheckpointError`` where a window has weights of another format than this program computes with."""
+    there, here = saved.get("params_dtype"), _compute_format(config)
+    if there != here:
+        raise CheckpointError(
+            f"{where} ends a window that computes again in {there}, and this run computes in {here}: give it the flags "
+            "that the window was saved with, and change them after a snapshot of everything"
+        )
+
+
+def _compute_format(config: Config) -> str:
+    return "bf16" if config.mixed_precision.bf16 else "fp16" if config.mixed_precision.fp16 else "fp32"
 
 
 def check_shape(config: Config, saved: dict, where: object) -> None:

@@ -115,7 +115,7 @@ class CheckpointLoader:
         return loaded
 
     def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
-        contents.check_optimizer(self._config, state["optimizer"], directory)
+        contents.check_optimizer(self._config, state, directory)
         paths = [directory / name for name in manifest["files"] if name.startswith(writer.OPTIMIZER)]
         if missing := first_of_any(self._fill_optimizer(paths)):
             raise CheckpointError(f"{directory} is incomplete: {missing}")

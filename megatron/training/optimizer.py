@@ -91,7 +91,7 @@ class VotedOptimizer:
         for member in members(self.core):
             gradients = member.get_main_grads_for_grad_norm()
             if gradients and _counts_for_norm(member):
-                norms = torch.stack(torch._foreach_norm(gradients)).double()
+                norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double()
                 total += norms.square().sum()
         return total
 
@@ -198,7 +198,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         sgd_momentum=regularization.sgd_momentum,
         clip_grad=regularization.clip_grad,
         fp16=precision.fp16,
-        bf16=precision.bf16,
+        bf16=precision.bf16 and precision.main_params_dtype == "fp32",  # else megatron-core makes masters in fp32
         params_dtype=compute_dtype(config),
         loss_scale=precision.loss_scale,
         initial_loss_scale=precision.initial_loss_scale,

@@ -231,7 +231,7 @@ class SnapshotLoader:
         manifests, problem = self._reader.manifests(plan.way, fragments)
         bad = self._agree(problem)
         if not bad:
-            self._reader.check(plan.way.base, manifests[plan.way.base.key])
+            self._reader.check(plan.way.base, manifests[plan.way.base.key], window=len(plan.way.moments) > 1)
             self._log.message(f"loading snapshot {self._reader.where(plan.way.base)}")
             bad = self._fill(plan, manifests, fragments)
         return manifests, bad

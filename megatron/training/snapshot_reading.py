@@ -112,11 +112,13 @@ class SnapshotReader:
         """What to call it in a message."""
         return self.store(held).place.path(directory_of(held.iteration))
 
-    def check(self, held: Held, manifest: Manifest) -> None:
-        """Refuses a checkpoint of another model, or of another optimizer.
+    def check(self, held: Held, manifest: Manifest, window: bool = False) -> None:
+        """Refuses a checkpoint of another model, or of another optimizer, and a window of another precision.
 
         Raises:
             CheckpointError: it is.
         """
         contents.check_shape(self._config, manifest.state["shape"], self.where(held))
-        contents.check_optimizer(self._config, manifest.state["optimizer"], self.where(held))
+        contents.check_optimizer(self._config, manifest.state, self.where(held))
+        if window:
+            contents.check_window(self._config, manifest.state, self.where(held))

@@ -9,9 +9,9 @@ class Detail(Enum):
     """How much of an operator."""
 
     FULL = "full"
-    """Master weights and moments (fp32; with ZeRO-1 the slices of this rank), from which the weights follow; and the
-    biases of routers, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1 those of the first data-parallel
-    rank stand for all)."""
+    """Master weights and moments (fp32, or as their flags have it; with ZeRO-1 the slices of this rank), from which the
+    weights follow; and the biases of routers, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1 those of
+    the first data-parallel rank stand for all)."""
 
     MASTER = "master"
     """The master weights of ``FULL`` and the biases of routers, without moments."""

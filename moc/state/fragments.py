@@ -25,7 +25,7 @@ class Fragment:
 
     Attributes:
         name: tensor name in the unpartitioned model.
-        slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), all fp32; ``param``, the
+        slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), fp32 or bf16; ``param``, the
             values that the model computes with; ``grad``, the gradient.
         global_shape: shape of the whole tensor.
         region: the box.

@@ -1,7 +1,7 @@
 """Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
 
 One adapter for each way in which megatron-core keeps them: ZeRO-1 (``DistributedOptimizer``), replicated with
-fp32 masters beside 16-bit weights, and replicated fp32, where master and weight are one tensor.
+fp32 masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class OwnedSlice:
         parameter: the model parameter.
         start: first element owned.
         stop: one past the last element owned.
-        slots: 1-D live fp32 tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``,
-            ``exp_avg_sq``); writing into them restores the optimizer.
+        slots: 1-D live tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``),
+            fp32, or bf16 with ``--main-params-dtype bf16``; writing into them restores the optimizer.
         sharded: whether the data-parallel peers own other ranges (ZeRO), rather than copies of this one.
         counter: the dict whose ``step`` counts the updates that the moments have seen, if they are counted: the
             parameter's own (torch), or its group's (Transformer Engine's and apex's fused Adam).
@@ -127,10 +127,11 @@ def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.n
 
 
 def _primed_state(inner: torch.optim.Optimizer, main: torch.Tensor, moments: tuple[str, ...]) -> dict:
-    state = inner.state[main]
+    state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # Transformer Engine's has its own
     for moment in moments:
         if state.get(moment) is None:
-            state[moment] = torch.zeros_like(main, memory_format=torch.preserve_format).detach()
+            dtype = formats.get(moment, main.dtype)
+            state[moment] = torch.zeros_like(main, dtype=dtype, memory_format=torch.preserve_format).detach()
     if isinstance(inner, _TORCH_ADAMS) and "step" not in state:
         state["step"] = torch.tensor(0.0)
     return state

@@ -12,9 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2 --swiglu
     --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --seq-length 256
     --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --untie-embeddings-and-output-weights
-    --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3 --use-distributed-optimizer --mock-data
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0 --log-interval 5 --log-throughput
     --deterministic-mode --transformer-impl local""".split()
+
+ZERO = ("--use-distributed-optimizer",)
+MASTERS = ("--main-params-dtype", "bf16")
 
 
 def train(log_dir, *flags):
@@ -26,7 +29,9 @@ def train(log_dir, *flags):
     return {e["iteration"]: e["loss"] for e in events if e["type"] == "iteration"}, done.stdout
 
 
-@pytest.mark.parametrize("precision", [(), ("--bf16",), ("--fp16", "--initial-loss-scale", "65536")])
+@pytest.mark.parametrize(
+    "precision", [ZERO, (*ZERO, "--bf16"), (*ZERO, "--fp16", "--initial-loss-scale", "65536"), ("--bf16", *MASTERS)]
+)
 def test_trains_and_resumes_bit_identically(tmp_path, precision):
     whole, output = train(tmp_path / "whole", *precision)
     assert whole[20] < whole[1] - 0.5
@@ -37,11 +42,12 @@ def test_trains_and_resumes_bit_identically(tmp_path, precision):
     assert first | second == whole
 
 
-def test_eight_bits_resume_bit_identically(tmp_path):
+@pytest.mark.parametrize("masters", [ZERO, MASTERS])
+def test_eight_bits_resume_bit_identically(tmp_path, masters):
     pytest.importorskip("transformer_engine")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not multiply in 8 bits")
-    eight = ["--transformer-impl", "transformer_engine", "--bf16", "--fp8-format", "hybrid"]
+    eight = ["--transformer-impl", "transformer_engine", "--bf16", "--fp8-format", "hybrid", *masters]
     whole, _ = train(tmp_path / "whole", *eight)
     assert whole[20] < whole[1] - 0.5
     saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *eight]
@@ -51,10 +57,20 @@ def test_eight_bits_resume_bit_identically(tmp_path):
 
 
 def test_async_save_beside_training(tmp_path):
-    saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", "--bf16", "--async-save", "--save-interval", 5]
+    saved = [
+        "--save",
+        tmp_path / "saved",
+        "--load",
+        tmp_path / "saved",
+        "--bf16",
+        "--async-save",
+        "--save-interval",
+        5,
+        *ZERO,
+    ]
     first, _ = train(tmp_path / "first", *saved, "--exit-interval", 10)
     second, _ = train(tmp_path / "second", *saved)
-    whole, _ = train(tmp_path / "whole", "--bf16")
+    whole, _ = train(tmp_path / "whole", "--bf16", *ZERO)
     assert first | second == whole
 
 

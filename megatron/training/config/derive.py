@@ -67,7 +67,7 @@ def virtual_stages(v: dict) -> int | None:
 
 
 def _precision(v: dict) -> None:
-    if v["bf16"]:
+    if v["bf16"] and v["main_params_dtype"] == "fp32":
         v["accumulate_allreduce_grads_in_fp32"] = True
     if v["apply_query_key_layer_scaling"]:
         v["attention_softmax_in_fp32"] = True

@@ -13,6 +13,12 @@ class MixedPrecision(Group):
 
     fp16: bool = flag(False, "Compute in fp16, with loss scaling.")
     bf16: bool = flag(False, "Compute in bfloat16.")
+    main_params_dtype: str = flag(
+        "fp32",
+        "Format of master weights; bf16: the weights are their own masters, and moments have the format that the "
+        "optimizer gives them.",
+        choices=("fp32", "bf16"),
+    )
     fp8_format: str | None = flag(
         None,
         "Multiply matrices in 8 bits, as Transformer Engine does: all in e4m3, or with gradients in e5m2 (hybrid).",
@@ -34,12 +40,21 @@ class MixedPrecision(Group):
         False, "Scale attention scores by the layer number; implies --attention-softmax-in-fp32."
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "Accumulate and reduce gradients in 32 bits; always so with --bf16."
+        False,
+        "Accumulate and reduce gradients in 32 bits; always so with --bf16 and masters in 32 bits.",
     )
 
     def validate(self) -> None:
         """Refuses two formats at once."""
         refuse(self.fp16 and self.bf16, "--fp16 and --bf16 exclude each other: drop one.")
+        refuse(
+            self.main_params_dtype == "bf16" and not self.bf16,
+            "--main-params-dtype bf16 updates the weights themselves, so they must be in bf16: add --bf16.",
+        )
+        refuse(
+            self.main_params_dtype == "bf16" and self.accumulate_allreduce_grads_in_fp32,
+            "--main-params-dtype bf16 takes gradients in bf16, too: drop --accumulate-allreduce-grads-in-fp32.",
+        )
         refuse(
             self.fp8_format and not (self.fp16 or self.bf16),
             f"--fp8-format {self.fp8_format} needs weights in 16 bits: add --bf16 or --fp16.",

@@ -35,6 +35,11 @@ def check_together(config: Config) -> None:
         f"--optimizer {config.regularization.optimizer} cannot be spread over workers: drop "
         "--use-distributed-optimizer.",
     )
+    refuse(
+        config.mixed_precision.main_params_dtype == "bf16" and config.parallel.use_distributed_optimizer,
+        "--main-params-dtype bf16 cannot be spread over data-parallel ranks, since megatron-core makes masters of 32 "
+        "bits for that: drop --use-distributed-optimizer.",
+    )
 
 
 def _check_snapshots(config: Config) -> None:

@@ -57,6 +57,10 @@ REFUSED = [
     ("--group-query-attention --num-query-groups 3", "not a multiple of --num-query-groups 3"),
     ("--swiglu --squared-relu", "exclude each other"),
     ("--max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 64"),
+    # precision
+    ("--main-params-dtype bf16", "must be in bf16: add --bf16"),
+    ("--main-params-dtype bf16 --bf16 --accumulate-allreduce-grads-in-fp32", "drop --accumulate-allreduce-grads"),
+    ("--main-params-dtype bf16 --bf16 --use-distributed-optimizer", "drop --use-distributed-optimizer"),
     # parallelism
     (
         "--tensor-model-parallel-size 8 --sequence-parallel",

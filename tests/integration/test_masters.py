@@ -1,0 +1,74 @@
+"""Weights in 16 bits that are their own masters: snapshots half as large, and the same promises."""
+
+import pytest
+import torch
+
+from moc.store.places import LocalPlace
+from moc.store.regions import RegionReader
+from moc.store.store import Store, directory_of
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import contents
+from tests.integration.test_determinism import DROPOUT
+from tests.integration.test_refusal import refused_by_program
+from tests.integration.tiny import known, train
+
+BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False)
+SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
+def test_it_learns_as_fp32_does(layout, data):
+    trained, exact = train(layout, data | BF16), known("1", data)
+    assert trained.losses == pytest.approx(exact.losses, abs=5e-3)
+    assert trained.norms == pytest.approx(exact.norms, rel=5e-2)
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_a_stage_computes_a_window_again_to_the_bit(data, tmp_path):
+    flags = data | SMALL | DROPOUT | BF16 | dict(train_iters=14)
+    sparse = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True, ckpt_blocking=True)
+    places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
+    faults = dict(inject=["kill rank=1 iteration=7 point=after_vote", "kill rank=0 iteration=12 point=before_vote"])
+    with Launched("PP2", flags | sparse | places | faults, tmp_path / "job") as job:
+        assert job.wait() == 0, job.console[-4000:]
+    dense = dict(ckpt_policy="full", snapshot_interval=14, ckpt_dir=str(tmp_path / "straight"))
+    straight = train("PP2", flags | dense)
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 14) == contents(ends[1], 14)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert [event["stages"] for event in job.events("resume")] == [[1], [0]]
+    assert all(event["exact"] in (True, None) for event in job.events("replay"))
+    assert bytes_of_a_parameter(ends[1], 14) == 6  # weight, and two moments: the first format of Table 7
+
+
+def bytes_of_a_parameter(store, iteration):
+    names = store.manifest(iteration).files
+    sources = RegionReader(store.place.blob(f"{directory_of(iteration)}/{name}") for name in names).sources()
+    sizes = {"master": 0, "exp_avg": 0, "exp_avg_sq": 0}
+    parameters = 0
+    for source in sources:
+        if source.entry.slot in sizes:
+            assert source.entry.dtype == torch.bfloat16
+            sizes[source.entry.slot] += source.entry.nbytes
+            parameters += source.entry.region.numel * (source.entry.slot == "master")
+    return sum(sizes.values()) / parameters
+
+
+def test_masters_of_another_format_are_refused(data, tmp_path):
+    flags = data | SMALL | dict(bf16=True, use_distributed_optimizer=False, train_iters=3)
+    snapshots = dict(ckpt_policy="full", snapshot_interval=3, ckpt_dir=str(tmp_path / "c"))
+    train("1", flags | snapshots | dict(save=str(tmp_path / "d")))
+    other = flags | BF16 | dict(train_iters=4)
+    for source in (snapshots, dict(load=str(tmp_path / "d"))):
+        assert "holds masters in fp32, not in bf16: pass --main-params-dtype fp32" in refused_by_program(other | source)
+
+
+def test_a_window_of_another_precision_is_refused(data, tmp_path):
+    flags = data | SMALL | dict(bf16=True, train_iters=20)
+    window = dict(ckpt_policy="sparse", sparse_window=3, ckpt_dir=str(tmp_path / "c"), ckpt_blocking=True)
+    with Launched("1", flags | window, tmp_path / "job") as job:
+        job.reach(9)
+        job.lose(0)
+    said = refused_by_program(flags | window | dict(bf16=False))
+    assert "computes again in bf16, and this run computes in fp32" in said
