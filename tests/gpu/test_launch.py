@@ -5,13 +5,14 @@ import subprocess
 import sys
 import tempfile
 
-from tests.gpu.test_train import FLAGS, ROOT
+from tests.gpu.test_train import FLAGS, ROOT, ZERO
 
 ITERATIONS = 20
 
 
 def train(directory, *flags):
-    command = [sys.executable, "-m", "moc.launch", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt_moe.py"), *FLAGS]
+    command = [sys.executable, "-m", "moc.launch", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt_moe.py")]
+    command += [*FLAGS, *ZERO]
     places = ["--log-dir", directory / "log", "--ckpt-dir", directory / "snapshots"]
     command += map(str, [*places, "--ckpt-policy", "full", "--ckpt-tier", "memory", *flags])
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
