@@ -10,7 +10,8 @@ changed: what it needs to run without a GPU is put on from outside (``peer_moeve
 Both train a GPT-MoE of the same sizes (``peer_moevement/cases.py``) in 4 workers, 2 stages of 2 data-parallel ranks,
 ZeRO-1, with other samples in every iteration.  Compared are
 
-* the time of an iteration without snapshots, and with windows of 1 and of 3, in turns;
+* the time of an iteration without snapshots, and with windows of 1 and of 3, all jobs alive at once and taking turns
+  of a few seconds (``benchmarks/live/slices.py``);
 * the bytes of snapshots;
 * SIGKILL of a worker, and the time until the end of the first iteration that is new;
 * the state at the end, with the fault and without it: how many parameters have the same bits in masters and moments.
@@ -19,6 +20,8 @@ ZeRO-1, with other samples in every iteration.  Compared are
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -36,6 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.live.job import Job
+from benchmarks.live.slices import pause, resume, slices, warm_up
 from benchmarks.peer_moevement import figures
 from benchmarks.peer_moevement.cases import SAVING, SHAPE, WORKERS, Case, Plan, our_flags, start
 from benchmarks.peer_moevement.ends import our_end, public_end
@@ -49,6 +53,9 @@ OUTCOMES = {
     "public as it is, killed between iterations": Case("public", 3, victim=1, repaired=False),
     "public, killed in the middle of an iteration": Case("public", 3, victim=1, anywhere=True),
 }
+CASES = [Case(system, window) for window in WINDOWS for system in SYSTEMS]
+ENDLESS = 100_000
+SETTLED = 8
 GIVE_UP_S = 30.0
 END_S = 240.0
 
@@ -107,25 +114,47 @@ def outcome(case: Case, plan: Plan, chance: random.Random) -> str:
         return f"nothing new after {GIVE_UP_S:g} s"
 
 
-def undisturbed(plan: Plan, rounds: int, warm_up: int, chance: random.Random) -> tuple[dict, dict, dict, dict]:
-    """Jobs without faults, in turns.
+def timed(plan: Plan, own: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """By case, of each round the seconds of its iterations; jobs without faults, all alive at once, take turns."""
+    plan, seconds = dataclasses.replace(plan, iterations=ENDLESS, takes_turns=True), {case.name: [] for case in CASES}
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for case in CASES:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="public-moevement-")))
+            jobs[case.name] = stack.enter_context(start(case, plan, directory))
+            warm_up(jobs[case.name], own.warm_up)
+        for job in jobs.values():
+            settle(job)
+        for told in slices(jobs, own.rounds, own.seconds):
+            if not all(told.values()):
+                continue  # something else had the machine: in some turn no iteration came to its end
+            for name, events in told.items():
+                seconds[name].append([event["elapsed_s"] for event in events])
+            print("  ".join(f"{name} {median(rounds[-1]):.4f}" for name, rounds in seconds.items()), flush=True)
+    return seconds
+
+
+def settle(job: Job) -> None:
+    """Lets a job go on that was stopped while others started: ours may have to meet again after so long."""
+    begin = time.time()
+    resume(job)
+    job.wait_for(lambda: sum(e["time"] > begin for e in job.events.of("iteration")) > SETTLED, "settled iterations")
+    pause(job)
+
+
+def undisturbed(plan: Plan, chance: random.Random) -> tuple[dict, dict, dict]:
+    """Jobs without faults, each to its end.
 
     Returns:
-        By case the seconds of iterations, the bytes of snapshots, and how far ends are from each other; by system the
-        end with which the others are compared.
+        By case the bytes of snapshots, and how far its end is from that of its system's first job; by system that end.
     """
-    seconds, amounts, apart, ends = {}, {}, {}, {}
-    cases = [Case(system, window) for window in WINDOWS for system in SYSTEMS]
-    for number in range(rounds):
-        for case in cases if number % 2 == 0 else reversed(cases):
-            events, end, _ = run(case, plan, chance)
-            seconds.setdefault(case.name, []).append(figures.iteration_seconds(events, warm_up))
-            if case.window:
-                amounts[case.name] = figures.snapshot_bytes(events, case.window)
-            if end is not None:
-                apart[case.name] = figures.differences(end, ends.setdefault(case.system, end))
-            print(f"{case.name:40} {median(seconds[case.name][-1]):.4f} s", flush=True)
-    return seconds, amounts, apart, ends
+    amounts, apart, ends = {}, {}, {}
+    for case in (case for case in CASES if case.window):
+        events, end, _ = run(case, plan, chance)
+        amounts[case.name] = figures.snapshot_bytes(events, case.window)
+        apart[case.name] = figures.differences(end, ends.setdefault(case.system, end))
+        print(f"{case.name:40} {sum(amounts[case.name]) / case.window / 1e6:.1f} MB", flush=True)
+    return amounts, apart, ends
 
 
 def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
@@ -152,15 +181,17 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--saving", default=SAVING, help=f"flags by which ours saves; the window follows ({SAVING})")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=2, help="of the jobs without faults (default: 2)")
-    parser.add_argument("--iterations", type=int, default=40, help="of each job (default: 40)")
+    parser.add_argument("--rounds", type=int, default=30, help="of a turn for each job that is timed (default: 30)")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of a turn, at most 2.5 (default: 2.5)")
     parser.add_argument("--warm-up", type=int, default=10, help="iterations that are not timed (default: 10)")
+    parser.add_argument("--iterations", type=int, default=40, help="of each job that comes to an end (default: 40)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args()
     plan = Plan(own.peer.resolve(), own.peer_python, own.precision, own.saving, own.iterations)
     chance, load = random.Random(own.seed), os.getloadavg()[0]
-    seconds, amounts, apart, ends = undisturbed(plan, own.rounds, own.warm_up, chance)
+    seconds = timed(plan, own)
+    amounts, apart, ends = undisturbed(plan, chance)
     told = {
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         | {"load_before": load},

@@ -86,6 +86,7 @@ class Plan:
         saving: flags by which ours saves; the window follows.
         iterations: of each job.
         kill_at: see :class:`Case`.
+        takes_turns: with other jobs, so that our launcher must bear to hear nothing of its workers.
     """
 
     checkout: Path
@@ -94,6 +95,7 @@ class Plan:
     saving: str = SAVING
     iterations: int = 40
     kill_at: int = 22
+    takes_turns: bool = False
 
 
 def start(case: Case, plan: Plan, directory: Path) -> Job:
@@ -103,7 +105,8 @@ def start(case: Case, plan: Plan, directory: Path) -> Job:
         command = ["--workers", WORKERS, "--checkout", plan.checkout, *public_flags(case, plan, directory)]
         return Job([HERE / "supervise.py", *command], directory, environment=_around(plan), python=plan.python)
     memory = Path("/dev/shm") / directory.name if case.window else None
-    return Job([*launcher(WORKERS), PROGRAM, *our_flags(case, plan, directory)], directory, memory)
+    command = [*launcher(WORKERS), *(["--silence-timeout", 600] if plan.takes_turns else []), PROGRAM]
+    return Job([*command, *our_flags(case, plan, directory)], directory, memory)
 
 
 def our_flags(case: Case, plan: Plan, directory: Path) -> list[str]:
