@@ -225,7 +225,7 @@ def _go_on(
     if loaded and loaded.plan.stages:  # they have saved again what some of them had lost
         publish_what_is_whole(left, its.tiers, its.publisher, world)
         loaded = dataclasses.replace(loaded, held=loader.find_again())
-    start = _from(loaded, its) if loaded else Start(checkpoints.load() or Position())
+    start = _from(loaded, its, left) if loaded else Start(checkpoints.load() or Position())
     if its.tokens is not None and not loaded:
         its.tokens.starts_at(start.position.iteration)
     if its.peers is not None:
@@ -234,13 +234,14 @@ def _go_on(
     return start
 
 
-def _from(loaded: Loaded, its: _Setting) -> Start:
+def _from(loaded: Loaded, its: _Setting, left: Survivors) -> Start:
     """What there is when a run goes on; the policy learns whether its window does."""
     policy, tier, at = its.policy, MEMORY if its.tiers.memory is not None else STORAGE, loaded.position.iteration
     there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
     if not there.goes_on:
         policy.begin_anew()
-    return Start(loaded.position, loaded.record, there.newest, there.in_memory, there.again)
+    begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
+    return Start(loaded.position, loaded.record, there.newest, there.in_memory, there.again, begun)
 
 
 def _describer(

@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from megatron.training.agreement import first_of_any, on_first
 from megatron.training.checkpoint_contents import Position
@@ -53,6 +52,7 @@ class Start:
         in_memory: iterations of the snapshots in memory that stay: those of that way if it is there, and those of the
             window under way.
         again: the snapshot of this position, if it was begun already and is lost.
+        begun: by iteration what is known of those in memory; their parts and copies may be lost later.
     """
 
     position: Position
@@ -60,6 +60,7 @@ class Start:
     newest: int | None = None
     in_memory: tuple[int, ...] = ()
     again: SnapshotPlan | None = None
+    begun: Mapping[int, Begun] = field(default_factory=dict)
 
 
 class Snapshots(Rider):
@@ -107,7 +108,8 @@ class Snapshots(Rider):
         self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
         self._start = start
         self._queues = Queues()
-        self._begun: deque[tuple[int, Begun]] = deque(maxlen=spare + 1)
+        self.begun = dict(start.begun)
+        """By iteration the last snapshots: who is to publish one, or has not saved it, may be lost."""
         self._failure: str | None = None
         self._newest, self._newest_is_complete = start.newest, True
         self._stored = None if start.newest in start.in_memory else start.newest
@@ -262,11 +264,6 @@ class Snapshots(Rider):
         return self._position and Live(self._position, self._describe(self._position, self.record))
 
     @property
-    def begun(self) -> dict[int, Begun]:
-        """By iteration the last snapshots: who is to publish one, or has not saved it, may be lost."""
-        return dict(self._begun)
-
-    @property
     def gauges(self) -> dict[str, float]:
         """What there is to see of every iteration."""
         plt = {} if self._tokens is None else {"plt": self._tokens.plt}
@@ -316,9 +313,15 @@ class Snapshots(Rider):
             return
         taken = Taken(plan, storage, self._describe(position, self.record), snapshot)
         self._queues.copying.append(taken)
-        self._begun.append((plan.iteration, Begun(dict(plan.operators), taken.state)))
+        self._remember(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
             self._persist(taken)
+
+    def _remember(self, taken: Taken) -> None:
+        self.begun[taken.plan.iteration] = Begun(dict(taken.plan.operators), taken.state)
+        most = 2 * self._policy.window_length + self._rotation.spare  # those of two windows, and those on their way
+        for older in sorted(self.begun)[:-most]:
+            del self.begun[older]
 
     def _begin_everything(self, position: Position) -> None:
         """At the end of a run: nothing is under way, and nothing else begins."""

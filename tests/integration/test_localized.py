@@ -1,6 +1,8 @@
 """Localized recovery: only stages that lost something compute again, and the run is the one without faults."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +151,29 @@ def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, d
     resumed = [(event["iteration"], event["stages"]) for event in job.events("resume")]
     assert resumed == [(7, [victim]), (9, [victim])]
     assert [event["iteration"] for event in job.events("replay")] == [*range(3, 8), *range(6, 10)]
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_what_is_gone_from_memory_is_saved_again_generations_later(data, tmp_path):
+    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=14)
+    faults = dict(
+        inject=[
+            "kill rank=1 iteration=7 point=after_vote",
+            "slow rank=0 iteration=8 point=start seconds=4",
+            "kill rank=1 iteration=8 point=before_vote",
+            "slow rank=0 iteration=9 point=start seconds=1",
+            "kill rank=1 iteration=10 point=after_vote",
+        ]
+    )
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1")
+        with Launched("PP2", flags | SPARSE | places | faults, tmp_path / "job") as job:
+            job.tells("stages 1 alone computed iterations 3 to 7 again")
+            (gone,) = Path(memory).rglob("*node-1/iter_0000005")  # as if the node, and what was copied of it, were lost
+            shutil.rmtree(gone)
+            assert job.wait() == 0, job.console[-4000:]
+    straight = train("PP2", flags)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert [(event["iteration"], event["stages"]) for event in job.events("resume")] == [(7, [1]), (7, [1]), (10, [1])]
+    assert [event["iteration"] for event in job.events("replay")] == [*range(3, 8), *range(3, 8), *range(6, 11)]
