@@ -274,6 +274,10 @@ class SnapshotLoader:
             if convert(plan.way.moments, load, self._state, again, learns=replay.takes_part):
                 self._catch_up(plan, manifests, known, replay)
                 self._tell(replay, plan)
+                for failure in filter(None, gather(self._repair.failure)):
+                    self._log.message(
+                        f"WARNING: a snapshot cannot be saved again, so its window is given up: {failure}"
+                    )
         return bad
 
     def _known(self, iterations: Sequence[int]) -> list[StepRecord]:

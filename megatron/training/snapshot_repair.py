@@ -24,12 +24,16 @@ class Repair:
         world: this worker's place.
         contents: what this worker saves.
         tiers: where to.
+
+    Attributes:
+        failure: what could not be saved, and why; None if all was.
     """
 
     def __init__(self, world: World, contents: Contents, tiers: Tiers):
         self._world, self._contents, self._tiers = world, contents, tiers
         self._torn: Mapping[int, Mapping[str, Detail]] = {}
         self._saver: Saver | None = None
+        self.failure: str | None = None
 
     @contextlib.contextmanager
     def of(self, torn: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
@@ -38,21 +42,22 @@ class Repair:
         Args:
             torn: by iteration, what was to be saved of the whole model.
         """
-        self._torn, self._saver = (
-            torn,
-            Saver(self._world.rank, self._world.device, self._tiers.memory, self._tiers.storage),
-        )
+        self._torn = torn
+        self._saver = Saver(self._world.rank, self._world.device, self._tiers.memory, self._tiers.storage)
         with contextlib.closing(self._saver):
             yield
 
     def comes_by(self, iteration: int) -> None:
         """The state is that of an iteration; returns when this worker's part of the snapshot is saved, if it was not.
 
-        Where there is no room for it, another window begins, as if it could not be had; and so it is said.
+        Where that fails, :attr:`failure` says so: recovery goes on, and another window begins.
         """
-        if iteration in self._torn and not self._has_part(iteration):
-            with contextlib.suppress(CheckpointError):
-                self._save(iteration)
+        if iteration not in self._torn or self._has_part(iteration):
+            return
+        try:
+            self._save(iteration)
+        except CheckpointError as error:
+            self.failure = str(error)
 
     def _save(self, iteration: int) -> None:
         operators = self._torn[iteration]
