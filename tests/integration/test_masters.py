@@ -1,5 +1,8 @@
 """Weights in 16 bits that are their own masters: snapshots half as large, and the same promises."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from tests.integration.snapshot_files import contents
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_refusal import refused_by_program
 from tests.integration.tiny import known, train
+from tests.worlds import REPOSITORY
 
 BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False)
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
@@ -72,3 +76,18 @@ def test_a_window_of_another_precision_is_refused(data, tmp_path):
         job.lose(0)
     said = refused_by_program(flags | window | dict(bf16=False))
     assert "computes again in bf16, and this run computes in fp32" in said
+
+
+def test_conversion_keeps_them(data, tmp_path):
+    flags = data | SMALL | BF16 | dict(train_iters=5)
+    straight = train("1", flags)
+    saved = dict(ckpt_policy="full", snapshot_interval=3, ckpt_dir=str(tmp_path / "snapshots"), exit_interval=3)
+    train("1", flags | saved)
+    convert = [sys.executable, str(REPOSITORY / "tools/convert_checkpoint.py")]
+    there = [str(tmp_path / "snapshots"), str(tmp_path / "dense")]
+    back = [str(tmp_path / "dense" / "iter_0000003"), str(tmp_path / "back"), "--to", "snapshot"]
+    for places in (there, back):
+        subprocess.run([*convert, *places], check=True, capture_output=True)
+    for source in (dict(load=there[1]), dict(ckpt_policy="full", snapshot_interval=9, ckpt_dir=back[1])):
+        resumed = train("1", flags | source)
+        assert resumed.start == 3 and resumed.records == straight.records[3:]
