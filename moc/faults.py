@@ -13,7 +13,7 @@ STEP = {
     "after_reduce": "gradients are reduced",
     "before_vote": "this worker is about to vote",
     "after_vote": "the vote is known, and nothing is updated",
-    "after_apply": "the update is done",
+    "after_apply": "the update is done; with ZeRO-1, weights are not gathered yet",
 }
 SNAPSHOT = {
     "snapshot_copying": "a snapshot is being copied, in a thread beside training",

@@ -93,8 +93,10 @@ def iterate(run: Run, stop: StopRequests) -> StepRecord:
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
     run.position = run.position.after(record)
     run.records.add(record)
+    run.snapshots.completed(run.position, record, begun)  # from here on a lost worker does not undo the iteration
+    run.stepper.gather_weights()
     progress("save")
-    run.snapshots.take(run.position, record, step_s=time.perf_counter() - begun)
+    run.snapshots.take()
     run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
     run.checkpoints.poll()
     if due(run.config.training.manual_gc_interval, run):

@@ -18,7 +18,10 @@ class NoSnapshots(Rider):
     begun: Mapping[int, Begun] = MappingProxyType({})
     record: StepRecord | None = None
 
-    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
+    def completed(self, position: Position, record: StepRecord, begun: float) -> None:
+        """Keeps nothing of it."""
+
+    def take(self) -> None:
         """Takes none."""
 
     def finish(self) -> None:

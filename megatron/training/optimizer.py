@@ -2,8 +2,8 @@
 
 ``MegatronOptimizer.step()`` mixes collectives with changes of state.  Here the gradient statistics of a rank are a
 pure contribution (:meth:`VotedOptimizer.local_square_norm`), combined by the one all-reduce of the vote, and
-:meth:`VotedOptimizer.apply` changes state without a collective that could leave ranks apart.  (ZeRO-1's gather of
-updated weights comes last and can be run again.)
+:meth:`VotedOptimizer.apply` changes state without any collective that could leave ranks apart.  What ZeRO-1 then has
+to collect, :meth:`VotedOptimizer.gather_weights` does, which can be done again.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def apply(self, grad_norm: float) -> None:
-        """Clips and updates, or skips where the norm is not finite; the same on every rank.
+        """Clips and updates what this rank owns, or skips where the norm is not finite; the same on every rank.
 
         Args:
             grad_norm: what :meth:`grad_norm` says of the voted sum; or said, when an iteration is computed again.
@@ -125,7 +125,8 @@ class VotedOptimizer:
         finite = math.isfinite(grad_norm)
         if finite:
             self._scale_gradients(self._gradient_factor(grad_norm))
-            self.core.step_with_ready_grads()
+            for member in members(self.core):
+                _update(member)
             for module, bias in zip(self._biases, self._next_biases, strict=True):
                 if module.weight.requires_grad:  # else the router is frozen
                     module.expert_bias.copy_(bias)
@@ -133,6 +134,15 @@ class VotedOptimizer:
         for member in members(self.core):
             if getattr(member, "grad_scaler", None):
                 member.grad_scaler.update(not finite)
+
+    def gather_weights(self) -> None:
+        """Collects, with ZeRO-1, what the data-parallel peers have updated; can be done again if it is cut off.
+
+        With ``--overlap-param-gather`` it does nothing: the next forward collects weights as it comes to them.
+        """
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
 
     def grad_norm(self, square_norm: float) -> float:
         """The norm before clipping, with the loss scale taken out; inf where it is not finite."""
@@ -153,6 +163,13 @@ class VotedOptimizer:
                 scaled = torch._foreach_mul([p.grad for p in parameters], factor)
                 for parameter, gradient in zip(parameters, scaled, strict=True):
                     parameter.grad = gradient
+
+
+def _update(member: MegatronOptimizer) -> None:
+    if isinstance(member, DistributedOptimizer):
+        super(DistributedOptimizer, member).step_with_ready_grads()  # its own would also gather: all weights, each time
+    else:
+        member.step_with_ready_grads()
 
 
 def _counts_for_norm(member: MegatronOptimizer) -> bool:

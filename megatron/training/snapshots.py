@@ -1,6 +1,7 @@
 """Snapshots beside training: what each worker has done of them travels with the vote of every iteration.
 
-    take            copies begin right after the update, into a buffer that holds no snapshot which is still needed
+    completed       the update is done: what is lost from here on does not undo the iteration
+    take            copies begin right after it, into a buffer that holds no snapshot which is still needed
     vote            tells how far all have come: copied by all, and it is published in memory, and safe there or, with
                     peers, when their copies are there too; written by all, and it is published in storage
     before apply    the copies must be done, since the update changes what they read; training waits for them if
@@ -119,7 +120,7 @@ class Snapshots(Rider):
         self._stores_since: int | None = None  # first snapshot of the window that goes from memory to storage, too
         self._started, self._was_busy = False, False
         self._iteration_s, self._stall_s, self._compute_s = 0.0, 0.0, 0.0  # of this worker, until the next vote
-        self._voted_at = time.perf_counter()
+        self._begun_at = self._voted_at = time.perf_counter()
         self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
         self._seen: Observed | None = None  # the same, when an iteration has been
         self.record = start.record  # of the iteration that was completed last
@@ -159,20 +160,16 @@ class Snapshots(Rider):
             if self._blocking:
                 self.finish()
 
-    def take(self, position: Position, record: StepRecord, step_s: float) -> None:
-        """Begins a snapshot where the policy wants one; the state must be that after an update.
+    def completed(self, position: Position, record: StepRecord, begun: float) -> None:
+        """The update is done, so from here on the state is that of the next position, whoever is lost.
 
         Args:
             position: how far the run has come.
             record: of the iteration that is complete.
-            step_s: seconds that the iteration took.
-
-        Raises:
-            CheckpointError: on all workers; something could not be saved.
+            begun: when it began, by ``time.perf_counter``.
         """
-        begun = time.perf_counter()
         self._position, self.record = position, record
-        self._compute_s = max(0.0, step_s - (begun - self._voted_at))
+        self._begun_at, self._compute_s = begun, max(0.0, self._voted_at - begun)
         if self._seen is not None:
             self._policy.interval.observe(self._seen)
             self._observe(self._seen)
@@ -182,6 +179,14 @@ class Snapshots(Rider):
             self._tokens.completed(skipped=record.skipped)
             if self._policy.counts_probabilities and not record.skipped:
                 self._policy.routed(self._tokens.probabilities)
+
+    def take(self) -> None:
+        """Begins a snapshot of the completed iteration where the policy wants one; weights must be gathered.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        position = self._position
         plan = self._policy.plan(position.iteration, self._load)
         self._started = plan is not None
         if plan is not None:
@@ -190,7 +195,7 @@ class Snapshots(Rider):
                 if self._blocking:
                     self.finish()
         self._was_busy = bool(self._queues)
-        self._iteration_s = step_s + time.perf_counter() - begun
+        self._iteration_s = time.perf_counter() - self._begun_at
 
     def ballot(self) -> dict[str, float]:
         """How far this worker has come; see :class:`Rider`."""

@@ -5,7 +5,9 @@
 3. **vote**: one small all-reduce over all workers.  Nobody can pass it before every worker holds its reduced
    gradients, so whoever has seen the vote of iteration t knows that all can complete iteration t;
 4. apply: every worker takes the same decision from the same vote, without a collective that could part them;
-5. the step record is all that a replay of the iteration will need beside tensors.
+5. the step record is all that a replay of the iteration will need beside tensors;
+6. gather: with ZeRO-1 weights are collected from those who have updated them.  Whoever is cut off here has completed
+   the iteration all the same: recovery collects them again.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class Stepper:
     boundaries: Boundaries = field(default_factory=Boundaries)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
-        """Computes iteration ``iteration`` (counted from 0) and commits it.
+        """Computes iteration ``iteration`` (counted from 0) and commits it; :meth:`gather_weights` is to follow.
 
         Args:
             iteration: iterations completed before this one.
@@ -163,6 +165,7 @@ class Stepper:
         reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
         self.auxiliary.take()
         self.complete(record)
+        self.gather_weights()
         return sum_losses(reports, self.world)
 
     def complete(self, record: StepRecord) -> None:
@@ -174,6 +177,10 @@ class Stepper:
         self.optimizer.apply(record.grad_norm)
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)
+
+    def gather_weights(self) -> None:
+        """Collects, with ZeRO-1, what the data-parallel peers have updated; see :class:`VotedOptimizer`."""
+        self.optimizer.gather_weights()
 
     def reduced_gradients(
         self, iteration: int, batches: Iterator[Batch] | None, tokens: int | None = None

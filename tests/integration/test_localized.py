@@ -50,10 +50,7 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
     assert ends[0].manifest(28).operators == ends[1].manifest(28).operators  # and their counts of updates
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     resumed = job.events("resume")  # one stage; two together; two apart; one more while one recovers; one without logs
-    lost = [[1], [1, 2], [0, 3], [2, 3], [0, 1]]
-    assert len(resumed) == len(lost)
-    for event, stages in zip(resumed, lost, strict=True):  # where a worker's update was cut off, its stage joins
-        assert set(stages) <= set(event["stages"]) and len(event["stages"]) < 4
+    assert [event["stages"] for event in resumed] == [[1], [1, 2], [0, 3], [2, 3], [0, 1]]
     assert resumed[0]["iteration"] == 7
     assert [event["kept"] for event in resumed] == [4 - len(event["stages"]) for event in resumed]
     replays = job.events("replay")
@@ -86,6 +83,21 @@ def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path
     assert (first["stages"], second["stages"], first["kept"], second["kept"]) == ([0], [1], 2, 2)
     assert {tier for event in (first, second) for _, tier in event["sources"]} == {"memory"}
     assert {event["exact"] for event in job.events("replay")} == {None, True}
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_who_is_cut_off_while_weights_are_gathered_keeps_its_state(data, tmp_path):
+    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=14)
+    # when 1 dies, 2 has updated its half of the weights of stage 1, and waits for that of 3, which comes too late
+    faults = dict(
+        inject=["slow rank=3 iteration=9 point=after_vote seconds=3", "kill rank=1 iteration=9 point=after_vote"]
+    )
+    with Launched("PP2xDP2", flags | SPARSE | dict(ckpt_dir=str(tmp_path / "c")) | faults, tmp_path / "job") as job:
+        assert job.wait() == 0, job.console[-4000:]
+    straight = train("PP2xDP2", flags)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert [(event["iteration"], event["stages"], event["kept"]) for event in job.events("resume")] == [(9, [0], 2)]
 
 
 @pytest.mark.recovery
