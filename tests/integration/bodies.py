@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.distributed import param_and_grad_buffer as buffers
 
 import pretrain_gpt_moe as program
 from megatron.training import checkpoint_writer, errors, first_worker, loop, setup, stopping
@@ -127,8 +128,9 @@ def steps(flags: dict, poison: str | None = None, poisoned_step: int = 0) -> lis
         poisoned_step: in which step.
 
     Returns:
-        For each step ``collectives`` between reduced gradients and apply, and ``apply_collectives``, each with its
-        number of workers; ``weights``, ``biases`` (of routers) and ``gradients`` as they were, by moment;
+        For each step ``collectives`` between reduced gradients and apply, ``apply_collectives`` and
+        ``gather_collectives``, each with its number of workers; how many ``buckets`` weights are gathered in;
+        ``weights``, ``biases`` (of routers) and ``gradients`` as they were, by moment;
         ``record``, or ``refused`` with the sentence.
     """
 
@@ -139,7 +141,8 @@ def steps(flags: dict, poison: str | None = None, poisoned_step: int = 0) -> lis
 
 
 def _step(run, poison: str | None) -> dict:
-    seen = {"collectives": [], "apply_collectives": [], "record": None, "refused": None, "gradients": {}}
+    seen = {"collectives": [], "apply_collectives": [], "gather_collectives": [], "gradients": {}}
+    seen |= {"record": None, "refused": None, "buckets": _buckets(run)}
     seen["weights"], seen["biases"] = {"before": weights_of(run.stepper.chunks)}, {"before": _biases(run)}
     stepper, optimizer = run.stepper, run.stepper.optimizer
     reduce, apply = optimizer.hold_router_biases, optimizer.apply
@@ -163,6 +166,8 @@ def _step(run, poison: str | None) -> dict:
             record = stepper.step(run.position.iteration, batches)
             seen["record"] = dataclasses.asdict(record)
             run.position = run.position.after(record)
+            with _noting_collectives(seen["gather_collectives"]):
+                stepper.gather_weights()
         except NonFiniteError as error:
             seen["refused"] = str(error)
             window.close()
@@ -213,7 +218,18 @@ def _noting_collectives(calls: list):
     with contextlib.ExitStack() as patches:
         for name in _COLLECTIVES:
             patches.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
+        name = (
+            "dist_all_gather_func"  # megatron-core's own name of one of them, which it looked up when it was imported
+        )
+        patches.enter_context(mock.patch.object(buffers, name, noting(name, getattr(buffers, name))))
         yield
+
+
+def _buckets(run) -> int:
+    groups = [
+        group for chunk in run.stepper.chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+    ]
+    return sum(len(group.buckets) for group in groups)
 
 
 def _biases(run) -> list:

@@ -31,6 +31,7 @@ def count(flags: dict) -> list[dict]:
         stepper = dataclasses.replace(run.stepper, rider=rider)
         for iteration in range(run.train_iters):
             stepper.step(iteration, run.batches("train", iteration * stepper.global_batch_size))
+            stepper.gather_weights()
         return [{"experts": experts, "sent": sent, "probabilities": sums} for experts, sent, sums in rider.seen]
 
     return with_run(flags, use)

@@ -187,6 +187,7 @@ def _steps(run, count: int) -> list:
     for _ in range(count):
         batches = run.batches("train", run.position.consumed_samples)
         records.append(run.stepper.step(run.position.iteration, batches))
+        run.stepper.gather_weights()
         run.position = run.position.after(records[-1])
     return records
 

@@ -22,6 +22,7 @@ def replay_alone(flags: dict, iterations: int) -> dict:
     def use(run) -> dict:
         for _ in range(iterations):
             record = run.stepper.step(run.position.iteration, _batches(run))
+            run.stepper.gather_weights()
             run.position = run.position.after(record)
         told = {"together": _compute(run)}
         upstream, iteration = run.stepper.boundaries, run.position.iteration + 1
