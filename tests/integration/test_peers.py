@@ -99,17 +99,23 @@ def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp
     assert not [path for path in Path(sparse["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
 
 
-def test_a_node_is_lost_whose_replicas_are_on_others_and_its_stage_alone_computes(sparse, data, tmp_path):
+@pytest.mark.parametrize(("nodes", "replicas", "stage"), [((1,), 1, 0), ((2, 3), 2, 1)])
+def test_nodes_are_lost_whose_replicas_are_on_others_and_their_stage_alone_computes(
+    nodes, replicas, stage, sparse, data, tmp_path
+):
     straight = train("PP2xDP2", data | SMALL)
-    with Launched("PP2xDP2", sparse | dict(upstream_logging=True), tmp_path / "job", nodes=4) as job:
+    logging = dict(upstream_logging=True, replicas=replicas)
+    with Launched("PP2xDP2", sparse | logging, tmp_path / "job", nodes=4) as job:
         job.reach(9)
-        lose(job, 1, memory_of(sparse, "1"))
-        job.start(1)
+        for node in nodes:
+            lose(job, node, memory_of(sparse, str(node)))
+        for node in nodes:
+            job.start(node)
         assert job.wait() == 0, job.console[-4000:]
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     resumed = job.events("resume")[-1]
-    assert {event["of"] for event in job.events("restore")} == {"1"}
-    assert (resumed["stages"], resumed["kept"], resumed["tier"]) == ([0], 2, "memory")
+    assert {event["of"] for event in job.events("restore")} == set(map(str, nodes))
+    assert (resumed["stages"], resumed["kept"], resumed["tier"]) == ([stage], 2, "memory")
 
 
 def test_copies_come_back_and_damaged_ones_do_not(tmp_path):
