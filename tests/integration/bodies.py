@@ -218,9 +218,7 @@ def _noting_collectives(calls: list):
     with contextlib.ExitStack() as patches:
         for name in _COLLECTIVES:
             patches.enter_context(mock.patch.object(dist, name, noting(name, getattr(dist, name))))
-        name = (
-            "dist_all_gather_func"  # megatron-core's own name of one of them, which it looked up when it was imported
-        )
+        name = "dist_all_gather_func"  # what megatron-core calls one of them; it was looked up at import
         patches.enter_context(mock.patch.object(buffers, name, noting(name, getattr(buffers, name))))
         yield
 
