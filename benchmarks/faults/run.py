@@ -40,7 +40,7 @@ LAYOUTS = {  # name: (workers, flags)
     "PP4": (4, f"{ZERO} --pipeline-model-parallel-size 4"),
     "PP2xTP2": (4, f"{ZERO} {PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
-SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging"
+SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging --max-snapshot-lag 1"
 TIERS = {
     "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",

@@ -54,6 +54,10 @@ class Queues:
     def __bool__(self) -> bool:
         return bool(self.copying or self.replicating or self.writing)
 
+    def not_safe(self, safe_in_memory: bool) -> list[Taken]:
+        """Those that may be lost yet; of one that is safe in memory it does not count whether it is written, too."""
+        return [*self.copying, *self.replicating, *(() if safe_in_memory else self.writing)]
+
     def ballot(self) -> dict[str, float]:
         """How far this worker has come with the first ones of each queue; :func:`told_of` undoes it."""
         copied = _done(self.copying, lambda taken: taken.snapshot.sealed)

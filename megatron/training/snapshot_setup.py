@@ -143,6 +143,7 @@ def begin(
             peers=its.peers,
             describe=_describer(config, world, optimizer, scheduler, its.policy, its.tokens, auto),
             blocking=config.snapshot.ckpt_blocking,
+            most_behind=config.snapshot.max_snapshot_lag,
             start=start,
             tokens=its.tokens,
             boundaries=boundaries,

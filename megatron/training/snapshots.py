@@ -5,7 +5,7 @@
     vote            tells how far all have come: copied by all, and it is published in memory, and safe there or, with
                     peers, when their copies are there too; written by all, and it is published in storage
     before apply    the copies must be done, since the update changes what they read; training waits for them if
-                    they are not, and the wait is counted
+                    they are not, and the wait is counted; with --max-snapshot-lag also for what is to be safe by now
 
 No collective is added to an iteration.  Buffers rotate as :mod:`moc.snapshot.rotation` says, the same on all workers.
 """
@@ -77,6 +77,7 @@ class Snapshots(Rider):
         peers: what copies snapshots to other nodes, if anything does.
         describe: what is not a tensor, for a position and the record of the iteration that led to it.
         blocking: wait until a snapshot is safe.
+        most_behind: iterations that may be completed while a snapshot is not safe; None if all may.
         start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
         boundaries: what logs what crosses pipeline stages, if anything does.
@@ -95,6 +96,7 @@ class Snapshots(Rider):
         peers: Peers | None,
         describe: Callable[[Position, StepRecord | None], dict],
         blocking: bool,
+        most_behind: int | None,
         start: Start,
         tokens: TokenBook | None,
         boundaries: Boundaries,
@@ -102,7 +104,8 @@ class Snapshots(Rider):
         observe: Callable[[Observed], None] = lambda seen: None,
     ):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
-        self._publisher, self._describe, self._blocking = publisher, describe, blocking
+        self._publisher, self._describe = publisher, describe
+        self._blocking, self._most_behind = blocking, most_behind
         self._peers, self._tokens, self._boundaries, self._report = peers, tokens, boundaries, report
         self._observe = observe
         spare = SPARE + (peers is not None)  # one more from which peers copy
@@ -226,6 +229,10 @@ class Snapshots(Rider):
             self._report.trained(self._seen.iteration_s)
         if self._tokens is not None:
             self._tokens.voted(tally)
+        if self._behind:
+            with self._stalling():
+                while self._behind:
+                    self._wait_and_vote()
         if self._queues.copying:
             with self._stalling():
                 for taken in self._queues.copying:
@@ -283,6 +290,14 @@ class Snapshots(Rider):
         if self._tokens is not None:
             self._tokens.close()
         self._boundaries.close()
+
+    @property
+    def _behind(self) -> bool:
+        """Whether the iteration that is about to be completed must wait until a snapshot is safe."""
+        if self._most_behind is None:
+            return False
+        not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
+        return any(self._position.iteration - taken.plan.iteration >= self._most_behind for taken in not_safe)
 
     @contextlib.contextmanager
     def _stalling(self):

@@ -1,5 +1,6 @@
 """``--ckpt-tier peers``: a node is lost with its memory, and its state comes back from the memory of another."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def slow_ways(job: Launched) -> list[psutil.Process]:
     return [process for process in processes if "tests.slow_way" in process.cmdline()]
 
 
+def most_behind(job: Launched) -> int:
+    """Iterations that were completed while a snapshot was not safe, at most, until a node was lost."""
+    path, complete, taken, most = job.log / "events.jsonl", 0, set(), 0
+    for event in map(json.loads, path.read_text().splitlines()):
+        if event["type"] == "restore":
+            break
+        if event["type"] == "snapshot":
+            taken.add(event["iteration"])
+        elif event["type"] == "replicate":
+            taken.remove(event["iteration"])
+        elif event["type"] == "iteration":
+            complete = event["iteration"]
+            most = max(most, *(complete - iteration for iteration in taken), 0)
+    return most
+
+
 def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data, tmp_path):
     plain = data | dict(
         ckpt_policy="full", snapshot_interval=ITERATIONS, ckpt_dir=str(tmp_path / "plain"), train_iters=ITERATIONS
@@ -85,7 +102,9 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
 
 def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp_path):
     straight = train("PP2xEP2", data | SMALL)
-    with Launched("PP2xEP2", sparse, tmp_path / "job", nodes=2, spares=1) as job:
+    sparse |= dict(ckpt_blocking=False, max_snapshot_lag=1)
+    slow = dict(nodes=2, spares=1, program="tests/integration/slow_peers_pretrain_gpt_moe.py")
+    with Launched("PP2xEP2", sparse, tmp_path / "job", **slow) as job:
         job.reach(9)
         lose(job, 1, memory_of(sparse, "1"))
         assert job.wait() == 0, job.console[-4000:]
@@ -94,6 +113,7 @@ def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp
     end = resumed["iteration"]
     assert resumed["sources"] == [[i, "memory"] for i in (end, end - 1, end - 2)] and end % 3 == 1
     assert {(event["of"], event["held_by"]) for event in back} == {("1", "0")}
+    assert most_behind(job) == 1
     assert [event["iteration"] for event in back][:3] == [end - 2, end - 1, end]
     assert [event["exact"] for event in job.events("replay")] == [True] * 2
     assert not [path for path in Path(sparse["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]

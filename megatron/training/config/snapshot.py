@@ -64,6 +64,13 @@ class Snapshot(Group):
         "/dev/shm", "Memory file system for --ckpt-tier memory and peers, and for --upstream-logging.", metavar="DIR"
     )
     ckpt_blocking: bool = flag(False, "Let training wait until a snapshot is safe, in place of taking it beside it.")
+    max_snapshot_lag: int | None = flag(
+        None,
+        "Iterations that may be completed while a snapshot is not safe; training then waits until it is. With 1 and "
+        "--ckpt-policy sparse, whatever lags or is lost, at most two windows are computed again. Without it training "
+        "goes on as long as there are buffers.",
+        at_least=1,
+    )
     ckpt_keep: int = flag(
         2, "Complete snapshots to keep in --ckpt-dir; windows, with --ckpt-policy sparse.", at_least=1
     )
