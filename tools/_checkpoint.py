@@ -24,7 +24,8 @@ OPTIMIZER = "optimizer"
 _PARTS = ("rank_", ".rank_", f"{files.MANIFEST}.")  # what there is of Format v1 before its manifest
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LENGTH = 8  # a safetensors file starts with the length of its JSON header
-_ELEMENT_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_NUMBER_FORMATS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
+_ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for name in names.split()}
 
 
 @dataclass(frozen=True)

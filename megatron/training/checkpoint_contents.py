@@ -63,6 +63,8 @@ def training_state(
         "optimizer_step": get_step(optimizer.core),
         "params_dtype": _compute_format(config),
         "main_params_dtype": config.mixed_precision.main_params_dtype,
+        "exp_avg_dtype": config.mixed_precision.exp_avg_dtype,
+        "exp_avg_sq_dtype": config.mixed_precision.exp_avg_sq_dtype,
         "scheduler": scheduler.state_dict(),
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "shape": shape(config),
@@ -108,6 +110,15 @@ def check_optimizer(config: Config, saved: dict, where: object) -> None:
         )
     if (there := saved.get("main_params_dtype", "fp32")) != masters:
         raise CheckpointError(f"{where} holds masters in {there}, not in {masters}: pass --main-params-dtype {there}")
+    for moment in ("exp_avg", "exp_avg_sq"):
+        flag, there = f"{moment}_dtype", saved.get(f"{moment}_dtype")
+        if there != (here := getattr(config.mixed_precision, flag)):
+            spelling = f"--{flag.replace('_', '-')}"
+            remedy = f"pass {spelling} {there}" if there else f"drop {spelling}"
+            raise CheckpointError(
+                f"{where} holds {moment} in {there or 'the format of its optimizer'}, not in "
+                f"{here or 'that of this one'}: {remedy}"
+            )
 
 
 def check_window(config: Config, saved: dict, where: object) -> None:

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.training.config import Config
 from megatron.training.model import compute_dtype
+from megatron.training.small_moments import SmallMomentsAdam
 from moc.state.optimizer import drop_frozen_gradients, members
 
 
@@ -197,6 +198,9 @@ def _is_first_copy(parameter: torch.nn.Parameter) -> bool:
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
     """Builds the optimizer over the model chunks and couples fp16's loss scale to the schedule."""
     core = get_megatron_optimizer(optimizer_config(config), chunks, use_gloo_process_groups=False)
+    if moments := config.mixed_precision.moments:
+        for member in members(core):
+            member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)
     chunks[0].config.grad_scale_func = core.scale_loss
     return VotedOptimizer(core, chunks, config.regularization.clip_grad)
 

@@ -25,8 +25,8 @@ class Fragment:
 
     Attributes:
         name: tensor name in the unpartitioned model.
-        slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), fp32 or bf16; ``param``, the
-            values that the model computes with; ``grad``, the gradient.
+        slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), in the formats that flags
+            give them; ``param``, the values that the model computes with; ``grad``, the gradient.
         global_shape: shape of the whole tensor.
         region: the box.
         view: contiguous live values, ``region.numel`` of them.

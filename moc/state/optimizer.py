@@ -28,7 +28,7 @@ class OwnedSlice:
         start: first element owned.
         stop: one past the last element owned.
         slots: 1-D live tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``),
-            fp32, or bf16 with ``--main-params-dtype bf16``; writing into them restores the optimizer.
+            in the formats that flags give them; writing into them restores the optimizer.
         sharded: whether the data-parallel peers own other ranges (ZeRO), rather than copies of this one.
         counter: the dict whose ``step`` counts the updates that the moments have seen, if they are counted: the
             parameter's own (torch), or its group's (Transformer Engine's and apex's fused Adam).
@@ -127,7 +127,7 @@ def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.n
 
 
 def _primed_state(inner: torch.optim.Optimizer, main: torch.Tensor, moments: tuple[str, ...]) -> dict:
-    state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # Transformer Engine's has its own
+    state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # some have their own
     for moment in moments:
         if state.get(moment) is None:
             dtype = formats.get(moment, main.dtype)

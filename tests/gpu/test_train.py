@@ -18,6 +18,7 @@ FLAGS = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-expert
 
 ZERO = ("--use-distributed-optimizer",)
 MASTERS = ("--main-params-dtype", "bf16")
+MOMENTS = ("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16")
 
 
 def train(log_dir, *flags):
@@ -30,7 +31,14 @@ def train(log_dir, *flags):
 
 
 @pytest.mark.parametrize(
-    "precision", [ZERO, (*ZERO, "--bf16"), (*ZERO, "--fp16", "--initial-loss-scale", "65536"), ("--bf16", *MASTERS)]
+    "precision",
+    [
+        ZERO,
+        (*ZERO, "--bf16"),
+        (*ZERO, "--fp16", "--initial-loss-scale", "65536"),
+        (*ZERO, "--bf16", *MOMENTS),
+        ("--bf16", *MASTERS),
+    ],
 )
 def test_trains_and_resumes_bit_identically(tmp_path, precision):
     whole, output = train(tmp_path / "whole", *precision)
@@ -42,7 +50,7 @@ def test_trains_and_resumes_bit_identically(tmp_path, precision):
     assert first | second == whole
 
 
-@pytest.mark.parametrize("masters", [ZERO, MASTERS])
+@pytest.mark.parametrize("masters", [ZERO, MASTERS, (*MASTERS, *MOMENTS)])
 def test_eight_bits_resume_bit_identically(tmp_path, masters):
     pytest.importorskip("transformer_engine")
     if torch.cuda.get_device_capability() < (8, 9):

@@ -1,4 +1,4 @@
-"""Weights in 16 bits that are their own masters: snapshots half as large, and the same promises."""
+"""Weights in 16 bits that are their own masters, moments in 8 and 16: smaller snapshots, and the same promises."""
 
 import subprocess
 import sys
@@ -17,20 +17,28 @@ from tests.integration.tiny import known, train
 from tests.worlds import REPOSITORY
 
 BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False)
+EIGHT = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
 
 
-@pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
-def test_it_learns_as_fp32_does(layout, data):
-    trained, exact = train(layout, data | BF16), known("1", data)
+@pytest.mark.parametrize(("layout", "moments"), [("PP2xEP2", {}), ("TP2xEP2", {}), ("PP2xEP2", EIGHT)])
+def test_it_learns_as_fp32_does(layout, moments, data):
+    trained, exact = train(layout, data | BF16 | moments), known("1", data)
     assert trained.losses == pytest.approx(exact.losses, abs=5e-3)
     assert trained.norms == pytest.approx(exact.norms, rel=5e-2)
 
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_a_stage_computes_a_window_again_to_the_bit(data, tmp_path):
-    flags = data | SMALL | DROPOUT | BF16 | dict(train_iters=14)
+@pytest.mark.parametrize(
+    ("moments", "formats"),  # of weight and moments: the first and the fourth row of Table 7
+    [
+        ({}, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+        (EIGHT, (torch.bfloat16, torch.float8_e4m3fn, torch.float16)),
+    ],
+)
+def test_a_stage_computes_a_window_again_to_the_bit(moments, formats, data, tmp_path):
+    flags = data | SMALL | DROPOUT | BF16 | moments | dict(train_iters=14)
     sparse = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True, ckpt_blocking=True)
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     faults = dict(inject=["kill rank=1 iteration=7 point=after_vote", "kill rank=0 iteration=12 point=before_vote"])
@@ -43,20 +51,16 @@ def test_a_stage_computes_a_window_again_to_the_bit(data, tmp_path):
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert [event["stages"] for event in job.events("resume")] == [[1], [0]]
     assert all(event["exact"] in (True, None) for event in job.events("replay"))
-    assert bytes_of_a_parameter(ends[1], 14) == 6  # weight, and two moments: the first format of Table 7
+    assert formats_of(ends[1], 14) == dict(zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True))
 
 
-def bytes_of_a_parameter(store, iteration):
+def formats_of(store, iteration):
     names = store.manifest(iteration).files
-    sources = RegionReader(store.place.blob(f"{directory_of(iteration)}/{name}") for name in names).sources()
-    sizes = {"master": 0, "exp_avg": 0, "exp_avg_sq": 0}
-    parameters = 0
-    for source in sources:
-        if source.entry.slot in sizes:
-            assert source.entry.dtype == torch.bfloat16
-            sizes[source.entry.slot] += source.entry.nbytes
-            parameters += source.entry.region.numel * (source.entry.slot == "master")
-    return sum(sizes.values()) / parameters
+    reader = RegionReader(store.place.blob(f"{directory_of(iteration)}/{name}") for name in names)
+    found = {(source.entry.slot, source.entry.dtype) for source in reader.sources() if source.entry.slot != "param"}
+    formats = dict(found)
+    assert len(formats) == len(found)
+    return formats
 
 
 def test_masters_of_another_format_are_refused(data, tmp_path):
@@ -66,6 +70,8 @@ def test_masters_of_another_format_are_refused(data, tmp_path):
     other = flags | BF16 | dict(train_iters=4)
     for source in (snapshots, dict(load=str(tmp_path / "d"))):
         assert "holds masters in fp32, not in bf16: pass --main-params-dtype fp32" in refused_by_program(other | source)
+    said = refused_by_program(flags | EIGHT | dict(load=str(tmp_path / "d"), train_iters=4))
+    assert "holds exp_avg in the format of its optimizer, not in fp8: drop --exp-avg-dtype" in said
 
 
 def test_a_window_of_another_precision_is_refused(data, tmp_path):
@@ -79,7 +85,7 @@ def test_a_window_of_another_precision_is_refused(data, tmp_path):
 
 
 def test_conversion_keeps_them(data, tmp_path):
-    flags = data | SMALL | BF16 | dict(train_iters=5)
+    flags = data | SMALL | BF16 | EIGHT | dict(train_iters=5)
     straight = train("1", flags)
     saved = dict(ckpt_policy="full", snapshot_interval=3, ckpt_dir=str(tmp_path / "snapshots"), exit_interval=3)
     train("1", flags | saved)

@@ -14,6 +14,7 @@ RUNS = {
     "bf16 replicated, saved asynchronously": ("PP2xEP2", BF16 | REPLICATED | dict(async_save=True)),
     "fp16": ("PP2xEP2", FP16),
     "bf16 without masters": ("TP2xEP2", BF16 | REPLICATED | dict(main_params_dtype="bf16")),
+    "moments in 8 and 16 bits": ("PP2xEP2", BF16 | dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")),
     "fp32 saved asynchronously": ("EP2", dict(async_save=True)),
     "expert bias": ("EP2", BF16 | EXPERT_BIAS),
     "tied embeddings": ("PP2xEP2", BF16 | dict(untie_embeddings_and_output_weights=False)),

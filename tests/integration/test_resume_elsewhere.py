@@ -6,6 +6,7 @@ from tests.integration.test_layouts import CLOSE
 from tests.integration.tiny import train
 
 REPLICATED = dict(use_distributed_optimizer=False)
+SMALL_MOMENTS = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
 MOVES = [  # from a layout with flags, to another with flags, losses as close as
     ("PP2xEP2", {}, "DP4", {}, CLOSE),
     ("PP2xEP2", {}, "EP2", {}, CLOSE),
@@ -19,6 +20,7 @@ MOVES = [  # from a layout with flags, to another with flags, losses as close as
     ("PP4", {}, "interleaved", {}, CLOSE),
     ("PP2xEP2", dict(bf16=True), "1", dict(bf16=True), 5e-3),
     ("EP2", dict(bf16=True), "PP2", dict(bf16=True) | REPLICATED, 5e-3),
+    ("EP2", SMALL_MOMENTS, "TP2xEP2", SMALL_MOMENTS | REPLICATED, 5e-3),
 ]
 
 

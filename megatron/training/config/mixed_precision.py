@@ -19,6 +19,17 @@ class MixedPrecision(Group):
         "optimizer gives them.",
         choices=("fp32", "bf16"),
     )
+    exp_avg_dtype: str | None = flag(
+        None,
+        "Format in which Adam's first moment is kept; by default as the optimizer makes it: in 32 bits, or in those of "
+        "weights that are their own masters.",
+        choices=("fp32", "fp16", "fp8"),
+    )
+    exp_avg_sq_dtype: str | None = flag(
+        None,
+        "The same of the second moment; if only one of them is given, the other has 32 bits.",
+        choices=("fp32", "fp16"),
+    )
     fp8_format: str | None = flag(
         None,
         "Multiply matrices in 8 bits, as Transformer Engine does: all in e4m3, or with gradients in e5m2 (hybrid).",
@@ -43,6 +54,13 @@ class MixedPrecision(Group):
         False,
         "Accumulate and reduce gradients in 32 bits; always so with --bf16 and masters in 32 bits.",
     )
+
+    @property
+    def moments(self) -> tuple[str, str] | None:
+        """Formats of both moments; None if the optimizer decides."""
+        if self.exp_avg_dtype is None and self.exp_avg_sq_dtype is None:
+            return None
+        return self.exp_avg_dtype or "fp32", self.exp_avg_sq_dtype or "fp32"
 
     def validate(self) -> None:
         """Refuses two formats at once."""

@@ -36,6 +36,11 @@ def check_together(config: Config) -> None:
         "--use-distributed-optimizer.",
     )
     refuse(
+        config.regularization.optimizer != "adam" and config.mixed_precision.moments,
+        f"--exp-avg-dtype and --exp-avg-sq-dtype are for Adam's moments, and --optimizer "
+        f"{config.regularization.optimizer} has none: drop them.",
+    )
+    refuse(
         config.mixed_precision.main_params_dtype == "bf16" and config.parallel.use_distributed_optimizer,
         "--main-params-dtype bf16 cannot be spread over data-parallel ranks, since megatron-core makes masters of 32 "
         "bits for that: drop --use-distributed-optimizer.",

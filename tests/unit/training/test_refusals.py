@@ -59,6 +59,8 @@ REFUSED = [
     ("--max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 64"),
     # precision
     ("--main-params-dtype bf16", "must be in bf16: add --bf16"),
+    ("--optimizer sgd --exp-avg-dtype fp8", "--optimizer sgd has none: drop them"),
+    ("--max-snapshot-lag 1", "--max-snapshot-lag needs --ckpt-policy: add it"),
     ("--main-params-dtype bf16 --bf16 --accumulate-allreduce-grads-in-fp32", "drop --accumulate-allreduce-grads"),
     ("--main-params-dtype bf16 --bf16 --use-distributed-optimizer", "drop --use-distributed-optimizer"),
     # parallelism

@@ -1,0 +1,124 @@
+"""Adam whose moments take 8 and 16 bits between two updates: the optimizer state of MoEvement's Table 7, fourth row.
+
+Table 7 takes it from FP8-LM (Peng et al., 2023), which scales each tensor by its largest value.  Here every element
+stands for itself, so that whatever slices moments (ZeRO, tensor parallelism, snapshots, conversion) finds the same bits
+in any layout, and experts that no token has reached yet, whose largest value is zero, need no exception:
+
+    exp_avg_sq   the root of the second moment v in fp16, times 2^14: gradients between 4e-12 and 4 have one
+    exp_avg      the first moment m over that root in fp8 (e4m3), times 32
+
+Adam's two means bound the quotient: by the inequality of Cauchy and Schwarz, for beta1^2 < beta2,
+
+    |m| / sqrt(v) <= (1 - beta1) / sqrt(1 - beta2) / sqrt(1 - beta1^2 / beta2)
+
+which is 7.3 for (0.9, 0.999) and 1.2 for (0.9, 0.95); there is room for 14.  What is beyond is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.optim.adamw import adamw
+
+FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+_SCALE = {_FIRST: 2.0**5, _SECOND: 2.0**14}  # powers of two, so that they round nothing
+_AT_ONCE = 2**26  # elements whose moments have 32 bits at a time: 1 GB with weight and gradient
+
+
+class SmallMomentsAdam(torch.optim.AdamW):
+    """torch's AdamW, computed in fp32 on weights in 16 or 32 bits, of whose state less is kept.
+
+    Args:
+        groups: parameters and settings of another Adam, in whose place this one is; the same dicts.
+        exp_avg: format of the first moment, a key of ``FORMATS``.
+        exp_avg_sq: the same of the second; not fp8, since 3 bits would not show that it decays.
+    """
+
+    def __init__(self, groups: list[dict], exp_avg: str, exp_avg_sq: str):
+        super().__init__([{**group, "params": []} for group in groups])  # of ZeRO-1's slices torch would say: no leaves
+        for group, settings in zip(groups, self.param_groups, strict=True):
+            group.update(settings | group)
+        self.param_groups = groups
+        self.name_to_dtype_map = {_FIRST: FORMATS[exp_avg], _SECOND: FORMATS[exp_avg_sq]}
+        """By moment what it is kept in; by the name that Transformer Engine's optimizer has for it."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Updates every parameter that has a gradient; the state of all others stays as it is, bit by bit."""
+        for group in self.param_groups:
+            for parameters in _at_once(parameter for parameter in group["params"] if parameter.grad is not None):
+                self._update(group, parameters)
+
+    def _update(self, group: dict, parameters: list[torch.Tensor]) -> None:
+        states = [self._begun(parameter) for parameter in parameters]
+        weights = [parameter.float() for parameter in parameters]  # those that have 32 bits are themselves
+        means, squares = zip(*(_decoded(state) for state in states), strict=True)
+        beta1, beta2 = group["betas"]
+        adamw(
+            weights,
+            [parameter.grad.float() for parameter in parameters],
+            list(means),
+            list(squares),
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        for parameter, weight in zip(parameters, weights, strict=True):
+            if weight is not parameter:
+                parameter.copy_(weight)
+        for state, mean, square in zip(states, means, squares, strict=True):
+            _encode(mean, square, state)
+
+    def _begun(self, parameter: torch.Tensor) -> dict:
+        state = self.state[parameter]
+        if not state:
+            state |= {moment: torch.zeros_like(parameter, dtype=d) for moment, d in self.name_to_dtype_map.items()}
+            state["step"] = torch.tensor(0.0)
+        return state
+
+
+def _decoded(state: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments in fp32."""
+    mean, square = state[_FIRST], state[_SECOND]
+    if square.dtype != torch.float32:
+        square = (square.float() / _SCALE[_SECOND]).square_()
+    if mean.dtype != torch.float32:
+        mean = mean.float().mul_(square.sqrt()).div_(_SCALE[_FIRST])
+    return mean, square
+
+
+def _encode(mean: torch.Tensor, square: torch.Tensor, state: dict) -> None:
+    """Writes both into what is kept of them, rounded to the nearest, so that no memory moves."""
+    if state[_SECOND].dtype != torch.float32:
+        _write(square.sqrt().mul_(_SCALE[_SECOND]), state[_SECOND])
+        square = (state[_SECOND].float() / _SCALE[_SECOND]).square_()  # what the next update finds
+    if state[_FIRST].dtype != torch.float32:
+        root = square.sqrt()
+        quotient = torch.where(root > 0, mean / root, 0.0)
+        _write(quotient.mul_(_SCALE[_FIRST]), state[_FIRST])
+
+
+def _write(values: torch.Tensor, kept: torch.Tensor) -> None:
+    most = torch.finfo(kept.dtype).max
+    kept.copy_(values.clamp_(-most, most))
+
+
+def _at_once(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Some at a time, so that what has 32 bits for a moment does not take the memory that formats save."""
+    some, elements = [], 0
+    for parameter in parameters:
+        if some and elements + parameter.numel() > _AT_ONCE:
+            yield some
+            some, elements = [], 0
+        some.append(parameter)
+        elements += parameter.numel()
+    if some:
+        yield some
