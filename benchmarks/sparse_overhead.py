@@ -16,6 +16,10 @@ Compared are the iterations of the same round, after those in which a way measur
 their median.  Of each way it is told besides, for each iteration, how many bytes were copied from where training has
 them, how many went to storage, and for how long training waited.
 
+Jobs differ, whatever they save, and machines that others use do so from second to second.  So sparse checkpoints are
+judged by jobs that save in every second block of 9 iterations, and are compared with themselves, from each block to its
+two neighbours (``benchmarks/live/blocks.py``).
+
 Copies, hashes and writes are made beside training, so a core must be left over for them, or what they cost is what the
 machine lacks.  With one worker on two cores there is one; in layouts where there is none, overhead is not judged.
 
@@ -40,7 +44,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import PROGRAM, Job, torchrun
+from benchmarks.live.blocks import Blocks, between
+from benchmarks.live.job import PROGRAM, ROOT, Job, torchrun
 from benchmarks.live.slices import ratios, slices, warm_up
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, SNAPSHOTS, WARM_UP
 
@@ -86,6 +91,7 @@ WAYS = {
     ),
 }
 SMALLER, OVERHEAD = 0.55, 0.02  # what is asked for
+BLOCK_ITERATIONS = 9  # three windows of 3 iterations
 
 
 def measure(
@@ -108,7 +114,24 @@ def measure(
         return [{way: figures(jobs[way].events.all(), counted) for way, counted in one.items()} for one in rounds]
 
 
-def command(way: str, layout: str, tier: str, directory: Path, flags: Sequence[str]) -> list[object]:
+def beside_itself(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str]) -> list[float]:
+    """Starts a job that saves in every second block of iterations: its :meth:`Blocks.overheads`."""
+    blocks = Blocks(WAYS[way].warm_up + 2 * BLOCK_ITERATIONS, BLOCK_ITERATIONS)
+    when = {"SAVING_FROM": str(blocks.first), "SAVING_FOR": str(blocks.length)}
+    with TemporaryDirectory(prefix="overhead-") as name:
+        directory, memory = Path(name), Path("/dev/shm") / Path(name).name
+        program = str(ROOT / "benchmarks/live/blocks_program.py")
+        started = command(way, layout, own.sparse_tier, directory, flags, program)
+        with Job(started, directory, memory, environment=when) as job:
+            for pair in range(own.blocks + 1):
+                job.reach(blocks.first + (2 * pair + 1) * blocks.length)
+                print(f"{layout}, {way}: block {pair} of {own.blocks}", file=sys.stderr, flush=True)
+            return blocks.overheads({event["iteration"]: event["elapsed_s"] for event in job.events.of("iteration")})
+
+
+def command(
+    way: str, layout: str, tier: str, directory: Path, flags: Sequence[str], program: str = PROGRAM
+) -> list[object]:
     """How a way's job is started."""
     workers, parallel = LAYOUTS[layout]
     saving = WAYS[way].flags.split()
@@ -116,7 +139,7 @@ def command(way: str, layout: str, tier: str, directory: Path, flags: Sequence[s
         saving += ["--ckpt-tier", tier]
     if saving:
         saving += ["--ckpt-dir", str(directory / "snapshots")]
-    return [*torchrun(workers), PROGRAM, *MODEL, *parallel, *flags, *saving]
+    return [*torchrun(workers), program, *MODEL, *parallel, *flags, *saving]
 
 
 def figures(events: Sequence[Mapping], counted: Collection[int]) -> dict:
@@ -171,7 +194,7 @@ def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
     """What is asked for, and whether it was found; of the ways that were run.
 
     Args:
-        told: of :func:`summary`.
+        told: of :func:`summary`; with what :func:`beside_itself` tells, as ``blocks``, where it was asked.
         core_left: there are more cores than workers.
     """
     found = {}
@@ -180,7 +203,7 @@ def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
         found[f"the largest of a window's 3 snapshots is {smaller:.1%} smaller (>= {SMALLER:.0%})"] = smaller >= SMALLER
     for way in (AUTO, THREE):
         if core_left and way in told:
-            overhead = told[way]["overhead"]["mean"]["median"]
+            overhead = median(told[way].get("blocks") or told[way]["overhead"]["mean"]["rounds"])
             found[f"{way}: iterations take {overhead:+.1%} (<= {OVERHEAD:.0%})"] = overhead <= OVERHEAD
     return found
 
@@ -192,6 +215,9 @@ def table(told: Mapping[str, Mapping]) -> list[str]:
         overhead = [f"{of['overhead'][kind]['median']:+8.1%}" for kind in ("mean", "median")]
         sizes = [f"{of[what] / 1e6:{width}.1f}" for what, width in (("copied", 11), ("written", 9), ("largest", 9))]
         waits = f"{of['waited'] * 1e3:7.1f}"
+        if "blocks" in of:
+            low, high = between(of["blocks"])
+            sizes.append(f"   in blocks {median(of['blocks']):+.1%} (95 %: {low:+.1%} to {high:+.1%})")
         lines.append("".join([f"{way:26}{of['iteration_s'] * 1e3:7.0f}", *overhead, waits, *sizes]))
     return lines
 
@@ -205,6 +231,9 @@ def main() -> int:
     for layout in own.layouts:
         rounds = measure(ways, layout, own, flags)
         told = summary(rounds)
+        for way in ways if own.blocks else ():
+            if way in (AUTO, THREE, GEMINI, PEC):  # CheckFreq's finds out by itself when to save
+                told[way]["blocks"] = beside_itself(way, layout, own, flags)
         found = verdicts(told, core_left=LAYOUTS[layout][0] < os.cpu_count())
         print("\n".join([f"{layout}, {LAYOUTS[layout][0]} workers", *table(told)]))
         print(
@@ -223,6 +252,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24, help="of a turn for each way (default: 24)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
+    parser.add_argument("--blocks", type=int, default=60, help="that save, in each job that is compared with itself")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1"], help="default: 1")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     tiers = ("memory", "disk")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.live.blocks import Blocks, between
 from benchmarks.replay_cost import NORMAL, beside_normal, frozen_in
 from benchmarks.sparse_overhead import AUTO, BASE, GEMINI, LAYOUTS, MODEL, THREE, WAYS, figures, summary, verdicts
 from megatron.training.arguments import parse_config
@@ -65,6 +66,33 @@ def test_overhead_is_judged_where_a_core_is_left(core_left):
 def test_a_snapshot_that_is_too_large_is_said():
     rounds = [{way: told for way, told in one.items() if way != AUTO} | {THREE: of(1.0, 451)} for one in ROUNDS]
     assert list(verdicts(summary(rounds), core_left=False).values()) == [False]
+
+
+BLOCKS = Blocks(first=10, length=4)
+
+
+def test_every_second_block_saves():
+    assert [i for i in range(26) if BLOCKS.saves(i)] == [*range(14), *range(18, 22)]
+
+
+def test_a_block_is_compared_with_its_neighbours():
+    slow = {10: 9.0, 14: 9.0, 15: 9.0, 18: 9.0, 22: 9.0, 23: 9.0}  # what begins or ends in them is of two blocks
+    blocks = {i: slow.get(i, 1.0 if i < 18 else 1.32 if i < 22 else 1.2) for i in range(40)}
+    assert BLOCKS.overheads(blocks) == pytest.approx([0.2, 0.0])
+    assert BLOCKS.overheads({}) == []
+
+
+def test_blocks_judge_where_there_are_some():
+    told = summary(ROUNDS)
+    told[THREE]["blocks"], told[AUTO]["blocks"] = [0.01, 0.5, -0.3], [0.03]
+    assert list(verdicts(told, core_left=True).values()) == [True, False, True]
+
+
+def test_a_median_is_told_with_what_it_may_be():
+    low, high = between([0.01] * 9 + [0.5])
+    assert (low, high) == (0.01, 0.01)
+    low, high = between([-0.1, 0.0, 0.1])
+    assert (low, high) == (-0.1, 0.1)
 
 
 @pytest.mark.parametrize("way", WAYS)
