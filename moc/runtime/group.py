@@ -96,12 +96,15 @@ class Group(dist.ProcessGroup):
 
 
 class Handle(dist.Work):
-    """The handle of an operation in flight, whose ``wait()`` ends with the generation."""
+    """The handle of an operation in flight, whose ``wait()`` ends with the generation.
 
-    def __init__(self, work: dist.Work, group: Group, generation: Generation, point_to_point: bool):
+    A deaf operation is one of which a wait for a moment is no such thing in gloo: between two ranks it cuts the
+    connection, and of a reduce-scatter it waits for as long as the group's timeout.  So the deputy waits in our place.
+    """
+
+    def __init__(self, work: dist.Work, group: Group, generation: Generation, deaf: bool):
         super().__init__()
-        self._work, self._group, self._generation = work, group, generation
-        self._point_to_point = point_to_point
+        self._work, self._group, self._generation, self._deaf = work, group, generation, deaf
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """As ``dist.Work.wait``.
@@ -126,7 +129,7 @@ class Handle(dist.Work):
         work = self._work
         if self._group.backend == "nccl":
             return work.wait() if timeout is None else work.wait(timeout)
-        if self._point_to_point:
+        if self._deaf:
             # without a timeout gloo takes the one that it was connected with
             limit = timeout or self._group.timeout
             return self._generation.deputy.do(lambda: work.wait(limit))
@@ -148,7 +151,7 @@ def over(group: Group, generation: Generation) -> str:
 
 
 def _operation(name: str):
-    point_to_point = name in ("recv", "recv_anysource", "send")
+    deaf = name in ("recv", "recv_anysource", "send") or "reduce_scatter" in name
 
     def operate(self, *args, **kwargs):
         operation, generation = getattr(self.live(), name), self.connection.generation
@@ -163,7 +166,7 @@ def _operation(name: str):
             del operation  # what holds the traceback must not hold the connection
         if not isinstance(answer, dist.Work):
             return answer
-        return Handle(answer, self, generation, point_to_point)
+        return Handle(answer, self, generation, deaf)
 
     operate.__name__, operate.__doc__ = name, f"As that of ``dist.ProcessGroup.{name}``."
     return operate

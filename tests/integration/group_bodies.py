@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
+import moc.runtime.generation
 from megatron.training import initialize, loop
 from megatron.training.config import compose
 from moc.runtime.groups import Groups
@@ -294,6 +295,26 @@ def die_in_the_middle_of_a_message(port: int, operation: str) -> str:
         told = outcome(transfer)
     ending.join()
     groups.destroy()
+    return told
+
+
+def hear_nothing_from_gloo(port: int, operation: str) -> str:
+    """The first worker waits for the second, which does not come; sockets stay open when their generation ends."""
+    moc.runtime.generation.shut_down = lambda sockets: 0
+    groups, store, values, part = installed(), store_at(port), torch.ones(4), torch.ones(2)
+    waits = {
+        "all_reduce": lambda: dist.all_reduce(values),
+        "all_gather": lambda: dist.all_gather_into_tensor(values, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, values),
+        "recv": lambda: dist.recv(values, 1),
+    }[operation]
+    groups.begin(store, 0)
+    if _rank() == 1:
+        store.get("the first one is back")
+        return ""
+    threading.Timer(0.5, groups.abort).start()
+    told = outcome(waits)
+    store.set("the first one is back", "")
     return told
 
 

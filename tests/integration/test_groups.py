@@ -55,6 +55,12 @@ def test_a_dead_peer_is_a_suspicion_until_somebody_ends_the_generation(store):
     assert run_world(2, f"{BODIES}:suspect", port=store.port)[0] == "Suspicion"
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "recv"])
+def test_who_hears_nothing_from_gloo_is_called_away_all_the_same(store, operation):
+    arguments = dict(port=store.port, operation=operation, timeout=60)  # the groups' own: 180
+    assert run_world(2, f"{BODIES}:hear_nothing_from_gloo", **arguments)[0] == "Aborted"
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "send and recv"])
 def test_a_peer_that_dies_in_the_middle_of_a_message(store, operation):
     arguments = dict(port=store.port, operation=operation, timeout=120, patience=120)  # the groups' own: 180
