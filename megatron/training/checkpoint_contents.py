@@ -63,8 +63,7 @@ def training_state(
         "optimizer_step": get_step(optimizer.core),
         "params_dtype": _compute_format(config),
         "main_params_dtype": config.mixed_precision.main_params_dtype,
-        "exp_avg_dtype": config.mixed_precision.exp_avg_dtype,
-        "exp_avg_sq_dtype": config.mixed_precision.exp_avg_sq_dtype,
+        "moments": config.mixed_precision.moments,
         "scheduler": scheduler.state_dict(),
         "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
         "shape": shape(config),
@@ -110,15 +109,12 @@ def check_optimizer(config: Config, saved: dict, where: object) -> None:
         )
     if (there := saved.get("main_params_dtype", "fp32")) != masters:
         raise CheckpointError(f"{where} holds masters in {there}, not in {masters}: pass --main-params-dtype {there}")
-    for moment in ("exp_avg", "exp_avg_sq"):
-        flag, there = f"{moment}_dtype", saved.get(f"{moment}_dtype")
-        if there != (here := getattr(config.mixed_precision, flag)):
-            spelling = f"--{flag.replace('_', '-')}"
-            remedy = f"pass {spelling} {there}" if there else f"drop {spelling}"
-            raise CheckpointError(
-                f"{where} holds {moment} in {there or 'the format of its optimizer'}, not in "
-                f"{here or 'that of this one'}: {remedy}"
-            )
+    there, here = saved.get("moments"), config.mixed_precision.moments
+    if (there and tuple(there)) != here:
+        flags = "--exp-avg-dtype {} --exp-avg-sq-dtype {}"
+        remedy = f"pass {flags.format(*there)}" if there else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
+        formats = [" and ".join(of) if of else "the format of the optimizer" for of in (there, here)]
+        raise CheckpointError(f"{where} holds moments in {formats[0]}, not in {formats[1]}: {remedy}")
 
 
 def check_window(config: Config, saved: dict, where: object) -> None:

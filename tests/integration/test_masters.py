@@ -71,7 +71,7 @@ def test_masters_of_another_format_are_refused(data, tmp_path):
     for source in (snapshots, dict(load=str(tmp_path / "d"))):
         assert "holds masters in fp32, not in bf16: pass --main-params-dtype fp32" in refused_by_program(other | source)
     said = refused_by_program(flags | EIGHT | dict(load=str(tmp_path / "d"), train_iters=4))
-    assert "holds exp_avg in the format of its optimizer, not in fp8: drop --exp-avg-dtype" in said
+    assert "holds moments in the format of the optimizer, not in fp8 and fp16: drop --exp-avg-dtype and" in said
 
 
 def test_a_window_of_another_precision_is_refused(data, tmp_path):
@@ -94,6 +94,8 @@ def test_conversion_keeps_them(data, tmp_path):
     back = [str(tmp_path / "dense" / "iter_0000003"), str(tmp_path / "back"), "--to", "snapshot"]
     for places in (there, back):
         subprocess.run([*convert, *places], check=True, capture_output=True)
+    said = refused_by_program(flags | dict(load=there[1], exp_avg_dtype=None))
+    assert "holds moments in fp8 and fp16, not in fp32 and fp16: pass --exp-avg-dtype fp8 --exp-avg-sq-dtype" in said
     for source in (dict(load=there[1]), dict(ckpt_policy="full", snapshot_interval=9, ckpt_dir=back[1])):
         resumed = train("1", flags | source)
         assert resumed.start == 3 and resumed.records == straight.records[3:]

@@ -67,8 +67,8 @@ class Snapshot(Group):
     max_snapshot_lag: int | None = flag(
         None,
         "Iterations that may be completed while a snapshot is not safe; training then waits until it is. With 1 and "
-        "--ckpt-policy sparse, whatever lags or is lost, at most two windows are computed again. Without it training "
-        "goes on as long as there are buffers.",
+        "--ckpt-policy sparse, at most two windows are computed again, whatever lags. Without it training goes on as "
+        "long as there are buffers.",
         at_least=1,
     )
     ckpt_keep: int = flag(
