@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.training.agreement import first_of_any, on_first
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
+from megatron.training.snapshot_meter import Meter
 from megatron.training.snapshot_peers import Peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_queues import PER_VOTE, Queues, Taken, told_of
@@ -31,7 +31,7 @@ from megatron.training.survivors import Begun, Live
 from megatron.training.tokens import TokenBook
 from megatron.training.upstream import Boundaries
 from moc.faults import reach
-from moc.policy import Load, Observed, Policy, SnapshotPlan, Transfer
+from moc.policy import Load, Observed, Policy, SnapshotPlan
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
 from moc.snapshot.saver import Saver
@@ -121,11 +121,7 @@ class Snapshots(Rider):
         self._superseded: int | None = None  # what is newest in memory supersedes what is older than this
         self._persist_due = tiers.persist_interval or 0
         self._stores_since: int | None = None  # first snapshot of the window that goes from memory to storage, too
-        self._started, self._was_busy = False, False
-        self._iteration_s, self._stall_s, self._compute_s = 0.0, 0.0, 0.0  # of this worker, until the next vote
-        self._begun_at = self._voted_at = time.perf_counter()
-        self._heard = Observed(0.0)  # means over workers, by all votes since the last iteration
-        self._seen: Observed | None = None  # the same, when an iteration has been
+        self._meter = Meter(world.size)
         self.record = start.record  # of the iteration that was completed last
         self._position: Position | None = start.position  # None while the update changes the state
 
@@ -172,12 +168,11 @@ class Snapshots(Rider):
             begun: when it began, by ``time.perf_counter``.
         """
         self._position, self.record = position, record
-        self._begun_at, self._compute_s = begun, max(0.0, self._voted_at - begun)
-        if self._seen is not None:
-            self._policy.interval.observe(self._seen)
-            self._observe(self._seen)
+        seen = self._meter.completed(begun)
+        if seen is not None:
+            self._policy.interval.observe(seen)
+            self._observe(seen)
             self._report.chosen(position.iteration, self._policy)
-            self._seen = None
         if self._tokens is not None:
             self._tokens.completed(skipped=record.skipped)
             if self._policy.counts_probabilities and not record.skipped:
@@ -191,27 +186,19 @@ class Snapshots(Rider):
         """
         position = self._position
         plan = self._policy.plan(position.iteration, self._load)
-        self._started = plan is not None
         if plan is not None:
-            with self._stalling():
+            with self._meter.stalling():
                 self._begin(plan, self._for_storage(plan), position)
                 if self._blocking:
                     self.finish()
-        self._was_busy = bool(self._queues)
-        self._iteration_s = time.perf_counter() - self._begun_at
+        self._meter.ended(started=plan is not None, busy=bool(self._queues))
 
     def ballot(self) -> dict[str, float]:
         """How far this worker has come; see :class:`Rider`."""
         queues = self._queues.ballot()  # before failures are looked for, so that none that counts as done is missed
-        stall_s, self._stall_s = self._stall_s, 0.0
         others = (self._tokens.ballot() if self._tokens is not None else {}) | self._boundaries.ballot()
-        own = {
-            "snapshot_failed": float(self._find_failure() is not None),
-            "snapshot_stall_s": stall_s,
-            "snapshot_iteration_s": self._iteration_s,
-            "snapshot_compute_s": self._compute_s,
-        }
-        return others | queues | own
+        failed = {"snapshot_failed": float(self._find_failure() is not None)}
+        return others | queues | failed | self._meter.ballot()
 
     def voted(self, tally: dict[str, float]) -> None:
         """Acts on how far all have come, and waits for copies of what the update is about to change.
@@ -219,22 +206,22 @@ class Snapshots(Rider):
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
-        self._voted_at = time.perf_counter()
+        self._meter.voted()
         # publishing in memory takes its time; without it not even a microsecond counts, since --snapshot-interval auto
         # measures what is undisturbed
-        with self._stalling() if self._all_have("copied", told_of(tally, 0)) else contextlib.nullcontext():
+        with self._meter.stalling() if self._all_have("copied", told_of(tally, 0)) else contextlib.nullcontext():
             self._hear(tally)
-        if tally["snapshot_iteration_s"]:  # not in the first iteration: it allocates, compiles and connects
-            self._seen = self._observed(tally)
-            self._report.trained(self._seen.iteration_s)
+        seconds = self._meter.trained(tally)
+        if seconds is not None:
+            self._report.trained(seconds)
         if self._tokens is not None:
             self._tokens.voted(tally)
         if self._behind:
-            with self._stalling():
+            with self._meter.stalling():
                 while self._behind:
                     self._wait_and_vote()
         if self._queues.copying:
-            with self._stalling():
+            with self._meter.stalling():
                 for taken in self._queues.copying:
                     taken.snapshot.capture.wait()
         self._position = None
@@ -298,12 +285,6 @@ class Snapshots(Rider):
             return False
         not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
         return any(self._position.iteration - taken.plan.iteration >= self._most_behind for taken in not_safe)
-
-    @contextlib.contextmanager
-    def _stalling(self):
-        begun = time.perf_counter()
-        yield
-        self._stall_s += time.perf_counter() - begun
 
     @property
     def _load(self) -> Load | None:
@@ -384,26 +365,13 @@ class Snapshots(Rider):
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._queues.writing.append(taken)
 
-    def _observed(self, tally: dict[str, float]) -> Observed:
-        seen = dataclasses.replace(
-            self._heard,
-            iteration_s=tally["snapshot_iteration_s"] / self._world.size,
-            started=self._started,
-            busy=self._was_busy,
-            forward_backward_s=tally["snapshot_compute_s"] / self._world.size,
-        )
-        self._heard = Observed(0.0)
-        return seen
-
     def _wait_and_vote(self) -> None:
         self._queues.wait()
         self._hear(sum_over_workers(self.ballot(), self._world))
 
     def _hear(self, tally: dict[str, float]) -> None:
         self._rotation = self._rotation.voted()
-        stall_s = tally["snapshot_stall_s"] / self._world.size
-        self._heard = dataclasses.replace(self._heard, stall_s=self._heard.stall_s + stall_s)
-        self._report.stalled(self._newest, stall_s)
+        self._report.stalled(self._newest, self._meter.hear(tally))
         if tally["snapshot_failed"]:
             raise CheckpointError(first_of_any(self._find_failure()))
         self._boundaries.voted(tally)
@@ -421,7 +389,7 @@ class Snapshots(Rider):
 
     def _all_copied(self, taken: Taken, told: dict[str, float]) -> None:
         iteration = taken.plan.iteration
-        self._heard = dataclasses.replace(self._heard, copied=self._transfer(told, "snapshot_bytes", "snapshot_copy_s"))
+        self._meter.copied(told)
         self._report.snapshot(iteration, told, self._world.size)
         if not taken.snapshot.in_memory:
             return  # it is safe when it is written
@@ -440,7 +408,7 @@ class Snapshots(Rider):
         nodes = len(set(self._tiers.nodes))
         amount, seconds = int(told["snapshot_replicated_bytes"]), told["snapshot_replicate_s"] / nodes
         self._report.replicated(taken.plan.iteration, amount, seconds)
-        self._heard = dataclasses.replace(self._heard, replicated=Transfer(amount / nodes, seconds))
+        self._meter.replicated(amount, seconds, nodes)
         self._is_safe(taken)
 
     def _is_safe(self, taken: Taken) -> None:
@@ -476,16 +444,12 @@ class Snapshots(Rider):
         self._stored = taken.plan.iteration
         if self._tiers.memory is None:
             self._boundaries.stored(taken.plan)
-        written = self._transfer(told, "snapshot_written_bytes", "snapshot_write_s")
-        self._heard = dataclasses.replace(self._heard, written=written)
+        self._meter.written(told)
         if self._tokens is not None:
             self._tokens.persisted(taken.plan.iteration)
         if self._world.rank == 0:
             amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
             self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
-
-    def _transfer(self, told: dict[str, float], amount: str, seconds: str) -> Transfer:
-        return Transfer(told[amount] / self._world.size, told[seconds] / self._world.size)
 
     @contextlib.contextmanager
     def _remembering_failure(self):
