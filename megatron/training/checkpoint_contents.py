@@ -62,6 +62,7 @@ def training_state(
         "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
         "optimizer_step": get_step(optimizer.core),
         "params_dtype": _compute_format(config),
+        "fp8": _products(config),
         "main_params_dtype": config.mixed_precision.main_params_dtype,
         "moments": config.mixed_precision.moments,
         "scheduler": scheduler.state_dict(),
@@ -119,8 +120,9 @@ def check_optimizer(config: Config, saved: dict, where: object) -> None:
 
 def check_window(config: Config, saved: dict, where: object) -> None:
     """Raises ``CheckpointError`` where a window has weights of another format than this program computes with."""
-    there, here = saved.get("params_dtype"), _compute_format(config)
-    if there != here:
+    formats = (saved.get("params_dtype"), saved.get("fp8")), (_compute_format(config), _products(config))
+    if formats[0] != formats[1]:
+        there, here = (f"{weights} with {products}" if products else weights for weights, products in formats)
         raise CheckpointError(
             f"{where} ends a window that computes again in {there}, and this run computes in {here}: give it the flags "
             "that the window was saved with, and change them after a snapshot of everything"
@@ -129,6 +131,14 @@ def check_window(config: Config, saved: dict, where: object) -> None:
 
 def _compute_format(config: Config) -> str:
     return "bf16" if config.mixed_precision.bf16 else "fp16" if config.mixed_precision.fp16 else "fp32"
+
+
+def _products(config: Config) -> str | None:
+    precision = config.mixed_precision
+    if precision.fp8_format is None:
+        return None
+    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.transformer_impl]
+    return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of {whose}"
 
 
 def check_shape(config: Config, saved: dict, where: object) -> None:

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.training import cpu
+from megatron.training import cpu, fp8
 from megatron.training.config import Config
 from moc.state.parameters import unpartitioned_parameters, unwrap
 
@@ -45,6 +45,8 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
     for chunk in chunks:
         chunk.to(cpu.device())
         _mend_experts(chunk)
+        if config.mixed_precision.fp8_format and config.transformer_impl == "local":
+            fp8.multiply_in_8_bits(chunk, config.mixed_precision.fp8_format)
         initialize_weights(chunk, config)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -242,7 +244,7 @@ def _precision_fields(config: Config) -> dict:
     return dict(
         fp16=precision.fp16,
         bf16=precision.bf16,
-        fp8=precision.fp8_format,
+        fp8=precision.fp8_format if config.transformer_impl == "transformer_engine" else None,
         fp8_recipe=precision.fp8_recipe,
         params_dtype=dtype,
         pipeline_dtype=dtype,

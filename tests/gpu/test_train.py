@@ -50,12 +50,14 @@ def test_trains_and_resumes_bit_identically(tmp_path, precision):
     assert first | second == whole
 
 
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
 @pytest.mark.parametrize("masters", [ZERO, MASTERS, (*MASTERS, *MOMENTS)])
-def test_eight_bits_resume_bit_identically(tmp_path, masters):
-    pytest.importorskip("transformer_engine")
+def test_eight_bits_resume_bit_identically(tmp_path, masters, layers):
+    if layers == "transformer_engine":
+        pytest.importorskip("transformer_engine")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not multiply in 8 bits")
-    eight = ["--transformer-impl", "transformer_engine", "--bf16", "--fp8-format", "hybrid", *masters]
+    eight = ["--transformer-impl", layers, "--bf16", "--fp8-format", "hybrid", *masters]
     whole, _ = train(tmp_path / "whole", *eight)
     assert whole[20] < whole[1] - 0.5
     saved = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", *eight]

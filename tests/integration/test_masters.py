@@ -13,11 +13,12 @@ from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_refusal import refused_by_program
-from tests.integration.tiny import known, train
-from tests.worlds import REPOSITORY
+from tests.integration.tiny import FLAGS, known, train
+from tests.worlds import REPOSITORY, start_world
 
 BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False)
 EIGHT = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
+PRODUCTS = dict(fp8_format="hybrid")
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
 
 
@@ -28,17 +29,35 @@ def test_it_learns_as_fp32_does(layout, moments, data):
     assert trained.norms == pytest.approx(exact.norms, rel=5e-2)
 
 
+@pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
+def test_products_in_8_bits_learn_as_others_do(layout, data):
+    flags = data | dict(bf16=True)
+    trained, exact = train(layout, flags | PRODUCTS), train(layout, flags)
+    assert trained.losses != exact.losses
+    assert trained.losses == pytest.approx(exact.losses, abs=1e-2)
+    assert trained.norms == pytest.approx(exact.norms, rel=0.1)
+
+
+def test_products_in_8_bits_take_sizes_that_are_multiples_of_16(data):
+    flags = FLAGS | data | SMALL | PRODUCTS | dict(bf16=True, ffn_hidden_size=72)
+    (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()
+    assert result.exit == 2
+    assert "linear_fc2 is 32 x 72, and products in 8 bits take multiples of 16: change the sizes of" in result.output
+
+
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("moments", "formats"),  # of weight and moments: the first and the fourth row of Table 7
+    ("precision", "formats"),  # of weight and moments: rows 1 to 4 of Table 7
     [
-        ({}, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
-        (EIGHT, (torch.bfloat16, torch.float8_e4m3fn, torch.float16)),
+        (BF16, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+        (dict(bf16=True) | PRODUCTS, (torch.float32, torch.float32, torch.float32)),
+        (BF16 | PRODUCTS | dict(exp_avg_dtype="fp32"), (torch.bfloat16, torch.float32, torch.float32)),
+        (BF16 | PRODUCTS | EIGHT, (torch.bfloat16, torch.float8_e4m3fn, torch.float16)),
     ],
 )
-def test_a_stage_computes_a_window_again_to_the_bit(moments, formats, data, tmp_path):
-    flags = data | SMALL | DROPOUT | BF16 | moments | dict(train_iters=14)
+def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tmp_path):
+    flags = data | SMALL | DROPOUT | precision | dict(train_iters=14)
     sparse = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True, ckpt_blocking=True)
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     faults = dict(inject=["kill rank=1 iteration=7 point=after_vote", "kill rank=0 iteration=12 point=before_vote"])
@@ -80,8 +99,12 @@ def test_a_window_of_another_precision_is_refused(data, tmp_path):
     with Launched("1", flags | window, tmp_path / "job") as job:
         job.reach(9)
         job.lose(0)
-    said = refused_by_program(flags | window | dict(bf16=False))
-    assert "computes again in bf16, and this run computes in fp32" in said
+    for other, format in (
+        (dict(bf16=False), "fp32"),
+        (PRODUCTS, "bf16 with tensorwise fp8 products (hybrid) of torch"),
+    ):
+        said = refused_by_program(flags | window | other)
+        assert f"computes again in bf16, and this run computes in {format}" in said
 
 
 def test_conversion_keeps_them(data, tmp_path):

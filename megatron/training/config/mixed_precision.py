@@ -32,12 +32,14 @@ class MixedPrecision(Group):
     )
     fp8_format: str | None = flag(
         None,
-        "Multiply matrices in 8 bits, as Transformer Engine does: all in e4m3, or with gradients in e5m2 (hybrid).",
+        "Multiply matrices in 8 bits, by Transformer Engine or, with --transformer-impl local, by torch: all in e4m3, "
+        "or with gradients in e5m2 (hybrid).",
         choices=("e4m3", "hybrid"),
     )
     fp8_recipe: str = flag(
         "tensorwise",
-        "How tensors are scaled to 8 bits; delayed scaling, which remembers earlier iterations, is refused.",
+        "How tensors are scaled to 8 bits: each by its largest value, or in blocks, which takes Transformer Engine; "
+        "delayed scaling, which remembers earlier iterations, is refused.",
         choices=("tensorwise", "blockwise", "mxfp8", "delayed"),
     )
     loss_scale: float | None = flag(None, "Fixed loss scale; by default it adapts itself.", above=0)

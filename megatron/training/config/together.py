@@ -174,10 +174,17 @@ def _check_packages(config: Config) -> None:
         "it or "
         "choose local.",
     )
+    precision = config.mixed_precision
+    by_torch = precision.fp8_format and config.transformer_impl == "local"
     refuse(
-        config.mixed_precision.fp8_format and config.transformer_impl != "transformer_engine",
-        f"--fp8-format {config.mixed_precision.fp8_format} needs Transformer Engine: install it and choose "
-        "--transformer-impl transformer_engine, or drop the flag.",
+        by_torch and precision.fp8_recipe != "tensorwise",
+        f"--fp8-recipe {precision.fp8_recipe} needs Transformer Engine: install it and choose --transformer-impl "
+        "transformer_engine, or choose tensorwise.",
+    )
+    refuse(
+        by_torch and config.moe.moe_grouped_gemm,
+        "--fp8-format does not reach --moe-grouped-gemm with --transformer-impl local: drop one of them, or choose "
+        "transformer_engine.",
     )
     refuse(
         config.moe.moe_permute_fusion and not transformer_engine,

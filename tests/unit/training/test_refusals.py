@@ -126,7 +126,10 @@ REFUSED = [
     ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
     ("--fp8-format hybrid", "needs weights in 16 bits: add --bf16 or --fp16"),
     ("--fp8-format hybrid --bf16 --fp8-recipe delayed", "choose tensorwise, blockwise or mxfp8"),
-    ("--fp8-format e4m3 --bf16 --transformer-impl local", "--fp8-format e4m3 needs Transformer Engine"),
+    (
+        "--fp8-format e4m3 --bf16 --fp8-recipe blockwise --transformer-impl local",
+        "--fp8-recipe blockwise needs Transformer Engine",
+    ),
     ("--fp32-residual-connection", "without --fp16 or --bf16"),
     ("--initial-loss-scale 0.5", "--min-loss-scale 1.0 is more than --initial-loss-scale 0.5"),
     # data and tokenizer
