@@ -1,12 +1,16 @@
 """Linear layers that multiply in 8 bits: what they compute, and what they leave out when they are frozen."""
 
-from collections import Counter
+from megatron.training import cpu
 
-import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+cpu.install()
 
-from megatron.training import fp8
+from collections import Counter  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from megatron.training import fp8  # noqa: E402
 
 PRODUCT = torch.ops.aten._scaled_mm.default
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
