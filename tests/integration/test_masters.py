@@ -19,6 +19,7 @@ from tests.worlds import REPOSITORY, start_world
 BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False)
 EIGHT = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
 PRODUCTS = dict(fp8_format="hybrid")
+DENSE = dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather")
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
 
 
@@ -29,9 +30,16 @@ def test_it_learns_as_fp32_does(layout, moments, data):
     assert trained.norms == pytest.approx(exact.norms, rel=5e-2)
 
 
-@pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
-def test_products_in_8_bits_learn_as_others_do(layout, data):
-    flags = data | dict(bf16=True)
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        ("PP2xEP2", {}),
+        ("TP2xEP2", {}),
+        ("TP2", DENSE | dict(sequence_parallel=False)),
+    ],
+)
+def test_products_in_8_bits_learn_as_others_do(layout, other, data):
+    flags = data | dict(bf16=True) | other
     trained, exact = train(layout, flags | PRODUCTS), train(layout, flags)
     assert trained.losses != exact.losses
     assert trained.losses == pytest.approx(exact.losses, abs=1e-2)

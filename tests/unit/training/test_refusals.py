@@ -130,6 +130,10 @@ REFUSED = [
         "--fp8-format e4m3 --bf16 --fp8-recipe blockwise --transformer-impl local",
         "--fp8-recipe blockwise needs Transformer Engine",
     ),
+    (
+        "--fp8-format e4m3 --bf16 --moe-grouped-gemm --num-experts 4 --transformer-impl local",
+        "--fp8-format does not reach --moe-grouped-gemm",
+    ),
     ("--fp32-residual-connection", "without --fp16 or --bf16"),
     ("--initial-loss-scale 0.5", "--min-loss-scale 1.0 is more than --initial-loss-scale 0.5"),
     # data and tokenizer
