@@ -29,17 +29,18 @@ def loaded(flags: dict) -> dict:
 
 def train_with_slow_copies(flags: dict, bytes_per_s: float) -> dict:
     """As ``bodies.train``, where snapshots get no more than this bandwidth."""
-    _slow_down_copies(bytes_per_s)
+    slow_down_copies(bytes_per_s)
     return bodies.train(flags)
 
 
 def die_after_slow_copies(flags: dict, iteration: int, bytes_per_s: float) -> None:
     """As :func:`die_after`, where snapshots get no more than this bandwidth."""
-    _slow_down_copies(bytes_per_s)
+    slow_down_copies(bytes_per_s)
     die_after(flags, iteration)
 
 
-def _slow_down_copies(bytes_per_s: float) -> None:
+def slow_down_copies(bytes_per_s: float) -> None:
+    """Gives the copies of this process's snapshots no more than this bandwidth."""
     copy = capture._copy
 
     def slow(copies) -> float:

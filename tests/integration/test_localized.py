@@ -19,6 +19,7 @@ from tests.worlds import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tools"))  # where a script finds its neighbours
 from _report_figures import report  # noqa: E402
 
+SLOW_COPIES = "tests/integration/slow_copies_pretrain_gpt_moe.py"
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
 SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
 FAULTS = [
@@ -64,6 +65,27 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
     assert (sum(one.replayed for one in said.each), said.recoveries.not_exact) == (len(replays), 0)
     assert said.wall_s == pytest.approx(max(event["time"] for event in job.events("exit")) - said.began)
     assert said.iterations == 28 and 0 < said.ettr < 1 and set(said.gauges) >= {"hhi", "skewness"}
+
+
+@pytest.mark.recovery
+@pytest.mark.timeout(600)
+def test_stages_are_lost_while_the_window_is_measured_and_when_it_was_chosen(data, tmp_path):
+    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=40)
+    sparse = dict(ckpt_policy="sparse", sparse_window="auto", upstream_logging=True)
+    places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
+    with Launched("PP2", flags | sparse | places, tmp_path / "job", program=SLOW_COPIES) as job:
+        for iteration, rank in ((5, 1), (13, 0), (25, 1), (34, 0)):
+            job.reach(iteration)
+            job.kill(rank)
+        assert job.wait() == 0, job.console[-4000:]
+    dense = dict(ckpt_policy="full", snapshot_interval=40, ckpt_dir=str(tmp_path / "straight"))
+    straight = train("PP2", flags | dense)
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], 40) == contents(ends[1], 40)
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert max(event["sparse_window"] for event in job.events("choice")) > 1
+    assert [(event["stages"], event["kept"]) for event in job.events("resume")] == [([1], 1), ([0], 1)]
+    assert {event["frozen"] > 0 for event in job.events("replay")} == {True, False}
 
 
 @pytest.mark.recovery
