@@ -93,6 +93,5 @@ def newest_whole(flags: dict) -> int:
 def events(flags: dict, kind: str) -> list[dict]:
     """What a run wrote to its ``--log-dir``."""
     path = Path(flags["log_dir"]) / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    parsed = [json.loads(line) for line in lines if line.endswith("}")]
-    return [event for event in parsed if event["type"] == kind]
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be half written
+    return [event for event in map(json.loads, lines) if event["type"] == kind]

@@ -25,7 +25,8 @@ SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, t
 
 def events(log: Path, kind: str) -> list[dict]:
     """The events of a kind, in order."""
-    lines = (log / "events.jsonl").read_text().splitlines() if (log / "events.jsonl").exists() else []
+    text = (log / "events.jsonl").read_text() if (log / "events.jsonl").exists() else ""
+    lines = text.split("\n")[:-1]  # the last one may be half written
     return [event for event in map(json.loads, lines) if event["type"] == kind]
 
 

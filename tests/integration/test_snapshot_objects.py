@@ -21,7 +21,7 @@ def test_killed_and_started_again(data, tmp_path):
     size, parallel = LAYOUTS["EP2"]
 
     def persisted() -> list[int]:
-        found = map(json.loads, log.read_text().splitlines()) if log.exists() else []
+        found = map(json.loads, log.read_text().split("\n")[:-1]) if log.exists() else []
         return [event["iteration"] for event in found if event["type"] == "persist"]
 
     with s3_server() as environment:
