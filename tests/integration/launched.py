@@ -6,7 +6,6 @@ They run ``held_pretrain_gpt_moe.py``: the program, which does not end before :m
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from benchmarks.live.job import Events
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
@@ -119,9 +119,7 @@ class Launched:
 
     def events(self, kind: str) -> list[dict]:
         """The events of a kind, in order."""
-        path = self.log / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [event for event in map(_loads, lines) if event.get("type") == kind]
+        return Events(self.log / "events.jsonl").of(kind)
 
     @property
     def iteration(self) -> int:
@@ -168,13 +166,6 @@ class Launched:
         """Iteration, loss and gradient norm, as they were computed last."""
         found = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events("iteration")}
         return [(iteration, *values) for iteration, values in sorted(found.items())]
-
-
-def _loads(line: str) -> dict:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:  # the line that a killed worker was writing
-        return {}
 
 
 def _free_port() -> int:

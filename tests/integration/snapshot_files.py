@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.live.job import Events
 from moc.store.errors import CheckpointError
 from moc.store.places import LocalPlace
 from moc.store.regions import MissingRegionError, RegionReader
@@ -92,6 +92,4 @@ def newest_whole(flags: dict) -> int:
 
 def events(flags: dict, kind: str) -> list[dict]:
     """What a run wrote to its ``--log-dir``."""
-    path = Path(flags["log_dir"]) / "events.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be half written
-    return [event for event in map(json.loads, lines) if event["type"] == kind]
+    return Events(Path(flags["log_dir"]) / "events.jsonl").of(kind)

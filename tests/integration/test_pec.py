@@ -1,12 +1,12 @@
 """Partial experts checkpoints in training: what they hold, how large they are, and what comes back from where."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.live.job import Events
 from moc.sharding import StateBytes
 from moc.sharding.pec_sizes import TARGETS, full_size, pec_size
 from moc.store.places import LocalPlace
@@ -23,13 +23,6 @@ PEC = dict(ckpt_policy="pec", snapshot_interval=1, train_iters=1000)
 SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=100)
 
 
-def events(log: Path, kind: str) -> list[dict]:
-    """The events of a kind, in order."""
-    text = (log / "events.jsonl").read_text() if (log / "events.jsonl").exists() else ""
-    lines = text.split("\n")[:-1]  # the last one may be half written
-    return [event for event in map(json.loads, lines) if event["type"] == kind]
-
-
 def kill_when(layout: str, flags: dict, condition: Callable[[], bool]) -> None:
     """Trains, and kills all workers at once when a condition holds."""
     size, parallel = LAYOUTS[layout]
@@ -42,7 +35,9 @@ def kill_when(layout: str, flags: dict, condition: Callable[[], bool]) -> None:
 def kill_at(layout: str, flags: dict, iteration: int) -> None:
     """Trains, and kills all workers at once after an iteration."""
     log = Path(flags["log_dir"])
-    kill_when(layout, flags, lambda: any(e["iteration"] >= iteration for e in events(log, "iteration")))
+    kill_when(
+        layout, flags, lambda: any(e["iteration"] >= iteration for e in Events(log / "events.jsonl").of("iteration"))
+    )
 
 
 def loaded(layout: str, flags: dict) -> tuple[int, dict[str, str]]:
@@ -106,7 +101,7 @@ def test_every_fragment_comes_back_in_its_newest_state(data, tmp_path):
     assert hashes == {fragment: found[max(found)] for fragment, found in versions.items()}
     assert {max(found) for fragment, found in versions.items() if ".experts." not in fragment} == {newest}
     assert len({max(found) for found in versions.values()}) > 2
-    lost = events(log, "lost")[-1]
+    lost = Events(log / "events.jsonl").of("lost")[-1]
     assert 0 < lost["plt"] < 1 and lost["plt"] == pytest.approx(lost["raised_by"])
 
 
@@ -121,7 +116,7 @@ def test_two_levels(data, tmp_path):
         assert len(experts_in(storage, first)[0]) == EXPERTS
         assert {len(experts_in(storage, iteration)[0]) for iteration in others} == {1}
         assert set(train("EP2", flags | dict(exit_interval=8)).codes) == {0}
-    from_memory, plt = events(log, "resume")[-1], events(log, "lost")[-1]["plt"]
+    from_memory, plt = Events(log / "events.jsonl").of("resume")[-1], Events(log / "events.jsonl").of("lost")[-1]["plt"]
     assert from_memory["tier"] == "memory" and from_memory["sources"][0] == [from_memory["iteration"], "memory"]
     assert len(from_memory["sources"]) > 1 and 0 < plt < 1
     assert experts_in(storage, max(storage.iterations()))[0] == list(range(EXPERTS))
@@ -153,14 +148,14 @@ def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
     with node_memory() as memory:
         flags = data | PEC | dict(pec_k_snapshot=EXPERTS, pec_k_persist=1, ckpt_tier="memory", persist_interval=4)
         flags |= dict(node_of_rank="0,1", ckpt_memory_dir=memory, ckpt_dir=str(storage), log_dir=str(log))
-        kill_when("EP2", flags, lambda: len(events(log, "persist")) > 1)
+        kill_when("EP2", flags, lambda: len(Events(log / "events.jsonl").of("persist")) > 1)
         base = max(Store(LocalPlace(storage)).iterations())
         shutil.rmtree(memory_place(memory, str(storage), "1").root)
         assert train("EP2", flags | dict(exit_interval=base + 2)).start == base
-    resume = events(log, "resume")[0]
+    resume = Events(log / "events.jsonl").of("resume")[0]
     assert resume["tier"] == "storage" and {tier for _, tier in resume["sources"]} == {"memory", "storage"}
     assert max(i for i, tier in resume["sources"] if tier == "memory") >= base
-    assert 0 < events(log, "lost")[0]["plt"] < 1
+    assert 0 < Events(log / "events.jsonl").of("lost")[0]["plt"] < 1
 
 
 @pytest.mark.recovery
@@ -179,13 +174,13 @@ def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
         saved.append(len(experts_in(store, iteration)[0]))
     assert set(train("EP2", flags | dict(exit_interval=84)).codes) == {0}
     ks, booked, share = [1], 0.0, limit / 4  # of K = 1, 2, 4 and 8
-    for fault, event in zip(faults, events(log, "lost"), strict=True):
+    for fault, event in zip(faults, Events(log / "events.jsonl").of("lost"), strict=True):
         assert event["iteration"] == fault and 0 < event["raised_by"] < share
         booked += event["raised_by"]
         ks.append(2 * ks[-1] if booked > share else ks[-1])
         booked -= share if booked > share else 0.0
     assert ks[-1] >= 4 and saved == ks[:-1]
-    told = events(log, "iteration")
+    told = Events(log / "events.jsonl").of("iteration")
     assert [e["k_persist"] for e in told] == [ks[sum(e["iteration"] > fault for fault in faults)] for e in told]
     assert 0 < told[-1]["plt"] < max(e["plt"] for e in told) < limit
 

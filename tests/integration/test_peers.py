@@ -1,12 +1,12 @@
 """``--ckpt-tier peers``: a node is lost with its memory, and its state comes back from the memory of another."""
 
-import json
 import shutil
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.live.job import Events
 from moc.store.places import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
@@ -63,8 +63,8 @@ def slow_ways(job: Launched) -> list[psutil.Process]:
 
 def most_behind(job: Launched) -> int:
     """Iterations that were completed while a snapshot was not safe, at most, until a node was lost."""
-    path, complete, taken, most = job.log / "events.jsonl", 0, set(), 0
-    for event in map(json.loads, path.read_text().splitlines()):
+    complete, taken, most = 0, set(), 0
+    for event in Events(job.log / "events.jsonl").all():
         if event["type"] == "restore":
             break
         if event["type"] == "snapshot":

@@ -1,10 +1,10 @@
 """A run whose snapshots are in a bucket is killed, started again, and goes on bit-identically."""
 
-import json
 import uuid
 
 import pytest
 
+from benchmarks.live.job import Events
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS, LAYOUTS, train
 from tests.s3_server import s3_server
@@ -16,13 +16,12 @@ pytest.importorskip("moto.server", reason="moto and flask are not installed; see
 
 @pytest.mark.recovery
 def test_killed_and_started_again(data, tmp_path):
-    log, bucket = tmp_path / "events.jsonl", f"bucket-{uuid.uuid4().hex}"
+    bucket = f"bucket-{uuid.uuid4().hex}"
     flags = data | dict(ckpt_policy="full", ckpt_dir=f"s3://{bucket}/run", snapshot_interval=2, train_iters=1000)
     size, parallel = LAYOUTS["EP2"]
 
     def persisted() -> list[int]:
-        found = map(json.loads, log.read_text().split("\n")[:-1]) if log.exists() else []
-        return [event["iteration"] for event in found if event["type"] == "persist"]
+        return [event["iteration"] for event in Events(tmp_path / "events.jsonl").of("persist")]
 
     with s3_server() as environment:
         told = dict(body="tests.integration.snapshot_bodies:train_in_bucket", bucket=bucket, environment=environment)

@@ -1,22 +1,15 @@
 """Ways to stop before the end, and what the next start finds."""
 
-import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
+from benchmarks.live.job import Events
 from megatron.training import checkpoint_files as files
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS, LAYOUTS, Trained, train
 from tests.worlds import run_world, start_world
-
-
-def events(directory: Path, kind: str) -> list[dict]:
-    path = directory / "events.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be half written
-    return [event for event in map(json.loads, lines) if event["type"] == kind]
 
 
 def start(layout, flags):
@@ -29,7 +22,7 @@ def test_exit_interval(data, tmp_path):
     trained = train("EP2", flags)
     assert trained.codes == [0, 0] and len(trained.records) == 2
     assert files.saved_iterations(tmp_path) == [2]
-    (left,) = events(tmp_path, "exit")
+    (left,) = Events(tmp_path / "events.jsonl").of("exit")
     assert (left["iteration"], left["reason"], left["code"]) == (2, "limit", 0)
 
 
@@ -45,23 +38,23 @@ def test_exit_duration(data, tmp_path):
 def test_a_signal_to_one_worker_while_training(number, data, tmp_path):
     flags = dict(save=str(tmp_path), log_dir=str(tmp_path), train_iters=5000, exit_signal_handler=True)
     world = start("PP2xEP2", data | flags)
-    wait_for(lambda: events(tmp_path, "iteration"))
+    wait_for(lambda: Events(tmp_path / "events.jsonl").of("iteration"))
     os.kill(world.pids[2], number)
     told = Trained([result.value for result in world.wait()])
     assert told.codes == [75] * 4
     assert files.latest_iteration(tmp_path) == len(told.records)
-    assert events(tmp_path, "exit")[0]["reason"] == "signal"
+    assert Events(tmp_path / "events.jsonl").of("exit")[0]["reason"] == "signal"
 
 
 def test_a_signal_while_evaluating(data, tmp_path):
     flags = dict(save=str(tmp_path), log_dir=str(tmp_path), exit_signal_handler=True, eval_interval=2, eval_iters=5000)
     world = start("EP2", data | flags)
-    wait_for(lambda: len(events(tmp_path, "iteration")) == 2)
+    wait_for(lambda: len(Events(tmp_path / "events.jsonl").of("iteration")) == 2)
     os.kill(world.pids[1], signal.SIGTERM)
     told = Trained([result.value for result in world.wait()])
     assert told.codes == [75, 75]
     assert files.saved_iterations(tmp_path) == [2]
-    assert not events(tmp_path, "evaluation")
+    assert not Events(tmp_path / "events.jsonl").of("evaluation")
 
 
 def test_a_signal_in_set_up(data, tmp_path):
@@ -74,7 +67,7 @@ def test_a_signal_in_set_up(data, tmp_path):
 
 def test_without_the_handler_a_signal_kills(data, tmp_path):
     world = start("1", data | dict(log_dir=str(tmp_path), train_iters=5000))
-    wait_for(lambda: events(tmp_path, "iteration"))
+    wait_for(lambda: Events(tmp_path / "events.jsonl").of("iteration"))
     os.kill(world.pids[0], signal.SIGTERM)
     assert [result.exit for result in world.wait()] == [-signal.SIGTERM]
 
