@@ -13,19 +13,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.runtime import hangs, job_token
+from moc.runtime import children, hangs, job_token
 from moc.runtime.agent import Agent, LostError, Node
 from moc.runtime.membership import LOST
+from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
-from moc.runtime.zygote import die_with_parent
 
 _log = logging.getLogger("moc")
 
@@ -145,6 +144,9 @@ def launch(flags: Flags) -> int:
         try:
             token = _token(flags, Path(directory))
             return asyncio.run(_run(flags, token, Path(directory)))
+        except StoppedError as error:
+            print(f"mocrun: {error}", file=sys.stderr)
+            return 128 + error.number
         except (LostError, WireError, job_token.TokenError, OSError) as error:
             print(f"mocrun: error: {error}", file=sys.stderr)
             return LOST
@@ -159,38 +161,38 @@ def _token(flags: Flags, directory: Path) -> bytes:
 
 
 async def _run(flags: Flags, token: bytes, directory: Path) -> int:
+    signals = Signals()
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)
     if flags.node_rank > 0:
-        return await _agent(flags, flags.endpoint, token, directory, []).run()
+        return await _run_agent(flags, flags.endpoint, token, directory, signals)
     state = directory / "controller.json"
-    controller, endpoint = await _start_controller(flags, flags.endpoint, state)
+    controller, endpoint = await signals.stop(_start_controller(flags, flags.endpoint, state))
     keeping = asyncio.create_task(_keep_controller(flags, controller, endpoint, state))
-    spares = [await _start_spare(flags, endpoint, node) for node in _spares_here(flags)]
+    spares = [asyncio.create_task(_run_spare(flags, endpoint, node, signals)) for node in _spares_here(flags)]
     try:
-        code = await _run_first(flags, lambda: _agent(flags, endpoint, token, directory, spares))
+        code = await _run_first(flags, lambda: _run_agent(flags, endpoint, token, directory, signals))
         await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have heard
+        if spares and keeping.done():
+            await asyncio.wait(spares, timeout=flags.patience_s)
         return code
     finally:
         keeping.cancel()
-        for spare in spares:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(spare.wait(), flags.patience_s if keeping.done() else 0.0)
         await asyncio.wait([keeping])
 
 
-async def _run_first(flags: Flags, begin: Callable[[], Agent]) -> int:
+async def _run_first(flags: Flags, run: Callable[[], Awaitable[int]]) -> int:
     """The first node's part; where there are spares, the node may be lost and come back, while the controller lives."""
     for _ in range(flags.spares):
         try:
-            return await begin().run()
+            return await run()
         except LostError as error:
             _log.error("node 0 is lost, and comes back: %s", error)
-    return await begin().run()
+    return await run()
 
 
-def _agent(flags: Flags, endpoint: str, token: bytes, directory: Path, spares: list) -> Agent:
-    """The agent of this node, which gets the signals that this process gets; so do spares that are its children."""
+async def _run_agent(flags: Flags, endpoint: str, token: bytes, directory: Path, signals: Signals) -> int:
+    """The agent of this node."""
     node = Node(
         number=flags.node_rank,
         per_node=flags.nproc_per_node,
@@ -204,16 +206,8 @@ def _agent(flags: Flags, endpoint: str, token: bytes, directory: Path, spares: l
         patience_s=flags.patience_s,
     )
     agent = Agent(node, flags.command)
-
-    def pass_on(number: int) -> None:
-        agent.signal(number)
-        for spare in spares:
-            with contextlib.suppress(ProcessLookupError):
-                spare.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        asyncio.get_running_loop().add_signal_handler(number, pass_on, number)
-    return agent
+    with signals.heard_by(agent.signal):
+        return await agent.run()
 
 
 def _spares_here(flags: Flags) -> range:
@@ -221,27 +215,29 @@ def _spares_here(flags: Flags) -> range:
     return range(1, flags.spares + 1) if flags.alone else range(0)
 
 
-async def _start_spare(flags: Flags, endpoint: str, node: int) -> asyncio.subprocess.Process:
+async def _run_spare(flags: Flags, endpoint: str, node: int, signals: Signals) -> None:
     """Another launcher on this machine, which dies with this one."""
     place = ["--node-rank", str(node), "--rdzv-endpoint", endpoint]
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "moc.launch", *flags.own, *place, *flags.command),
-        start_new_session=True,  # what a terminal sends is for this launcher, which passes it on
-        preexec_fn=die_with_parent,
-    )
+    spare = await children.start("moc.launch", *flags.own, *place, *flags.command)
+
+    def pass_on(number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            spare.send_signal(number)
+
+    with signals.heard_by(pass_on):
+        await spare.wait()
 
 
 async def _start_controller(flags: Flags, endpoint: str, state: Path) -> tuple[asyncio.subprocess.Process, str]:
     """The controller as a process of its own, which dies with this one, and where it listens."""
     host = endpoint.rpartition(":")[0]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "moc.runtime.controller", "--listen", endpoint, "--state", str(state)),
+    process = await children.start(
+        *("moc.runtime.controller", "--listen", endpoint, "--state", str(state)),
         *("--size", str(flags.nnodes * flags.nproc_per_node), "--per-node", str(flags.nproc_per_node)),
         *("--max-restarts", str(flags.max_restarts), "--silence", str(flags.silence_s)),
         *("--max-wait", str(flags.max_wait_s)),
         *(["--beyond-loopback"] if host not in ("127.0.0.1", "localhost", "[::1]") else []),
         stdout=subprocess.PIPE,
-        start_new_session=True,  # what a terminal sends is for the launcher
     )
     address = (await process.stdout.readline()).decode().strip()
     if not address:
@@ -263,6 +259,8 @@ async def _keep_controller(flags: Flags, process: asyncio.subprocess.Process, en
 
 def main() -> None:
     """The console script ``mocrun``."""
+    if children.PARENT in os.environ:  # this is a spare
+        children.belong()
     sys.exit(launch(parse(sys.argv[1:])))
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -16,10 +14,10 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron.training import checkpoint_files as files
+from moc.runtime.children import die_with_parent
 from moc.store.regions import RegionTensor, write_regions
 
 OPTIMIZER = "optimizer"
-_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def write_files(
@@ -38,7 +36,7 @@ def write_files(
         entries: its optimizer state, or None with ``--no-save-optim``.
         weights_args: what ``write_weights`` takes.
     """
-    die_with_parent()
+    die_with_parent(multiprocessing.parent_process().pid)
     os.register_at_fork(after_in_child=functools.partial(die_with_parent, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
         write_weights(*weights_args)
@@ -99,17 +97,6 @@ def use_mortal_result_queue() -> None:
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(initializer=die_with_parent)
+        manager.start(initializer=functools.partial(die_with_parent, os.getpid()))
         filesystem_async._results_queue = manager.Queue()
         filesystem_async._results_queue.manager = manager  # its server lives as long as it does
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Asks Linux to kill this process when the process that forked it dies; if it is dead already, ends at once.
-
-    Args:
-        parent: its number; by default that of :mod:`multiprocessing`'s parent process.
-    """
-    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != (parent or multiprocessing.parent_process().pid):
-        os._exit(1)

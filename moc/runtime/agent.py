@@ -9,16 +9,16 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from moc.runtime import async_connections as wire
-from moc.runtime import environment
+from moc.runtime import children, environment
 from moc.runtime.hangs import Limits
 from moc.runtime.keeper import keep
 from moc.runtime.message import Message
+from moc.runtime.signals import StoppedError
 from moc.runtime.wire import PeerGoneError, WireError
 
 SAYS_S = 1.0
@@ -92,6 +92,7 @@ class Agent:
         self._generation, self._reason, self._news = 0, "", time.monotonic()
         self._limits = Limits(node.hang_caps)
         self._asked: int | None = None  # by a signal, to stop
+        self._joined = False  # the controller has heard of this node
         self._controller: wire.AsyncConnection | None = None
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._keeper = f"unix:{node.directory}/keeper"
@@ -101,6 +102,7 @@ class Agent:
 
         Raises:
             LostError: the controller, or what forks workers, is gone.
+            StoppedError: the node was asked to stop before it had found the controller.
         """
         address = f"unix:{self._node.directory}/agent"
         async with await wire.serve(address, self._node.token, self._serve_worker):
@@ -126,17 +128,17 @@ class Agent:
     def signal(self, number: int) -> None:
         """The launcher got a signal: workers get it too, and whoever ends now is not replaced."""
         self._asked = number
-        self._tell("stopping")
+        self._tell("stopping", signal=number)
         for worker in self._workers.values():
             self._signal(worker, number)
 
     async def _start_zygote(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moc.runtime.zygote", *self._command),
+        return await children.start(
+            "moc.runtime.zygote",
+            *self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             limit=1 << 20,
-            start_new_session=True,  # what a terminal sends is for the launcher, which passes it on
             env=environment.UNLESS_SET | os.environ | environment.SET,
         )
 
@@ -172,6 +174,8 @@ class Agent:
                 connection = await wire.open(self._node.controller, self._node.token)
                 break
             except PeerGoneError as error:
+                if self._asked is not None and not self._joined:
+                    raise StoppedError(self._asked) from None
                 if time.monotonic() > deadline:
                     raise LostError(f"the controller is gone: {error}") from None
                 await asyncio.sleep(0.1)
@@ -179,10 +183,8 @@ class Agent:
             {"name": w.name, "node": self._node.number, "rank": w.rank, "together": w.together, "built": w.built,
              "here": w.here} for w in self._workers.values()]  # fmt: skip
         hello = {"kind": "hello", "node": self._node.number, "workers": workers, "generation": self._generation}
-        await connection.send(Message(hello))
-        self._controller = connection
-        if self._asked is not None:
-            self._tell("stopping")
+        await connection.send(Message(hello | {"asked": self._asked}))
+        self._controller, self._joined = connection, True
 
     def _tell(self, kind: str, **what) -> None:
         try:

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -22,11 +21,11 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from moc.runtime import async_connections as wire
+from moc.runtime.children import belong
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.membership import Abort, End, Go, Kill, Membership, Order, Start, Worker, nodes
 from moc.runtime.message import Message
 from moc.runtime.wire import WireError
-from moc.runtime.zygote import die_with_parent
 from moc.store.durable import write_durably
 
 TELL_FIRST_S, TELL_S = 5.0, 30.0
@@ -90,13 +89,15 @@ class Controller:
             self._waiting = None
             return
         self._waiting = waiting = self._waiting or Waiting(now, now + TELL_FIRST_S)
-        most = self._max_wait_s if membership.has_begun else max(self._max_wait_s, BEGIN_S)
+        most, limit = self._max_wait_s if membership.has_begun else max(self._max_wait_s, BEGIN_S), "--max-wait"
+        if membership.asked is not None and most > self._silence_s:  # lost since then, or no more than its connection
+            most, limit = self._silence_s, "--silence-timeout"
         left = waiting.since + most - now
         if left <= 0:
-            self._obey(membership.gives_up(f"for {most:g} s"))
+            self._obey(membership.gives_up(f"nobody has come for {most:g} s ({limit})"))
         elif now >= waiting.tell_at:
             waiting.tell_at = now + TELL_S
-            _log.warning("%s", waiting_for(missing, left))
+            _log.warning("%s", waiting_for(missing, left, limit))
 
     def _open_store(self, host: str) -> None:
         with socket.create_server((host, 0)) as listener:  # by itself torch would listen on all interfaces
@@ -107,11 +108,11 @@ class Controller:
 
     async def _serve_agent(self, connection: wire.AsyncConnection) -> None:
         hello = (await connection.recv()).header
-        node, generation = hello["node"], hello["generation"]
+        node, generation, asked = hello["node"], hello["generation"], hello["asked"]
         workers = _workers(hello["workers"])
         self._agents[node] = connection
         self._gone.pop(node, None)
-        self._obey(self._membership.joined(node, workers, generation))
+        self._obey(self._membership.joined(node, workers, generation, asked))
         if self._membership.places.of(node) is None and not self._over:
             _log.warning("node %d is there, and waits as a spare", node)
         knows_end = False
@@ -144,7 +145,7 @@ class Controller:
         elif message.kind == "hangs":
             self._obey(membership.suspected(said["worker"], said["generation"], said["how"]))
         elif message.kind == "stopping":
-            self._obey(membership.stopping())
+            self._obey(membership.stopping(said["signal"]))
 
     def _believe(self, worker: str, generation: int) -> None:
         self._obey(self._membership.suspected(worker, generation))
@@ -207,17 +208,15 @@ class Waiting:
     tell_at: float
 
 
-def waiting_for(missing: list[int], left_s: float) -> str:
+def waiting_for(missing: list[int], left_s: float, limit: str) -> str:
     """The sentence that says which nodes are missing, and what to do about it."""
     commands = ", ".join(f"`mocrun ... --node-rank {node}`" for node in missing)
-    return f"{nodes(missing)} missing: waiting for a spare, or for {commands}; giving up in {left_s:.0f} s (--max-wait)"
+    return f"{nodes(missing)} missing: waiting for a spare, or for {commands}; giving up in {left_s:.0f} s ({limit})"
 
 
 def main() -> None:
     """Runs the controller as a process of its own."""
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they may go to all processes; the agents act
-        signal.signal(number, signal.SIG_IGN)
+    belong()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--size", type=int, required=True)

@@ -15,19 +15,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from moc.runtime import async_connections as wire
+from moc.runtime import children
 from moc.runtime.addresses import interface_towards
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
 from moc.runtime.pull import CHUNK, AbsentError, Wanted, file_in, part_of, pull
 from moc.runtime.wire import WireError
-from moc.runtime.zygote import die_with_parent
 from moc.store.errors import CheckpointError, DamagedRegionError
 
 _AGAIN_S = 0.02
@@ -150,11 +149,8 @@ async def keep(controller: str, orders: str, token: bytes, hangs_s: float = _HAN
     """
     listen = f"{await _interface_towards(controller)}:0"
     while True:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moc.runtime.keeper", "--listen", listen, "--orders", orders),
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # what a terminal sends is for the launcher
-        )
+        command = "moc.runtime.keeper", "--listen", listen, "--orders", orders
+        process = await children.start(*command, stdout=subprocess.PIPE)
         try:
             address = (await process.stdout.readline()).decode().strip()
             if not address:
@@ -211,9 +207,7 @@ async def _serve(listen: str, orders: str, token: bytes) -> None:
 
 def main() -> None:
     """Runs a keeper as a process of its own."""
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they may go to all processes; the agents act
-        signal.signal(number, signal.SIG_IGN)
+    children.belong()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--orders", required=True)

@@ -119,6 +119,8 @@ class Membership:
         per_node: workers of each node.
         max_restarts: workers lost by signals that are replaced, before the job gives up.
         places: the nodes, and which of them is where.
+        end: of the job, if it is over.
+        asked: the signal by which the job was asked to stop, if it was.
     """
 
     size: int
@@ -130,7 +132,7 @@ class Membership:
     restarts: int = 0
     suspicions: int = 0
     end: End | None = None
-    _stopping: bool = False
+    asked: int | None = None
     _finished: set[int] = field(default_factory=set)
     _started: int = 0
     _told: dict[int, int] = field(default_factory=dict)  # by node that is there, the newest generation it has heard of
@@ -144,7 +146,7 @@ class Membership:
             "generation": self.generation,
             "restarts": self.restarts,
             "suspicions": self.suspicions,
-            "stopping": self._stopping,
+            "stopping": self.asked,
             "finished": sorted(self._finished),
             "started": self._started,
             "places": sorted(self.places.filled_by.items()),
@@ -155,17 +157,20 @@ class Membership:
     def load_state_dict(self, state: dict) -> None:
         """Takes up what an earlier controller knew; its nodes are yet to join."""
         self.generation, self.restarts, self.suspicions = state["generation"], state["restarts"], state["suspicions"]
-        self._stopping, self._finished, self._started = state["stopping"], set(state["finished"]), state["started"]
+        self.asked, self._finished, self._started = state["stopping"], set(state["finished"]), state["started"]
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.end = End(**state["end"]) if state["end"] else None
 
-    def joined(self, node: int, workers: Iterable[Worker] = (), generation: int = 0) -> list[Order]:
+    def joined(
+        self, node: int, workers: Iterable[Worker] = (), generation: int = 0, asked: int | None = None
+    ) -> list[Order]:
         """A node is there.
 
         Args:
             node: its number.
             workers: that it has already, if a controller before this one has started some, or it was taken for lost.
             generation: the newest that it has heard of.
+            asked: the signal by which it was asked to stop, if it was.
         """
         if self.end:
             return [self.end]
@@ -175,6 +180,8 @@ class Membership:
         self._forget_workers(node)
         orders: list[Order] = [Kill(node, worker.name) for worker in has if worker.rank // self.per_node != place]
         self.workers |= {worker.name: worker for worker in has if worker.rank // self.per_node == place}
+        if asked is not None and (end := self.stopping(asked)):
+            return end
         if place is None or not self.places.complete:
             return orders
         news_missed = any(self._told[other] < self.generation for other in self.places.filled_by.values())
@@ -211,10 +218,10 @@ class Membership:
         if code == 0:
             self._finished.add(worker.rank)
             return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
-        if code == START_OVER and not self._stopping:
+        if code == START_OVER and self.asked is None:
             return self._next_generation(f"worker {worker.rank} starts over")
         how = f"worker {worker.rank} {_how(code)}{why and f': it {why}'}"
-        if code > 0 or self._stopping:
+        if code > 0 or self.asked is not None:
             return self._over(code if code > 0 else 128 - code, how, leaving=code == SAVED)
         self.restarts, self.suspicions = self.restarts + 1, 0
         if self.restarts > self.max_restarts:
@@ -257,24 +264,29 @@ class Membership:
         """All has gone well for long: what was suspected before does not count any more."""
         self.suspicions = 0
 
-    def stopping(self) -> list[Order]:
-        """The job was asked to stop: whoever ends now is not replaced."""
-        self._stopping = True
-        return []
+    def stopping(self, number: int) -> list[Order]:
+        """The job was asked to stop: whoever ends now is not replaced, and who is missing is not waited for.
+
+        Args:
+            number: of the signal.
+        """
+        self.asked = number
+        why = f"the job was asked to stop (signal {number})"
+        return self.gives_up(why) if self.has_begun else self._over(128 + number, f"{why}: nothing has begun")
 
     def waits_for(self) -> list[int]:
         """The nodes that are lost or have never come, while no spare is there for them."""
         return [] if self.end else self.places.missing()
 
-    def gives_up(self, waited: str) -> list[Order]:
-        """The nodes that are missing have not come.
+    def gives_up(self, why: str) -> list[Order]:
+        """The nodes that are missing, if there are any, are not waited for any longer.
 
         Args:
-            waited: how long they were waited for, in words.
+            why: in words.
         """
         if self.end or not (missing := self.waits_for()):
             return []
-        what = f"{nodes(missing)} missing, and nobody has come {waited} (--max-wait)"
+        what = f"{nodes(missing)} missing, and {why}"
         if not self.has_begun:
             return self._over(LOST, f"{what}: nothing has begun")
         return self._over(SAVED, f"{what}: what was saved is kept; start the job again to go on from there")

@@ -6,13 +6,13 @@ It reads orders from its standard input and writes what happens to its standard 
                                                                              {"ended": name, "code": exit code}
 
 It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  It dies with
-the agent that started it, and its workers with it, so that nothing is left behind.
+the agent that started it, and its workers with it, so that nothing is left behind.  Signals that ask the job to stop
+are blocked here; a worker gets those that came before it was ready for them.
 """
 
 from __future__ import annotations
 
 import ast
-import ctypes
 import gc
 import json
 import multiprocessing.util
@@ -24,14 +24,13 @@ import sys
 import traceback
 from pathlib import Path
 
-_SET_PDEATHSIG = 1  # linux/prctl.h
-_FOR_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the agent passes them on
+from moc.runtime.children import belong, die_with_parent
+from moc.runtime.signals import STOPS
 
 
 def main(script: str, arguments: list[str]) -> None:
     """Warms up, then forks whatever is ordered, until its input ends."""
-    die_with_parent()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_WORKERS)  # a worker gets what came before it was ready for it
+    belong()
     orders, tell = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # programs write to their own output; ours is for the agent alone
@@ -117,9 +116,7 @@ class Zygote:
     def _become_worker(self, order: dict, parent: int) -> None:
         code = 1
         try:
-            die_with_parent()
-            if os.getppid() != parent:
-                os._exit(1)
+            die_with_parent(parent)
             self._forget_zygote()
             os.environ.update(order["environment"])
             if order["output"] is not None:
@@ -142,7 +139,7 @@ class Zygote:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_WORKERS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         for descriptor in (self._orders, self._tell, self._woken, self._wake):
             os.close(descriptor)
 
@@ -161,11 +158,6 @@ def run(script: str, arguments: list[str]) -> int:
         print(leaving.code, file=sys.stderr)
         return 1
     return 0
-
-
-def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

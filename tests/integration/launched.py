@@ -95,11 +95,10 @@ class Launched:
         """The launcher of the first node."""
         return self.launchers[0]
 
-    def children(self, module: str) -> list[int]:
-        """Processes that the first launcher has started to run a module."""
-        return [
-            child.pid for child in psutil.Process(self.process.pid).children() if module in " ".join(child.cmdline())
-        ]
+    def children(self, module: str, node: int = 0) -> list[int]:
+        """Processes that a node's launcher has started to run a module."""
+        launcher = psutil.Process(self.launchers[node].pid)
+        return [child.pid for child in launcher.children() if module in " ".join(child.cmdline())]
 
     def processes(self) -> list[int]:
         """All that there are of this job."""

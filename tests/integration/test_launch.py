@@ -180,15 +180,29 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
     assert Store(LocalPlace(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
 
 
-@pytest.mark.parametrize("iteration", [0, 2], ids=["while workers start", "in training"])
-def test_control_c_ends_all_of_it(iteration, flags, tmp_path):
+@pytest.mark.parametrize(
+    "there, iteration",
+    [("moc.runtime.controller", 0), ("moc.runtime.zygote", 0), ("moc.runtime.zygote", 2)],
+    ids=["while the controller starts", "while workers start", "in training"],
+)
+def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job") as job:
-        while not job.children("moc.runtime.zygote"):
+        while not job.children(there):
             time.sleep(0.01)
         job.reach(iteration)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         assert job.wait() == 130
-        assert job.processes() == [] and "started again" not in job.console
+        assert job.processes() == [] and "started again" not in job.console and "Traceback" not in job.console
+
+
+@pytest.mark.parametrize("node, missing", [(0, 1), (1, 0)], ids=["for the other", "for the first"])
+def test_a_node_that_waits_can_be_asked_to_stop(node, missing, flags, tmp_path):
+    with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
+        job.launchers[missing].kill()
+        while not job.children("moc.runtime.zygote", node):
+            time.sleep(0.01)
+        job.launchers[node].send_signal(signal.SIGTERM)
+        assert job.launchers[node].wait(60) == 143 and "nothing has begun" in job.console
 
 
 def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):

@@ -35,7 +35,7 @@ class Job:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def agent(self, node, generation=0, workers=()):
+    async def agent(self, node, generation=0, workers=(), asked=None):
         """A connection of an agent, which has said who it is."""
         while True:
             try:
@@ -44,7 +44,7 @@ class Job:
             except PeerGoneError:
                 await asyncio.sleep(0.01)
         await connection.send(
-            Message({"kind": "hello", "node": node, "generation": generation, "workers": list(workers)})
+            Message(dict(kind="hello", node=node, generation=generation, workers=list(workers), asked=asked))
         )
         return connection
 
@@ -70,8 +70,8 @@ async def ends(agent, worker, code):
     await agent.send(Message({"kind": "ended", "worker": worker, "code": code, "why": ""}))
 
 
-async def tell(agent, kind):
-    await agent.send(Message({"kind": kind}))
+async def tell(agent, kind, **what):
+    await agent.send(Message({"kind": kind} | what))
 
 
 async def says_alive(agent):
@@ -124,8 +124,8 @@ def test_what_was_counted_is_on_disk_before_anybody_hears_of_it(tmp_path):
             await ends(second, workers[1], -9)
             await hears(first, "abort")
             assert job.known()["restarts"] == 1 and job.known()["generation"] == 1
-            await tell(first, "stopping")
-            while not job.known()["stopping"]:
+            await tell(first, "stopping", signal=15)
+            while job.known()["stopping"] is None:
                 await asyncio.sleep(0.01)
         async with job.controller():
             again = [await job.agent(node, generation=1) for node in (0, 1)]
@@ -170,8 +170,26 @@ def test_who_is_missing_is_not_waited_for_without_end(started, code, tmp_path, m
     asyncio.run(main())
 
 
+def test_a_node_that_was_asked_to_stop_before_it_came_ends_a_job_that_waits(tmp_path):
+    async def main():
+        job = Job(tmp_path)
+        async with job.controller():
+            first, second = await job.agent(0), await job.agent(1, asked=2)
+            for agent in (first, second):
+                assert (await hears(agent, "end"))["code"] == 130
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
-    "hello", [dict(), dict(node=0), dict(node=0, generation=1, workers=[dict(no="worker")]), dict(node=0, generation=1)]
+    "hello",
+    [
+        dict(),
+        dict(node=0),
+        dict(node=0, generation=1, asked=None, workers=[dict(no="worker")]),
+        dict(node=0, generation=1, asked=None),
+        dict(node=0, generation=1, workers=[]),
+    ],
 )
 def test_a_hello_that_cannot_be_understood_costs_a_line(hello, tmp_path, caplog):
     async def scenario():
@@ -192,7 +210,7 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, tmp_path, caplog)
 
 
 def test_what_to_do_about_a_missing_node_is_said():
-    assert waiting_for([1, 4], 90.2) == (
+    assert waiting_for([1, 4], 90.2, "--max-wait") == (
         "nodes 1, 4 are missing: waiting for a spare, or for `mocrun ... --node-rank 1`, `mocrun ... --node-rank 4`; "
         "giving up in 90 s (--max-wait)"
     )

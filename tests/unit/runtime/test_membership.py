@@ -135,14 +135,14 @@ def test_a_node_that_begins_anew_before_it_was_known_to_be_lost():
 
 def test_a_job_gives_up_when_a_lost_node_does_not_come():
     membership, names = running()
-    assert membership.gives_up("for 1 s") == []  # nobody is missing
+    assert membership.gives_up("nobody has come") == []  # nobody is missing
     membership.left(1)
-    (end,) = membership.gives_up("for 1 s")
+    (end,) = membership.gives_up("nobody has come")
     assert end.code == SAVED and not end.leaving and end.reason.startswith("node 1 is missing")
     assert membership.waits_for() == []
     membership = Membership(SIZE, PER_NODE, 1)
     membership.joined(0)
-    assert membership.gives_up("for 1 s")[0].code == LOST
+    assert membership.gives_up("nobody has come")[0].code == LOST
 
 
 def test_a_node_that_is_lost_when_its_workers_are_done_is_not_missed():
@@ -175,7 +175,7 @@ def test_a_controller_that_is_started_again_has_counted_what_was_counted():
     membership.suspected(names[1], 2)
     membership = restarted(membership)
     assert (membership.generation, membership.restarts, membership.suspicions) == (3, 1, 1)
-    membership.stopping()
+    membership.stopping(15)
     told = [Worker(f"3.{rank}", rank // PER_NODE, rank, True, True, here=3) for rank in range(SIZE)]
     membership = restarted(membership)
     assert membership.joined(0, told[:2], 3) == [] == membership.joined(1, told[2:], 3)
@@ -276,8 +276,42 @@ def test_it_is_said_why_a_worker_was_killed():
 
 def test_a_job_that_was_asked_to_stop_replaces_nobody():
     membership, names = running()
-    membership.stopping()
+    membership.stopping(15)
     assert membership.ended(names[0], -15)[0].code == 143
+
+
+def test_a_job_that_was_asked_to_stop_waits_for_nobody():
+    membership = Membership(SIZE, PER_NODE, 1000)
+    membership.joined(0)
+    assert membership.stopping(2) == [End(130, "the job was asked to stop (signal 2): nothing has begun", False)]
+
+    membership = Membership(SIZE, PER_NODE, 1000)
+    assert membership.joined(0, asked=15)[0].code == 143
+
+    membership, _ = running()
+    membership.left(1)
+    (end,) = membership.stopping(15)
+    assert end.code == SAVED and "node 1 is missing, and the job was asked to stop (signal 15)" in end.reason
+
+
+def test_a_job_that_was_asked_to_stop_lets_nodes_come_back():
+    membership, names = running()
+    assert membership.stopping(15) == []
+    left = membership.left(0)
+    has = [trains(name, rank) for rank, name in enumerate(names[:PER_NODE])]
+    assert left[0].generation == 1 and membership.joined(0, has, 0, asked=15)[0].generation == 2
+    assert membership.end is None and membership.asked == 15
+
+
+def test_a_controller_that_is_started_again_ends_no_job_since_others_are_about_to_join():
+    membership, names = running()
+    membership = restarted(membership)
+    has = [trains(name, rank) for rank, name in enumerate(names[:PER_NODE])]
+    assert membership.joined(0, has, 0, asked=15) == []
+
+
+def trains(name, rank):
+    return Worker(name, rank // PER_NODE, rank, True, True, here=0)
 
 
 NODES = range(4)  # two places, two spares

@@ -1,0 +1,66 @@
+"""Signals that ask a job to stop, as its launchers hear of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Launchers act on these, and pass them on."""
+
+
+class StoppedError(Exception):
+    """The job was asked to stop before anything had begun.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"asked to stop (signal {number}): nothing has begun")
+        self.number = number
+
+
+class Signals:
+    """Whoever listens hears of each that comes, and of those that came before."""
+
+    def __init__(self):
+        self._listeners: list[Callable[[int], None]] = []
+        self._come: list[int] = []
+        for number in STOPS:
+            asyncio.get_running_loop().add_signal_handler(number, self._comes, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # children of launchers are started with them blocked
+
+    @contextlib.contextmanager
+    def heard_by(self, listener: Callable[[int], None]) -> Iterator[None]:
+        """Calls a listener with their numbers, inside of the block."""
+        self._listeners.append(listener)
+        try:
+            for number in self._come:
+                listener(number)
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    async def stop(self, beginning: Coroutine[Any, Any, T]) -> T:
+        """Awaits what is of no use if the job is to stop.
+
+        Raises:
+            StoppedError: it is.
+        """
+        task = asyncio.create_task(beginning)
+        with self.heard_by(lambda _: task.cancel()):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                raise StoppedError(self._come[0]) from None
+
+    def _comes(self, number: int) -> None:
+        self._come.append(number)
+        for listener in self._listeners:
+            listener(number)

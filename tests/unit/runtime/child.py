@@ -1,0 +1,12 @@
+"""A process that belongs to another one: it says that it is there, and waits for a signal that may have come before."""
+
+import signal
+
+from moc.runtime.children import belong
+from moc.runtime.signals import STOPS
+
+if __name__ == "__main__":
+    belong()
+    print("there", flush=True)
+    print(signal.sigwait(STOPS).name, flush=True)
+    signal.pause()
