@@ -167,7 +167,7 @@ async def _run(flags: Flags, token: bytes, directory: Path) -> int:
     if flags.node_rank > 0:
         return await _run_agent(flags, flags.endpoint, token, directory, signals)
     state = directory / "controller.json"
-    controller, endpoint = await signals.stop(_start_controller(flags, flags.endpoint, state))
+    controller, endpoint = await signals.unless_stopped(_start_controller(flags, flags.endpoint, state))
     keeping = asyncio.create_task(_keep_controller(flags, controller, endpoint, state))
     spares = [asyncio.create_task(_run_spare(flags, endpoint, node, signals)) for node in _spares_here(flags)]
     try:

@@ -146,7 +146,7 @@ class Membership:
             "generation": self.generation,
             "restarts": self.restarts,
             "suspicions": self.suspicions,
-            "stopping": self.asked,
+            "asked": self.asked,
             "finished": sorted(self._finished),
             "started": self._started,
             "places": sorted(self.places.filled_by.items()),
@@ -157,7 +157,7 @@ class Membership:
     def load_state_dict(self, state: dict) -> None:
         """Takes up what an earlier controller knew; its nodes are yet to join."""
         self.generation, self.restarts, self.suspicions = state["generation"], state["restarts"], state["suspicions"]
-        self.asked, self._finished, self._started = state["stopping"], set(state["finished"]), state["started"]
+        self.asked, self._finished, self._started = state["asked"], set(state["finished"]), state["started"]
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.end = End(**state["end"]) if state["end"] else None
 

@@ -47,7 +47,7 @@ class Signals:
         finally:
             self._listeners.remove(listener)
 
-    async def stop(self, beginning: Coroutine[Any, Any, T]) -> T:
+    async def unless_stopped(self, beginning: Coroutine[Any, Any, T]) -> T:
         """Awaits what is of no use if the job is to stop.
 
         Raises:

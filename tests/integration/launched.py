@@ -100,6 +100,14 @@ class Launched:
         launcher = psutil.Process(self.launchers[node].pid)
         return [child.pid for child in launcher.children() if module in " ".join(child.cmdline())]
 
+    def starts(self, module: str, node: int = 0, seconds: float = 60) -> None:
+        """Waits until a node's launcher has started a process that runs a module."""
+        deadline = time.monotonic() + seconds
+        while not self.children(module, node):
+            assert self.launchers[node].poll() is None, f"ended early:\n{self.console[-4000:]}"
+            assert time.monotonic() < deadline, f"{module} is not there:\n{self.console[-4000:]}"
+            time.sleep(0.01)
+
     def processes(self) -> list[int]:
         """All that there are of this job."""
         mine = str(self._directory)

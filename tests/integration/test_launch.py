@@ -187,8 +187,7 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
 )
 def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job") as job:
-        while not job.children(there):
-            time.sleep(0.01)
+        job.starts(there)
         job.reach(iteration)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         assert job.wait() == 130
@@ -199,8 +198,7 @@ def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
 def test_a_node_that_waits_can_be_asked_to_stop(node, missing, flags, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
         job.launchers[missing].kill()
-        while not job.children("moc.runtime.zygote", node):
-            time.sleep(0.01)
+        job.starts("moc.runtime.zygote", node)
         job.launchers[node].send_signal(signal.SIGTERM)
         assert job.launchers[node].wait(60) == 143 and "nothing has begun" in job.console
 

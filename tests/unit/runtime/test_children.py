@@ -87,9 +87,9 @@ def test_who_listens_late_hears_of_signals_that_have_come():
 def test_what_takes_long_is_not_waited_for_after_a_signal():
     async def main():
         signals = Signals()
-        assert await signals.stop(asyncio.sleep(0, "done")) == "done"
+        assert await signals.unless_stopped(asyncio.sleep(0, "done")) == "done"
         asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
         with pytest.raises(StoppedError, match="signal 15"):
-            await signals.stop(asyncio.sleep(3600))
+            await signals.unless_stopped(asyncio.sleep(3600))
 
     asyncio.run(main())

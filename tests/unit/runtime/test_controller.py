@@ -125,7 +125,7 @@ def test_what_was_counted_is_on_disk_before_anybody_hears_of_it(tmp_path):
             await hears(first, "abort")
             assert job.known()["restarts"] == 1 and job.known()["generation"] == 1
             await tell(first, "stopping", signal=15)
-            while job.known()["stopping"] is None:
+            while job.known()["asked"] is None:
                 await asyncio.sleep(0.01)
         async with job.controller():
             again = [await job.agent(node, generation=1) for node in (0, 1)]
@@ -177,6 +177,22 @@ def test_a_node_that_was_asked_to_stop_before_it_came_ends_a_job_that_waits(tmp_
             first, second = await job.agent(0), await job.agent(1, asked=2)
             for agent in (first, second):
                 assert (await hears(agent, "end"))["code"] == 130
+
+    asyncio.run(main())
+
+
+def test_who_is_lost_after_a_signal_is_waited_for_no_longer_than_one_that_is_silent(tmp_path):
+    async def main():
+        job = Job(tmp_path, silence_s=1.0, max_wait_s=3600.0)
+        async with job.controller():
+            (first, second), _ = await begun(job)
+            await tell(first, "stopping", signal=15)
+            while job.known()["asked"] is None:
+                await asyncio.sleep(0.01)
+            second.abort()
+            alive = asyncio.create_task(says_alive(first))
+            assert (await hears(first, "end"))["code"] == SAVED
+            alive.cancel()
 
     asyncio.run(main())
 
