@@ -40,7 +40,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.overhead import figures, report
-from benchmarks.overhead.methods import BASE_ASYNC, BASELINE, LAYOUTS, METHODS, model_flags, parameters
+from benchmarks.overhead.methods import BASE_ASYNC, BASELINE, DEFAULT, LAYOUTS, METHODS, model_flags, parameters
 from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers import ours
 from benchmarks.save_peers.cases import WORKERS
@@ -94,7 +94,7 @@ class Bench:
             return read(events, watch.sizes, plan)
 
     def _train(self, layout: str, flags: list[str], directory: Path) -> list[dict]:
-        model = [*model_flags(self._own.quick), *LAYOUTS[layout]]
+        model = model_flags(self._own.quick, layout)
         launch([sys.executable, *TORCHRUN, ours.PROGRAM, *model, *flags], directory)
         return ours.read_events(directory)
 
@@ -177,7 +177,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", "--out", type=Path, help="JSON file to write; the plot goes beside it")
     names = ", ".join(METHODS)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help=names)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT), metavar="METHOD", help=names)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["DP4xEP4"], help="default: DP4xEP4")
     parser.add_argument("--turns", type=int, default=2, help="runs of each method (default: 2)")
     parser.add_argument("--saves", type=int, default=2, help="snapshots of a run after the first one (default: 2)")

@@ -12,6 +12,13 @@ for the layout in which both would hold the same (with a memory tier).  In each:
 * the last node is lost as a whole, its memory too, and comes back empty: from copies with ``peers``, else from storage;
 * with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets.
 
+With ``--moments recoveries`` all of it happens while a run recovers: a worker is killed every few iterations, and at
+random moments before all go on the controller is killed, or paused for less or more than the silence timeout; so are
+keepers and what workers are forked from; and further workers are killed.  A campaign can be run in pieces, of which
+each adds its runs to the same file:
+
+    python benchmarks/random_faults.py --moments recoveries --faults 50 --seed 3 --append there.json
+
 At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
 hash of every tensor of the last snapshot.  A run that does not end, and one that leaves processes, memory or temporary
 files behind, has failed too; all files of a run that failed are kept.
@@ -37,7 +44,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.faults.run import LAYOUTS, TIERS, End, Outside, Run, fits, nodes_of  # noqa: E402
+from benchmarks.faults.recovery import Recoveries, troubles  # noqa: E402
+from benchmarks.faults.run import LAYOUTS, TIERS, End, Outside, Run, differences, fits, nodes_of  # noqa: E402
 from moc.faults import STEP  # noqa: E402
 from moc.runtime.inject import Fault  # noqa: E402
 
@@ -50,6 +58,9 @@ class Row:
 
     Attributes:
         fired: each fault that happened.
+        stand: if it hung, what its processes did then; a line each.
+        left: what it has left.
+        recoveries: seconds that those took which something was done to.
         generations: memberships that began after the first one, as far as the first worker told.
         wrong: what is not as it should be; empty if all is.
         seconds: from start to end.
@@ -66,6 +77,9 @@ class Row:
     seconds: float = 0.0
     again: list[int] = field(default_factory=list)
     by_all: list[int] = field(default_factory=list)
+    stand: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    recoveries: list[float] = field(default_factory=list)
 
 
 class Campaign:
@@ -83,8 +97,9 @@ class Campaign:
     def rows(self):
         """Gives what became of each run."""
         fired, cases = 0, [case for case in itertools.product(self._own.layouts, self._own.tiers) if fits(*case)]
-        for number, (layout, tier) in enumerate(itertools.cycle(cases)):
-            if number >= len(cases) and fired >= self._own.faults:
+        first = self._own.seed % len(cases) if self._own.append else 0
+        for number, (layout, tier) in enumerate(itertools.cycle([*cases[first:], *cases[:first]])):
+            if fired >= self._own.faults and (self._own.append or number >= len(cases)):
                 return
             row = self._row(layout, tier, self._own.seed * 1000 + number, self._directory / f"run_{number:03d}")
             fired += len(row.fired)
@@ -92,20 +107,27 @@ class Campaign:
 
     def _row(self, layout: str, tier: str, seed: int, directory: Path) -> Row:
         expected = self._without_faults(layout)
-        faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed]
-        chance, size = random.Random(seed), LAYOUTS[layout][0]
-        inside = [_somewhere(kind, chance, size, self._own.iterations) for kind in ("stop", "slow")]
-        run = Run(self._own, layout, tier, directory, [*faults, "--inject", *inside])
-        seconds = run.to_its_end(from_outside(chance, layout, tier, self._own.iterations))
+        chance, size, iterations = random.Random(seed), LAYOUTS[layout][0], self._own.iterations
+        recoveries = Recoveries(())
+        if self._own.moments == "recoveries":
+            recoveries = Recoveries(troubles(chance, size, nodes_of(layout, tier), iterations))
+            run = Run(self._own, layout, tier, directory, [])
+            seconds = run.to_its_end(recoveries=recoveries)
+        else:
+            faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed]
+            inside = [_somewhere(kind, chance, size, iterations) for kind in ("stop", "slow")]
+            run = Run(self._own, layout, tier, directory, [*faults, "--inject", *inside])
+            seconds = run.to_its_end(from_outside(chance, layout, tier, iterations))
         ended = run.end()
         fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events.of("inject")]
-        fired += map(str, run.done)
-        wrong = run.wrong + _differences(ended, expected)
-        if not wrong:
+        fired += [*map(str, run.done), *recoveries.done]
+        wrong = run.wrong + differences(ended, expected)
+        if not wrong and not run.left:
             shutil.rmtree(directory)
         alone, by_all = computed_again(run.events.all())
-        generations = len(run.events.of("generation"))
-        return Row(layout, tier, seed, fired, generations, wrong, round(seconds, 1), alone, by_all)
+        row = Row(layout, tier, seed, fired, len(run.events.of("generation")), wrong, round(seconds, 1), alone, by_all)
+        row.stand, row.left, row.recoveries = run.stand, run.left, recoveries.seconds
+        return row
 
     def _without_faults(self, layout: str) -> End:
         if layout not in self._undisturbed:
@@ -113,7 +135,7 @@ class Campaign:
             run = Run(self._own, layout, "disk", directory, [])
             run.to_its_end()
             ended = run.end()
-            if run.wrong or len(ended.losses) < self._own.iterations or not ended.hashes:
+            if run.wrong or run.left or len(ended.losses) < self._own.iterations or not ended.hashes:
                 raise RuntimeError(f"the run of {layout} without faults failed: see {directory}/console")
             self._undisturbed[layout] = ended
             shutil.rmtree(directory)
@@ -130,7 +152,7 @@ def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
         if event["type"] == "generation":
             replays = 0
         elif event["type"] == "replay":
-            replays += 1
+            replays += not event.get("cut_off", False)  # by a recovery that another loss has ended
         elif event["type"] == "resume" and replays:
             (alone if event["stages"] else by_all).append(replays)
             replays = 0
@@ -151,18 +173,6 @@ def _somewhere(action: str, chance: random.Random, size: int, iterations: int) -
     return Fault(action, at, (rank,), point=point, seconds=SLOW_S if action == "slow" else 0.0)
 
 
-def _differences(ended: End, expected: End) -> list[str]:
-    wrong = []
-    if ended.losses != expected.losses:
-        differ = sorted(i for i, values in expected.losses.items() if ended.losses.get(i) != values)
-        wrong.append(f"losses differ in iterations {differ[:5]}")
-    if ended.hashes != expected.hashes:
-        boxes = ended.hashes.keys() | expected.hashes.keys()
-        differ = sum(ended.hashes.get(box) != expected.hashes.get(box) for box in boxes)
-        wrong.append(f"{differ} of {len(boxes)} tensors differ")
-    return wrong
-
-
 def _spread(counts: list[int]) -> dict | None:
     """Iterations that recoveries computed again."""
     return {"recoveries": len(counts), "mean": mean(counts), "most": max(counts)} if counts else None
@@ -173,7 +183,10 @@ def summary(rows: list[Row]) -> dict:
     fired = [fault for row in rows for fault in row.fired]
     return {
         "runs": len(rows),
-        "equal": sum(not row.wrong for row in rows),
+        "equal": sum(not row.wrong and not row.left for row in rows),
+        "wrong": sum(bool(row.wrong) and not row.stand for row in rows),
+        "hangs": sum(bool(row.stand) for row in rows),
+        "leftovers": sum(bool(row.left) for row in rows),
         "faults": len(fired),
         "by_point": dict(Counter(fault.rpartition(" ")[2] for fault in fired).most_common()),
         "computed_again": _spread([count for row in rows for count in row.again]),
@@ -194,10 +207,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a stopped worker is lost")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run hangs")
     parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
+    moments = {"choices": ["iterations", "recoveries"], "default": "iterations"}
+    parser.add_argument("--moments", **moments, help="when faults happen (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--append", type=Path, help="JSON file, to whose runs those of this campaign are added")
     own = parser.parse_args(arguments)
     own.layouts = list(LAYOUTS) if "all" in own.layouts else own.layouts
     return own
+
+
+def _write(own: argparse.Namespace, rows: list[Row]) -> None:
+    """Writes what all runs have come to; with those that another piece of the campaign has added meanwhile."""
+    path = own.append or own.output
+    if own.append and path.exists():
+        mine = {(row.layout, row.tier, row.seed) for row in rows}
+        others = [Row(**run) for run in json.loads(path.read_text())["runs"]]
+        rows = [row for row in others if (row.layout, row.tier, row.seed) not in mine] + rows
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    flags = {name: value for name, value in vars(own).items() if name not in ("output", "append", "directory")}
+    told = {"machine": machine, "flags": flags, "summary": summary(rows), "runs": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def main() -> int:
@@ -206,15 +235,13 @@ def main() -> int:
     directory = own.directory or Path(tempfile.mkdtemp(prefix="random-faults-"))
     for row in Campaign(own, directory).rows():
         rows.append(row)
-        what = "EQUAL" if not row.wrong else f"FAILED: {'; '.join(row.wrong)} (see {directory}/run_{len(rows) - 1:03d})"
+        wrong = row.wrong + row.left
+        what = "EQUAL" if not wrong else f"FAILED: {'; '.join(wrong)} (see {directory}/run_{len(rows) - 1:03d})"
         print(f"{row.layout:17} {row.tier:13} {len(row.fired):3} faults {row.seconds:6.1f} s  {what}", flush=True)
-        if own.output is not None:
-            machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-            flags = {name: value for name, value in vars(own).items() if name not in ("output", "directory")}
-            told = {"machine": machine, "flags": flags, "summary": summary(rows), "runs": [asdict(r) for r in rows]}
-            own.output.write_text(json.dumps(told, indent=1) + "\n")
+        if own.append or own.output:
+            _write(own, rows)
     print(json.dumps(summary(rows), indent=1))
-    if all(not row.wrong for row in rows):
+    if all(not row.wrong and not row.left for row in rows):
         shutil.rmtree(directory)
         return 0
     return 1

@@ -59,23 +59,23 @@ class Target:
 
     def __init__(self, directory: Path):
         self._token, self.refusals = secrets.token_bytes(32), Counter()
-        (directory / "tmp").mkdir()
         port = _free_port()
         own = [*launcher(WORKERS), "--rdzv-endpoint", f"127.0.0.1:{port}"]
         saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", 1]
         layout = ["--expert-model-parallel-size", "2", "--ckpt-dir", directory / "snapshots"]
-        environment = {"MOC_TOKEN": self._token.hex(), "TMPDIR": str(directory / "tmp")}
+        environment = {"MOC_TOKEN": self._token.hex()}
         memory = Path("/dev/shm") / directory.name
         self.job = Job([*own, PROGRAM, *MODEL, *layout, *saving], directory, memory, self._keep, environment)
-        self._directory, self._port = directory, port
+        self._port = port
         self._loitering: deque[socket.socket] = deque()
 
     @property
     def addresses(self) -> dict[str, str]:
         """Where it listens for processes of its own: the controller, and whatever a node has (agent, keeper)."""
         found = {"controller": f"127.0.0.1:{self._port}"}
-        sockets = filter(Path.is_socket, (self._directory / "tmp").glob("mocrun-*/*"))
-        found |= {path.name: f"unix:{path}" for path in sorted(sockets)}
+        for name, process in self.processes.items():
+            unix = {c.laddr for c in process.net_connections("unix") if c.laddr.startswith("@moc-")}
+            found |= {f"{name}, socket {i}": f"unix:{address}" for i, address in enumerate(sorted(unix))}
         for process in self._running("moc.runtime.keeper"):
             listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
             found |= {f"keeper, port {i}": f"{ip}:{port}" for i, (ip, port) in enumerate(listening)}

@@ -27,6 +27,7 @@ RECOVERY = {
     "rebuilding": "a worker builds: it has its model, and no data yet",
     "meeting": "a worker has said that it is here, and waits for the others",
     "loading": "a worker is about to fill its state from a snapshot",
+    "replaying": "a worker is about to compute an iteration again",
     "loaded": "a worker has its state again",
 }
 POINTS = STEP | SNAPSHOT | RECOVERY
@@ -41,7 +42,8 @@ def reach(point: str, iteration: int | None = None) -> None:
 
     Args:
         point: one of :data:`POINTS`.
-        iteration: which begins, counted from 1; at ``start`` alone.
+        iteration: which, counted from 1: that begins, at ``start``, or that is computed again, at ``replaying``; at
+            other points it is that which has begun last.
     """
     if _listener is not None:
         _listener(point, iteration)

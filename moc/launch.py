@@ -13,15 +13,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moc.runtime import children, hangs, job_token
 from moc.runtime.agent import Agent, LostError, Node
+from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.membership import LOST
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
@@ -38,7 +37,8 @@ class Flags:
         nproc_per_node: workers of each.
         spares: nodes beyond these, which wait until one is lost.
         node_rank: number of this node; spares come last.
-        endpoint: ``host:port`` of the controller, on the first node; port 0 for any.
+        endpoints: ``host:port`` of each candidate for the controller, the first on node 0, and so on; port 0 for any.
+        own_controllers: candidates are on nodes of the job; if not, controllers were started by themselves.
         alone: there is only this machine, and spares are processes of this launcher.
         max_restarts: lost workers that are replaced.
         log_dir: directory for the output of workers; None to let them write to this process's.
@@ -54,7 +54,8 @@ class Flags:
     nproc_per_node: int
     spares: int
     node_rank: int
-    endpoint: str
+    endpoints: tuple[str, ...]
+    own_controllers: bool
     alone: bool
     max_restarts: int
     log_dir: Path | None
@@ -78,7 +79,14 @@ def parse(arguments: list[str]) -> Flags:
     add("nproc-per-node", 1, "workers on each node", type=int)
     add("spares", 0, "nodes beyond --nnodes, which wait until one is lost and then take its place", type=int)
     add("node-rank", 0, "number of this node; those of spares begin at --nnodes", type=int)
-    add("rdzv-endpoint", None, "HOST[:PORT] of the first node, the same on all nodes", metavar="HOST[:PORT]")
+    add(
+        "rdzv-endpoint", None, "where the controller is: the first node; or the first nodes, in order, of which\n"
+        "another one takes over if one is lost; the same on all nodes", metavar="HOST[:PORT][,HOST[:PORT]...]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-controller", action="store_true",
+        help="controllers are not on the nodes: they were started with python -m moc.runtime.controller",
+    )  # fmt: skip
     add("master-addr", None, "the same, in two flags")
     add("master-port", 29400, "its port", type=int)
     parser.add_argument("--standalone", action="store_true", help="one node, on any free port, which is the default")
@@ -108,14 +116,19 @@ def parse(arguments: list[str]) -> Flags:
         hang_caps = hangs.parse_caps(own.hang_timeout)
     except ValueError as error:
         parser.error(f"--hang-timeout: {error}")
-    host, port = _split(address or "127.0.0.1:0")
+    endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
+    if len(endpoints) > own.nnodes + own.spares and not own.no_controller:
+        parser.error(f"--rdzv-endpoint names {len(endpoints)} nodes, and the job has {own.nnodes + own.spares}")
+    if own.no_controller and address is None:
+        parser.error("--no-controller needs --rdzv-endpoint HOST:PORT of the controllers")
     command = [own.script, *own.arguments]
     return Flags(
         nnodes=own.nnodes,
         nproc_per_node=own.nproc_per_node,
         spares=own.spares,
         node_rank=own.node_rank,
-        endpoint=f"{host}:{port or own.master_port}",
+        endpoints=tuple(f"{host}:{port or own.master_port}" for host, port in endpoints),
+        own_controllers=not own.no_controller,
         alone=address is None,
         max_restarts=own.max_restarts,
         log_dir=own.log_dir,
@@ -140,66 +153,65 @@ def _split(address: str) -> tuple[str, str]:
 def launch(flags: Flags) -> int:
     """Runs this node's part of a job to its end; the exit code."""
     logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr, level=logging.INFO)
-    with tempfile.TemporaryDirectory(prefix="mocrun-") as directory:
-        try:
-            token = _token(flags, Path(directory))
-            return asyncio.run(_run(flags, token, Path(directory)))
-        except StoppedError as error:
-            print(f"mocrun: {error}", file=sys.stderr)
-            return 128 + error.number
-        except (LostError, WireError, job_token.TokenError, OSError) as error:
-            print(f"mocrun: error: {error}", file=sys.stderr)
-            return LOST
+    try:
+        return asyncio.run(_run(flags, _token(flags)))
+    except StoppedError as error:
+        print(f"mocrun: {error}", file=sys.stderr)
+        return 128 + error.number
+    except (LostError, WireError, job_token.TokenError, OSError) as error:
+        print(f"mocrun: error: {error}", file=sys.stderr)
+        return LOST
 
 
-def _token(flags: Flags, directory: Path) -> bytes:
+def _token(flags: Flags) -> bytes:
     given = job_token.FILE_VARIABLE in os.environ or job_token.VARIABLE in os.environ
     if (flags.alone or flags.nnodes + flags.spares == 1) and not given:
-        os.environ[job_token.FILE_VARIABLE] = str(directory / "token")
-        return job_token.make_token_file(directory / "token")
+        os.environ[job_token.VARIABLE] = job_token.make_token().hex()  # not in a file, which somebody may tidy away
     return job_token.token_from_environment()
 
 
-async def _run(flags: Flags, token: bytes, directory: Path) -> int:
+async def _run(flags: Flags, token: bytes) -> int:
     signals = Signals()
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)
-    if flags.node_rank > 0:
-        return await _run_agent(flags, flags.endpoint, token, directory, signals)
-    state = directory / "controller.json"
-    controller, endpoint = await signals.unless_stopped(_start_controller(flags, flags.endpoint, state))
-    keeping = asyncio.create_task(_keep_controller(flags, controller, endpoint, state))
-    spares = [asyncio.create_task(_run_spare(flags, endpoint, node, signals)) for node in _spares_here(flags)]
-    try:
-        code = await _run_first(flags, lambda: _run_agent(flags, endpoint, token, directory, signals))
-        await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have heard
-        if spares and keeping.done():
-            await asyncio.wait(spares, timeout=flags.patience_s)
-        return code
-    finally:
-        keeping.cancel()
-        await asyncio.wait([keeping])
+    if not flags.own_controllers or flags.node_rank >= len(flags.endpoints):
+        return (await _run_agent(flags, flags.endpoints, token, signals))[0]
+    async with ControllerProcess(flags, token) as controller:
+        await signals.unless_stopped(controller.start())
+        endpoints = controller.endpoints
+        keeping = asyncio.create_task(controller.keep())
+        spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in _spares_here(flags)]
+        try:
+            code, follows = await _run_again(flags, lambda: _run_agent(flags, endpoints, token, signals))
+            if follows == flags.node_rank:
+                await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have heard
+            if spares and keeping.done():
+                await asyncio.wait(spares, timeout=flags.patience_s)
+            return code
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
 
 
-async def _run_first(flags: Flags, run: Callable[[], Awaitable[int]]) -> int:
-    """The first node's part; where there are spares, the node may be lost and come back, while the controller lives."""
+async def _run_again(flags: Flags, run: Callable[[], Awaitable[tuple[int, int]]]) -> tuple[int, int]:
+    """A node with a controller; where there are spares, the node may be lost and come back, while that lives."""
     for _ in range(flags.spares):
         try:
             return await run()
         except LostError as error:
-            _log.error("node 0 is lost, and comes back: %s", error)
+            _log.error("node %d is lost, and comes back: %s", flags.node_rank, error)
     return await run()
 
 
-async def _run_agent(flags: Flags, endpoint: str, token: bytes, directory: Path, signals: Signals) -> int:
-    """The agent of this node."""
+async def _run_agent(flags: Flags, endpoints: Sequence[str], token: bytes, signals: Signals) -> tuple[int, int]:
+    """The agent of this node: its exit code, and the number of the candidate that led at the end."""
     node = Node(
         number=flags.node_rank,
         per_node=flags.nproc_per_node,
         size=flags.nnodes * flags.nproc_per_node,
-        controller=endpoint,
+        alone=flags.nnodes + flags.spares == 1,
+        controllers=list(endpoints),
         token=token,
-        directory=directory,
         logs=flags.log_dir,
         silence_s=flags.silence_s,
         hang_caps=flags.hang_caps,
@@ -207,7 +219,7 @@ async def _run_agent(flags: Flags, endpoint: str, token: bytes, directory: Path,
     )
     agent = Agent(node, flags.command)
     with signals.heard_by(agent.signal):
-        return await agent.run()
+        return await agent.run(), agent.follows
 
 
 def _spares_here(flags: Flags) -> range:
@@ -215,9 +227,9 @@ def _spares_here(flags: Flags) -> range:
     return range(1, flags.spares + 1) if flags.alone else range(0)
 
 
-async def _run_spare(flags: Flags, endpoint: str, node: int, signals: Signals) -> None:
+async def _run_spare(flags: Flags, endpoints: Sequence[str], node: int, signals: Signals) -> None:
     """Another launcher on this machine, which dies with this one."""
-    place = ["--node-rank", str(node), "--rdzv-endpoint", endpoint]
+    place = ["--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)]
     spare = await children.start("moc.launch", *flags.own, *place, *flags.command)
 
     def pass_on(number: int) -> None:
@@ -226,35 +238,6 @@ async def _run_spare(flags: Flags, endpoint: str, node: int, signals: Signals) -
 
     with signals.heard_by(pass_on):
         await spare.wait()
-
-
-async def _start_controller(flags: Flags, endpoint: str, state: Path) -> tuple[asyncio.subprocess.Process, str]:
-    """The controller as a process of its own, which dies with this one, and where it listens."""
-    host = endpoint.rpartition(":")[0]
-    process = await children.start(
-        *("moc.runtime.controller", "--listen", endpoint, "--state", str(state)),
-        *("--size", str(flags.nnodes * flags.nproc_per_node), "--per-node", str(flags.nproc_per_node)),
-        *("--max-restarts", str(flags.max_restarts), "--silence", str(flags.silence_s)),
-        *("--max-wait", str(flags.max_wait_s)),
-        *(["--beyond-loopback"] if host not in ("127.0.0.1", "localhost", "[::1]") else []),
-        stdout=subprocess.PIPE,
-    )
-    address = (await process.stdout.readline()).decode().strip()
-    if not address:
-        raise LostError(f"the controller does not start at {endpoint}: see what it wrote above")
-    return process, address
-
-
-async def _keep_controller(flags: Flags, process: asyncio.subprocess.Process, endpoint: str, state: Path) -> None:
-    """Starts the controller again when it dies; the agents find it where it was, and tell it what it must know."""
-    try:
-        while await process.wait() != 0:
-            _log.warning("the controller has died: started again")
-            process, _ = await _start_controller(flags, endpoint, state)
-    finally:  # the directory that it writes to is about to go
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 def main() -> None:

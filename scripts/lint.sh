@@ -30,6 +30,6 @@ else
     "$PYTHON" -m ruff check . || status=1
     "$PYTHON" -m ruff format --check . || status=1
 fi
-shellcheck --external-sources .ci/run scripts/*.sh scripts/slurm/*.sbatch || status=1
+shellcheck --external-sources .ci/run scripts/*.sh scripts/slurm/*.sh scripts/slurm/*.sbatch || status=1
 ((status == 0)) && say "Lint: nothing to say"
 exit "$status"

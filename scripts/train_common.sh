@@ -19,7 +19,8 @@ Usage: ./scripts/train_NAME.sh [--dry-run] DATA_PREFIX TOKENIZER CHECKPOINT_DIR 
   --help          this text
 
 Environment: GPUS_PER_NODE (8), NNODES, NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (29500);
-LAUNCHER (torchrun, or mocrun, under which lost workers are replaced), and with mocrun SPARES (0).
+LAUNCHER (torchrun, or mocrun, under which lost workers are replaced), and with mocrun SPARES (0) and
+RDZV_ENDPOINT (HOST:PORT,HOST:PORT,...: nodes that the controller may be on, instead of MASTER_*).
 Run it on every node with that node's NODE_RANK; under Slurm, scripts/slurm/pretrain.sbatch does, and
 mocrun.sbatch with mocrun.
 
@@ -72,11 +73,12 @@ launch() { # launch "$@": reads the command line, then becomes the training
         DISTRIBUTED_ARGS+=(--spares "${SPARES:-0}")
     fi
     if ((nodes + ${SPARES:-0} > 1)); then
-        DISTRIBUTED_ARGS+=(
-            --node-rank "${NODE_RANK:-0}"
-            --master-addr "${MASTER_ADDR:-localhost}"
-            --master-port "${MASTER_PORT:-29500}"
-        )
+        DISTRIBUTED_ARGS+=(--node-rank "${NODE_RANK:-0}")
+        if [[ ${LAUNCHER:-torchrun} == mocrun && -n ${RDZV_ENDPOINT:-} ]]; then
+            DISTRIBUTED_ARGS+=(--rdzv-endpoint "$RDZV_ENDPOINT")
+        else
+            DISTRIBUTED_ARGS+=(--master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}")
+        fi
     fi
 
     local command=(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron.training.config import Config, ConfigError
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
-from moc.simulate.cluster import CLUSTERS, Cluster, cluster_named
+from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Work, estimate
 from moc.simulate.planner import Candidate, Limits, Plan, best_of
 from moc.simulate.running import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
@@ -23,9 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
     )
     group.add_argument("--explain-policy", action="store_true", help="choose policy, interval, K, window and replicas")
-    group.add_argument(
-        "--cluster", metavar="NAME", help=f"for what was not measured; one of {', '.join(CLUSTERS)}, as in a100-80gb"
-    )
+    group.add_argument("--cluster", metavar="NAME", help=f"for what was not measured: {EXPLAINED}")
     group.add_argument("--global-batch", type=int, default=512, metavar="N", help="with --cluster: sequences (512)")
     group.add_argument(
         "--micro-batch",

@@ -150,6 +150,7 @@ class Report:
         gauges: what changed over time.
         plt_by_layer: after the newest recovery that lost tokens.
         choices: of tuners.
+        not_written: by what could not be, or not in time, how often.
     """
 
     name: str
@@ -175,6 +176,7 @@ class Report:
     gauges: Mapping[str, Trend]
     plt_by_layer: Mapping[str, float]
     choices: tuple[Choice, ...]
+    not_written: Mapping[str, int]
 
 
 def report(name: str, events: Sequence[Event]) -> Report:
@@ -220,6 +222,7 @@ def report(name: str, events: Sequence[Event]) -> Report:
         gauges={name: trend for name in GAUGES if (trend := _trend(in_order, name)) is not None},
         plt_by_layer=lost.get("by_layer", {}),
         choices=tuple(_choices(events)),
+        not_written=_not_written(events),
     )
 
 
@@ -268,6 +271,14 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         restored=len(of_kind("restore", events)),
         survival=_newest(events, "placement").get("survival", {}),
     )
+
+
+def _not_written(events: Sequence[Event]) -> dict[str, int]:
+    """Saves that failed, snapshots for which storage was too slow, and times for which logs could not be written."""
+    told = [event["what"] for event in of_kind("save_failed", events)]
+    told += ["skipped"] * len(of_kind("save_skipped", events))
+    told += ["log"] * len(of_kind("log_failed", events))
+    return dict(Counter(told))
 
 
 def _choices(events: Sequence[Event]) -> Iterable[Choice]:

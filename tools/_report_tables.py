@@ -172,6 +172,10 @@ def _an_iteration(total: str) -> Cell:
     return _saved(lambda run: human(getattr(run.saving, total) / run.computed), total)
 
 
+def _not_written(what: str) -> Cell:
+    return lambda run: f"{run.not_written[what]:,}" if run.not_written.get(what) else None
+
+
 def _survived(run: Report) -> str:
     return ", ".join(f"{lost}: {100 * share:.3g} %" for lost, share in run.saving.survival.items())
 
@@ -226,6 +230,12 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         ),
         "of lost nodes, from others": _saved(lambda run: f"{run.saving.restored:,}", "restored"),
         "survived, of nodes lost at once": _saved(_survived, "survival"),
+    },
+    "could not be written": {
+        "snapshots": _not_written("snapshot"),
+        "snapshots, storage being too slow": _not_written("skipped"),
+        "checkpoints": _not_written("checkpoint"),
+        "logs, for a while": _not_written("log"),
     },
     "upstream logs": {
         "bytes: mean, most": _highest("upstream_log_bytes", human),

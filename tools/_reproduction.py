@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
+
+COMMON_LAW = "at random at the MTBF that is named, during recoveries too"
+"""Under which the figures of all tables stand beside those under the law that fits each paper best."""
+
+_HOLDS = {"least": operator.ge, "most": operator.le, "above": operator.gt}
 
 
 @dataclass(frozen=True)
@@ -15,8 +22,10 @@ class Row:
         paper: as printed.
         ours: computed.
         kind: ``ettr`` and ``percent`` differ by points; of a ``factor`` the larger by the smaller counts.
-        bound: ``least`` or ``most`` where the paper says that it is at least or at most so much.
-        counted: it is in the mean; otherwise what is printed is damaged.
+        bound: ``least``, ``most`` or ``above`` where the paper says no more than that; such a row holds or does not,
+            and has no error.
+        excluded: why it counts nowhere: what is printed is damaged, a constant was fitted to it, or it could not fail.
+        common: ours under the common law of failures; None where none come into it.
     """
 
     label: str
@@ -24,22 +33,54 @@ class Row:
     ours: float
     kind: str = "ettr"
     bound: str = ""
-    counted: bool = True
+    excluded: str = ""
+    common: float | None = None
 
     @property
     def error(self) -> float:
         """In points, or as a factor from 1 on."""
-        if self.kind == "factor":
-            return max(self.ours / self.paper, self.paper / self.ours)
-        points = (self.ours - self.paper) * (100 if self.kind == "ettr" else 1)
-        return {"": points, "least": min(0.0, points), "most": max(0.0, points)}[self.bound]
+        return self._error(self.ours)
 
-    def cells(self) -> list[str]:
-        """A line of the table."""
+    @property
+    def holds(self) -> bool:
+        """Whether ours is on the bound's side of the paper's figure."""
+        return self._holds(self.ours)
+
+    def errors(self, common: bool = False) -> list[float]:
+        """The absolute error of ours, or of what the common law makes of it, where the row counts and is no bound."""
+        return [abs(self._error(ours)) for ours in self._counted(common) if not self.bound]
+
+    def bounds(self, common: bool = False) -> list[bool]:
+        """Whether it holds, where the row counts and is a bound."""
+        return [self._holds(ours) for ours in self._counted(common) if self.bound]
+
+    def _counted(self, common: bool) -> list[float]:
+        ours = self.common if common else self.ours
+        return [] if self.excluded or ours is None else [ours]
+
+    def _holds(self, ours: float) -> bool:
+        return _HOLDS[self.bound](ours, self.paper)
+
+    def cells(self, common: bool) -> list[str]:
+        """A line of the table, with or without columns for the common law."""
         figure = "{:.3f}" if self.kind == "ettr" else "{:.4g}"
-        error = f"x {self.error:.2f}" if self.kind == "factor" else f"{self.error:+.1f}"
-        label = f"{self.label}, at {self.bound}" if self.bound else self.label
-        return [label, figure.format(self.paper), figure.format(self.ours), error if self.counted else f"({error})"]
+        label = f"{self.label}, {'' if self.bound == 'above' else 'at '}{self.bound}" if self.bound else self.label
+        cells = [label, figure.format(self.paper), figure.format(self.ours), self._told(self.ours)]
+        if common:
+            cells += ["", ""] if self.common is None else [figure.format(self.common), self._told(self.common)]
+        return cells
+
+    def _told(self, ours: float) -> str:
+        if self.bound:
+            told = "holds" if self._holds(ours) else "fails"
+        else:
+            told = f"x {self._error(ours):.2f}" if self.kind == "factor" else f"{self._error(ours):+.1f}"
+        return f"({told})" if self.excluded else told
+
+    def _error(self, ours: float) -> float:
+        if self.kind == "factor":
+            return max(ours / self.paper, self.paper / ours)
+        return (ours - self.paper) * (100 if self.kind == "ettr" else 1)
 
 
 @dataclass(frozen=True)
@@ -49,27 +90,54 @@ class Reproduction:
     Attributes:
         title: whose.
         rows: figure by figure.
-        notes: inputs, what was calibrated, and what of the printed figures is not used.
+        notes: inputs, and what of the printed figures is not used.
+        law: when failures come, as it was chosen for this paper.
+        fitted: each constant that was fitted to figures of the paper, or chosen where it says nothing.
         order_right: cells in which the systems come in the paper's order, and how many cells there are.
+        common_order: the same under the common law.
     """
 
     title: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    law: str = "none come into it"
+    fitted: tuple[str, ...] = ()
     order_right: tuple[int, int] | None = None
+    common_order: tuple[int, int] | None = None
 
-    def errors(self, *kinds: str) -> list[float]:
-        """Absolute errors of the rows that count."""
-        return [abs(row.error) for row in self.rows if row.counted and row.kind in kinds]
+    @property
+    def has_common(self) -> bool:
+        """Whether failures come into it, so that the common law says something."""
+        return any(row.common is not None for row in self.rows)
 
-    def summary(self) -> str:
-        """The errors in one sentence."""
-        points, factors = self.errors("ettr", "percent"), self.errors("factor")
-        parts = []
+    def summary(self) -> tuple[str, ...]:
+        """The headlines: failure law, errors of the rows that could fail, and every fitted constant."""
+        lines = [f"Failures: {self.law}.", self._headline(common=False, order=self.order_right)]
+        if self.has_common:
+            lines.append(f"Under the common law ({COMMON_LAW}):")
+            lines.append(self._headline(common=True, order=self.common_order))
+        left = [row.excluded for row in self.rows if row.excluded]
+        if left:
+            counts = ", ".join(f"{left.count(why)} {why}" for why in dict.fromkeys(left))
+            lines.append(f"In brackets, and not counted: {counts}.")
+        lines.append(f"Fitted or chosen: {'; '.join(self.fitted) or 'nothing'}.")
+        return tuple(lines)
+
+    def _headline(self, common: bool, order: tuple[int, int] | None) -> str:
+        parts = [*self._errors(common), *self._bounds(common)]
+        if order:
+            parts.append("order of the systems right in {} of {} cells".format(*order))
+        return "; ".join(parts) + "." if parts else "Nothing here could fail."
+
+    def _errors(self, common: bool) -> Iterator[str]:
+        points = [error for row in self.rows if row.kind != "factor" for error in row.errors(common)]
+        factors = [error for row in self.rows if row.kind == "factor" for error in row.errors(common)]
         if points:
-            parts.append(f"mean absolute error {fmean(points):.1f} points, worst {max(points):.1f}, of {len(points)}")
+            yield f"mean absolute error {fmean(points):.1f} points, worst {max(points):.1f}, of {len(points)} figures"
         if factors:
-            parts.append(f"factors up to {max(factors):.2f}, of {len(factors)}")
-        if self.order_right:
-            parts.append("order of the systems right in {} of {} cells".format(*self.order_right))
-        return "; ".join(parts) + "."
+            yield f"factors up to {max(factors):.2f}, of {len(factors)}"
+
+    def _bounds(self, common: bool) -> Iterator[str]:
+        bounds = [holds for row in self.rows for holds in row.bounds(common)]
+        if bounds:
+            yield f"{sum(bounds)} of {len(bounds)} bounds hold, which have no error"

@@ -26,6 +26,7 @@ _COLUMNS = (
     "replayed",
     "useful_s",
     "saving_s",
+    "slower_s",
     "recovery_s",
     "idle_s",
     "wall_s",
@@ -78,10 +79,15 @@ def _title(setup: Setup, faults: Faults, job: Job) -> str:
     cluster, layout, timing = setup.cluster, setup.layout, setup.timing
     parameters = sum(o.parameters for o in setup.operators)
     when = f"{sum(bool(e.lost) for e in faults.trace)} losses in the trace" if faults.trace else _mtbf(faults)
+    rates = (cluster.host_bandwidth, cluster.inter_bandwidth, cluster.storage_bandwidth)
+    host, network, storage = (f"{rate / 1e9:.3g}" for rate in rates)
+    rollback = "" if setup.program else f"; everybody replays after {cluster.detect_s + cluster.restart_s:.4g} s"
     return (
         f"{parameters / 1e9:.1f} B parameters on {cluster.gpus:,} GPUs ({cluster.name}): "
         f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}\n"
-        f"{timing.iteration_s:.3g} s an iteration; {job.wall_s / 3600:g} hours; {when}"
+        f"{timing.iteration_s:.3g} s an iteration; {job.wall_s / 3600:g} hours; {when}\n"
+        f"GB/s: {host} from a GPU to host memory, {network} between nodes, {storage} to storage\n"
+        f"a snapshot costs its iteration {100 * setup.overhead:.3g} % at least{rollback}"
     )
 
 
@@ -97,6 +103,7 @@ def _facts(setup: Setup, faults: Faults) -> dict:
         "layout": dataclasses.asdict(setup.layout),
         "timing": dataclasses.asdict(setup.timing),
         "snapshot_bytes": setup.full.total,
+        "snapshot_overhead": setup.overhead,
         "mtbf_s": faults.mtbf_s,
     }
 
@@ -177,7 +184,7 @@ def print_reproduction(found: Reproduction, as_json: bool) -> int:
     if as_json:
         print(json.dumps(dataclasses.asdict(found) | {"summary": found.summary()}, indent=2))
         return 0
-    header = ["", "paper", "ours", "error"]
-    rows = [row.cells() for row in found.rows]
-    print(found.title, "", aligned([header, *rows]), "", found.summary(), "", *found.notes, sep="\n")
+    header = ["", "paper", "ours", "error", *(["common law", "error"] if found.has_common else [])]
+    rows = [row.cells(found.has_common) for row in found.rows]
+    print(found.title, "", aligned([header, *rows]), "", *found.summary(), "", *found.notes, sep="\n")
     return 0

@@ -18,12 +18,12 @@ from _reproduce import REPRODUCTIONS
 from megatron.training.presets import PRESETS
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
-from moc.simulate.cluster import CLUSTERS, Cluster, cluster_named
+from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Timing, Work, estimate, measured_timing
 from moc.simulate.engine import Job, simulate
 from moc.simulate.failures import Faults, read_trace
 from moc.simulate.planner import Limits, plan
-from moc.simulate.policies import POLICIES, Options, Setup
+from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
 from moc.simulate.profile import read_profile
 from moc.simulate.recoveries import fitted
 from moc.simulate.result import Result, mean_of
@@ -42,6 +42,11 @@ examples:
 
 Durations are seconds, or have a unit: 90s, 10m, 2h, 3d; --mtbf inf is a run without failures."""
 
+_RATES = {  # flag: field of the cluster, and what it is of
+    "host": ("host_bandwidth", "from a GPU to host memory"),
+    "network": ("inter_bandwidth", "of a node to other nodes"),
+    "storage": ("storage_bandwidth", "of the job to storage"),
+}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -82,7 +87,7 @@ def _model_flags(group) -> None:
     group.add_argument("--model", choices=sorted(PRESETS), metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}")
     group.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding; by default the model's")
     group.add_argument(
-        "--cluster", default="a100-80gb:96", metavar="NAME[:GPUS]", help=f"one of {', '.join(CLUSTERS)} (a100-80gb:96)"
+        "--cluster", default="a100-80gb:96", metavar="NAME[:GPUS]", help=f"a preset (a100-80gb:96): {EXPLAINED}"
     )
     for name, text in (("tp", "tensor parallelism"), ("pp", "pipeline stages"), ("ep", "expert parallelism")):
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
@@ -110,8 +115,16 @@ def _model_flags(group) -> None:
         default="papers",
         help="how policies come back: as the papers' do (default), or as our program does, by --profile's recoveries",
     )
-    for name, text in (("host", "from a GPU to host memory"), ("storage", "of the job to storage")):
+    for name, (_, text) in _RATES.items():
         group.add_argument(f"--{name}-gbs", type=float, metavar="X", help=f"GB/s {text}")
+    group.add_argument(
+        "--snapshot-overhead",
+        type=float,
+        default=SNAPSHOT_OVERHEAD,
+        metavar="SHARE",
+        help="of its iteration that a snapshot costs though its copy hides, as you measured it (default: "
+        f"{SNAPSHOT_OVERHEAD}, MoEvement's at most)",
+    )
     group.add_argument("--restart", type=duration, metavar="TIME", help="that a rollback of everybody takes to begin")
 
 
@@ -242,7 +255,8 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     )
     timing = _timing(args, operators, layout, cluster, work)
     total = math.ceil(3600 * args.hours / timing.iteration_s)
-    return Setup(operators, layout, cluster, timing, work, total_iterations=total, program=_program(args))
+    own = dict(total_iterations=total, overhead=args.snapshot_overhead, program=_program(args))
+    return Setup(operators, layout, cluster, timing, work, **own)
 
 
 def _program(args: argparse.Namespace) -> Parts | None:
@@ -265,8 +279,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.profile:
         measured = read_profile(args.profile)
         changes |= {"host_bandwidth": measured.host_bandwidth, "storage_bandwidth": measured.storage_bandwidth}
-    changes |= {"host_bandwidth": args.host_gbs and 1e9 * args.host_gbs or changes.get("host_bandwidth")}
-    changes |= {"storage_bandwidth": args.storage_gbs and 1e9 * args.storage_gbs or changes.get("storage_bandwidth")}
+    given = {field: getattr(args, f"{name}_gbs") for name, (field, _) in _RATES.items()}
+    changes |= {field: 1e9 * gbs for field, gbs in given.items() if gbs is not None}
     changes |= {"restart_s": args.restart}
     return dataclasses.replace(cluster, **{name: value for name, value in changes.items() if value is not None})
 
@@ -281,10 +295,13 @@ def _timing(args: argparse.Namespace, operators, layout: Layout, cluster: Cluste
 def _faults(args: argparse.Namespace) -> tuple[Faults, int | None]:
     if not args.trace:
         return Faults(args.mtbf or 3600.0, evenly=args.evenly, together=args.together), None
-    start, events = read_trace(args.trace)
-    if args.trace_nodes:
-        return Faults(trace=events), start
-    return Faults(trace=tuple(event for event in events if event.lost)), None
+    trace = read_trace(args.trace)
+    if trace.doubt:
+        print(f"simulate: warning: {args.trace}: {trace.doubt}", file=sys.stderr)
+    events = tuple(event for event in trace.events if event.lost or args.trace_nodes)
+    if not events:
+        raise ValueError(f"{args.trace}: nothing is lost in this trace: give another one, or --mtbf inf")
+    return Faults(trace=events), trace.nodes if args.trace_nodes else None
 
 
 def _mtbf_of(faults: Faults, wall_s: float) -> float:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.accuracy.cells import Cell, Plan
-from moc.store.tiers import memory_place
+from moc.store.tiers import memory_found
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = "/dev/shm"
@@ -103,7 +103,7 @@ def run(cell: Cell, plan: Plan, dataset: Dataset, scratch: Path) -> dict:
         for number, fault in enumerate(cell.faults):
             start(cell, flags, directory, fault)
             for node in cell.lost_nodes(number):
-                shutil.rmtree(memory_place(memory, str(directory / "checkpoints"), str(node)).name)
+                shutil.rmtree(memory_found(memory, str(directory / "checkpoints"), str(node)).name)
         start(cell, flags, directory, None)
     result = asdict(cell) | told(read_events(directory / "log"), cell, plan)
     shutil.rmtree(directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.faults.recovery import LONG, SHORT, During, Recoveries
+from benchmarks.faults.standing import standing
 from benchmarks.live.job import ROOT, Events
 from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
@@ -50,6 +53,7 @@ TIERS = {
     "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
 }
 """Tiers of snapshots, of everything and sparse."""
+_WORKER = re.compile(r"worker (\d+) is process (\d+)")
 STOPPED_S = 3.0
 """How long a keeper is stopped: its sockets stay open, and nothing comes."""
 
@@ -70,6 +74,30 @@ class End:
 
     losses: dict
     hashes: dict
+
+
+def end_of(snapshots: Path, iterations: int, events: Events) -> End:
+    """What a run of so many iterations has come to, by its events and its last snapshot."""
+    lines = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in events.of("iteration")}
+    store = Store(LocalPlace(snapshots))
+    if store.iterations()[-1:] != [iterations]:
+        return End(lines, {})
+    names = store.manifest(iterations).files
+    reader = RegionReader(store.place.blob(f"{directory_of(iterations)}/{name}") for name in names)
+    return End(lines, {(one.entry.name, one.entry.slot, one.entry.region): one.digest for one in reader.sources()})
+
+
+def differences(ended: End, expected: End) -> list[str]:
+    """In what a run has ended otherwise than it should, a sentence each."""
+    wrong = []
+    if ended.losses != expected.losses:
+        differ = sorted(i for i, values in expected.losses.items() if ended.losses.get(i) != values)
+        wrong.append(f"losses differ in iterations {differ[:5]}")
+    if ended.hashes != expected.hashes:
+        boxes = ended.hashes.keys() | expected.hashes.keys()
+        differ = sum(ended.hashes.get(box) != expected.hashes.get(box) for box in boxes)
+        wrong.append(f"{differ} of {len(boxes)} tensors differ")
+    return wrong
 
 
 @dataclass(frozen=True)
@@ -102,12 +130,16 @@ class Run:
         faults: flags that name them.
 
     Attributes:
-        wrong: what it should not have done, or left.
+        wrong: what it should not have done.
+        left: what it has left.
+        stand: if it hung, what its processes did then.
         done: what was done to it from outside.
     """
 
     def __init__(self, own: argparse.Namespace, layout: str, tier: str, directory: Path, faults: list):
         self.directory, self._own, self.wrong, self.done = directory, own, [], []
+        self.left: list[str] = []
+        self.stand: list[str] = []
         self._memory = Path(tempfile.mkdtemp(prefix="random-faults-", dir="/dev/shm"))
         directory.mkdir(parents=True)
         self.events, self._seen, self._iteration = Events(directory / "events.jsonl"), 0, 0
@@ -124,17 +156,26 @@ class Run:
         self._launchers: list[subprocess.Popen] = []
         self._stopped: list[tuple[float, psutil.Process]] = []
 
-    def to_its_end(self, disturbances: tuple[Outside, ...] = ()) -> float:
-        """Runs it, and notes in ``wrong`` what it should not have done; seconds."""
+    def to_its_end(self, disturbances: tuple[Outside, ...] = (), recoveries: Recoveries | None = None) -> float:
+        """Runs it, and notes in ``wrong`` what it should not have done; seconds.
+
+        Args:
+            disturbances: what is done to it between iterations.
+            recoveries: what is done to it while it recovers.
+        """
         begun, waiting = time.monotonic(), sorted(disturbances, key=lambda one: one.iteration)
         self._launchers = [self._start(node) for node in range(self._nodes)]
         while self._launchers[0].poll() is None and time.monotonic() - begun < self._own.limit:
             time.sleep(0.02)
             self._let_go_on()
-            if waiting and self._reached() >= waiting[0].iteration and self._disturb(waiting[0]):
+            if recoveries is not None:
+                recoveries.look(self)
+                self._start_what_ended()
+            if waiting and self.reached() >= waiting[0].iteration and self._disturb(waiting[0]):
                 self.done.append(waiting.pop(0))
         if self._launchers[0].poll() is None:
             self.wrong.append(f"no end after {self._own.limit:g} s")
+            self.stand = [line for node in range(self._nodes) for line in standing(self._of(node))]
         elif self._launchers[0].returncode:
             self.wrong.append(f"exit code {self._launchers[0].returncode}")
         seconds = time.monotonic() - begun
@@ -148,14 +189,7 @@ class Run:
 
     def end(self) -> End:
         """What it has come to."""
-        lines = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events.of("iteration")}
-        store = Store(LocalPlace(self.directory / "snapshots"))
-        if store.iterations()[-1:] != [self._own.iterations]:
-            return End(lines, {})
-        names = store.manifest(self._own.iterations).files
-        reader = RegionReader(store.place.blob(f"{directory_of(self._own.iterations)}/{name}") for name in names)
-        hashes = {(one.entry.name, one.entry.slot, one.entry.region): one.digest for one in reader.sources()}
-        return End(lines, hashes)
+        return end_of(self.directory / "snapshots", self._own.iterations, self.events)
 
     def _start(self, node: int) -> subprocess.Popen:
         ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "MOC_TOKEN": self._token}
@@ -168,11 +202,44 @@ class Run:
                 stderr=subprocess.STDOUT,
             )
 
-    def _reached(self) -> int:
+    def reached(self) -> int:
+        """The last iteration that is complete."""
         new = self.events.all()[self._seen :]
         self._seen += len(new)
         self._iteration = max([self._iteration, *(e["iteration"] for e in new if e["type"] == "iteration")])
         return self._iteration
+
+    def kill_worker(self, rank: int) -> bool:
+        """Kills a worker; whether there was one."""
+        said = (self.directory / "console").read_text(errors="replace")
+        numbers = [int(number) for other, number in _WORKER.findall(said) if int(other) == rank]
+        with contextlib.suppress(IndexError, ProcessLookupError):
+            os.kill(numbers[-1], signal.SIGKILL)
+            return True
+        return False
+
+    def disturb_recovery(self, what: During) -> bool:
+        """Does something to a process of the job; whether there was one."""
+        who, _, pauses = what.action.partition(" ")
+        if who == "worker":
+            return self.kill_worker(what.rank)
+        nodes = range(self._nodes) if who == "controller" else [what.node]
+        found = [one for node in nodes for one in self._running(node, f"moc.runtime.{who}")]
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if pauses:
+                    seconds = self._own.silence * (LONG if "for long" in pauses else SHORT)
+                    process.send_signal(signal.SIGSTOP)
+                    self._stopped.append((time.monotonic() + seconds, process))
+                else:
+                    process.kill()
+        return bool(found)
+
+    def _start_what_ended(self) -> None:
+        """A launcher that has lost what it cannot do without ends, and its command is started again."""
+        for node in range(1, self._nodes):
+            if self._launchers[node].poll() not in (None, 0) and self._launchers[0].poll() is None:
+                self._launchers[node] = self._start(node)
 
     def _disturb(self, what: Outside) -> bool:
         """Whether there was somebody to do it to."""
@@ -231,7 +298,13 @@ class Run:
         return [launcher, *launcher.children(recursive=True)]
 
     def _running(self, node: int, module: str) -> list[psutil.Process]:
-        return [process for process in self._of(node) if module in process.cmdline()]
+        """Processes that a launcher has started to run a module; workers, forked from one of them, have its name."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._launchers[node].pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found += [process] if module in process.cmdline() else []
+        return found
 
     def _temporary(self, node: int) -> Path:
         return self.directory / f"tmp{node}"
@@ -239,11 +312,11 @@ class Run:
     def _look_for_leftovers(self) -> None:
         time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
         mine = [p for p in psutil.process_iter(["cmdline"]) if str(self.directory) in " ".join(p.info["cmdline"] or ())]
-        self.wrong += [f"process {process.pid} is left" for process in mine]
+        self.left += [f"process {process.pid} is left" for process in mine]
         for process in mine:
             process.kill()
         memory = [path for path in self._memory.rglob("*") if path.is_file() and path.stat().st_size]
-        self.wrong += [f"{path} is left" for path in [*memory, *self.directory.glob("tmp*/mocrun-*")]]
+        self.left += [f"{path} is left" for path in [*memory, *self.directory.glob("tmp*/mocrun-*")]]
         shutil.rmtree(self._memory)
 
 

@@ -40,19 +40,30 @@ def _moc(label: str, k_snapshot: int, k_persist: int) -> Method:
     return Method(label, mode, two_levels=True, k=(k_snapshot, k_persist))
 
 
+def _full_async(sharding: str) -> Method:
+    return Method(f"Base-Async, {sharding}", f"--ckpt-policy full --ckpt-sharding {sharding}")
+
+
 BASELINE, BASE_ASYNC = "baseline", "base-async"
+SWEPT = (1, 2, 4, 8, 16)
+"""K of both levels, as in Figure 11."""
 
 METHODS = {
     BASELINE: Method("Baseline", "--ckpt-policy full --ckpt-sharding baseline --ckpt-blocking", blocking=True),
     BASE_ASYNC: Method("Base-Async", "--ckpt-policy full --ckpt-sharding baseline"),
     "moc-async": _moc("MoC-Async, K 4 and 1", 4, 1),
-    "moc-async-k1": _moc("MoC-Async, K 1 and 1", 1, 1),
+    **{f"moc-async-k{k}": _moc(f"MoC-Async, K {k} and {k}", k, k) for k in SWEPT},
+    **{f"base-async-{name}": _full_async(name) for name in ("EE+EN", "EE+AN")},
 }
+DEFAULT = (BASELINE, BASE_ASYNC, "moc-async", "moc-async-k1")
 
 LAYOUTS = {
     "DP4xEP4": ["--expert-model-parallel-size", "4"],  # one expert-parallel group, as in Cases 1 and 2 of Table 2
     "DP4xEP2": ["--expert-model-parallel-size", "2"],  # two, as in Case 3
+    # the same without ZeRO: both groups hold the same experts, and all ranks the rest, so that rules share them out
+    "DP4xEP2-replicated": ["--expert-model-parallel-size", "2"],
 }
+_ZERO = "--use-distributed-optimizer"
 
 # GPT-350M-16E (Table 1) made smaller: experts in all layers, so that they are 94 % of all parameters (there 86 %), and
 # few tokens, since a core computes slowly: so a checkpoint takes some iterations, as it does there (2.3 in Case 2).
@@ -63,9 +74,10 @@ _QUICK = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attentio
     --num-experts 16 --seq-length 16 --max-position-embeddings 16 --vocab-size 511""".split()
 
 
-def model_flags(quick: bool) -> list[str]:
-    """Flags of the program for a model of 143 M parameters, or of 2.2 M."""
-    return [*COMMON, *(_QUICK if quick else _FULL)]
+def model_flags(quick: bool, layout: str = "") -> list[str]:
+    """Flags of the program for a model of 143 M parameters, or of 2.2 M; of a layout, where it is known."""
+    flags = [*COMMON, *(_QUICK if quick else _FULL), *LAYOUTS.get(layout, ())]
+    return [flag for flag in flags if not (flag == _ZERO and layout.endswith("replicated"))]
 
 
 def parameters(flags: list[str]) -> dict[str, int]:

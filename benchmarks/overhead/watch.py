@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
 from moc.store.errors import CheckpointError
 from moc.store.places import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_place
+from moc.store.tiers import memory_found
 
 PERIOD_S = 0.2
 
@@ -25,9 +26,9 @@ class Watch:
     """
 
     def __init__(self, storage: Path, memory: Path):
-        places = {"storage": LocalPlace(storage), "memory": memory_place(memory, str(storage))}
-        self._stores = {level: Store(place) for level, place in places.items()}
-        self.sizes: dict[str, dict[int, list[int]]] = {level: {} for level in places}
+        self._storage, self._memory = storage, memory
+        self._stores = {"storage": Store(LocalPlace(storage))}
+        self.sizes: dict[str, dict[int, list[int]]] = {"storage": {}, "memory": {}}
         self._over, self._thread = threading.Event(), threading.Thread(target=self._look_again, daemon=True)
 
     def __enter__(self) -> Watch:
@@ -41,6 +42,9 @@ class Watch:
 
     def look(self) -> None:
         """Reads what is new."""
+        if "memory" not in self._stores:
+            with contextlib.suppress(CheckpointError):  # until the run has begun
+                self._stores["memory"] = Store(memory_found(self._memory, str(self._storage)))
         for level, store in self._stores.items():
             for iteration in store.iterations():
                 if iteration not in self.sizes[level]:

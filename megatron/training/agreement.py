@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moc.store.errors import CheckpointError
+from moc.store.errors import CheckpointError, TakenError
 
 
 def on_first(action: Callable, what: str):
@@ -18,21 +18,21 @@ def on_first(action: Callable, what: str):
         what: begins the message if the file system refuses.
 
     Raises:
-        CheckpointError: on all workers, if the action raised one, or an OSError.
+        CheckpointError: on all workers, if the action raised one, or an OSError; TakenError, if it raised one.
     """
-    outcome = [None, None]
+    outcome = [None, None, False]
     if dist.get_rank() == 0:
         try:
             result = action()
-            outcome = [None if isinstance(result, Path) else result, None]
+            outcome[0] = None if isinstance(result, Path) else result
         except CheckpointError as error:
-            outcome = [None, str(error)]
+            outcome[1:] = str(error), isinstance(error, TakenError)
         except OSError as error:
-            outcome = [None, f"{what}: {error}; check the path, its permissions and free space"]
+            outcome[1] = f"{what}: {error}; check the path, its permissions and free space"
     dist.broadcast_object_list(outcome, src=0)
-    result, error = outcome
+    result, error, taken = outcome
     if error:
-        raise CheckpointError(error)
+        raise (TakenError if taken else CheckpointError)(error)
     return result
 
 

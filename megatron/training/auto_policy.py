@@ -24,7 +24,7 @@ from megatron.training.config.flag import flags_of, refuse
 from megatron.training.config.snapshot import Snapshot
 from megatron.training.logging import Log
 from megatron.training.snapshot_peers import DEFAULT_REPLICAS
-from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshot_tiers import LOOKING_S, Tiers
 from megatron.training.survivors import Left
 from moc.policy import POLICIES, Every, Observed
 from moc.policy.interval import BLOCK, BLOCKS
@@ -43,6 +43,7 @@ from moc.simulate.running import (
     options_of,
     priced,
 )
+from moc.snapshot.background import within
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
@@ -160,6 +161,10 @@ class Auto:
     def ends(self) -> None:
         """All is about to be saved in good order: when the run goes on from there, that was no fault."""
         self._orderly = True
+
+    def goes_on(self) -> None:
+        """It could not be saved: nothing ends."""
+        self._orderly = False
 
     def state_dict(self) -> dict[str, Any]:
         """What is stored with snapshots, as JSON can hold it."""
@@ -321,8 +326,10 @@ def _newest(tiers: Tiers, mine: Left | None, first: bool) -> tuple[int, Any] | N
     """Of this worker, or of what it can read: the newest iteration, and what auto knew then."""
     if mine is not None and mine.live is not None:
         return mine.live.position.iteration, mine.live.state.get("auto")
-    stores = [tiers.storage] * first + [tiers.memory] * (tiers.memory is not None and tiers.leads_node)
-    return max(filter(None, map(_newest_in, stores)), key=lambda one: one[0], default=None)
+    found = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []
+    if first:
+        found.append(within(LOOKING_S if any(found) else None, _newest_in, tiers.storage))
+    return max(filter(None, found), key=lambda one: one[0], default=None)
 
 
 def _newest_in(store: Store) -> tuple[int, Any] | None:

@@ -10,12 +10,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 
 from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
+from moc.store.fence import Fence
 
 __all__ = ["CheckpointError", "write_durably"]
 
@@ -23,6 +25,7 @@ MANIFEST = "manifest.json"
 STATE = "training_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 _FORMAT = "moc-megatron dense checkpoint 1"
+_UNFINISHED = ".iter_*.incomplete*"
 _NAME = re.compile(r"^iter_(\d{7,})$")
 
 
@@ -31,9 +34,15 @@ def directory_of(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
-def staging_of(root: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is written before it is published."""
-    return Path(root) / f".iter_{iteration:07d}.incomplete"
+def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
+    """Where the checkpoint of an iteration is written before it is published.
+
+    Args:
+        root: the ``--save`` directory.
+        iteration: its iteration.
+        tag: of the claim in whose name it is written.
+    """
+    return Path(root) / f".iter_{iteration:07d}.{f'{tag}.' if tag else ''}incomplete"
 
 
 def saved_iterations(root: str | Path) -> list[int]:
@@ -74,39 +83,78 @@ def describe(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "xxh3_128": digest_of(path)}
 
 
-def start(root: str | Path, iteration: int) -> Path:
-    """Makes an empty staging directory, clearing what earlier, killed saves left behind."""
+def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
+    """Makes an empty staging directory, clearing what earlier, killed saves left behind.
+
+    Args:
+        root: the ``--save`` directory.
+        iteration: its iteration.
+        fence: in whose name it is saved; who was superseded completes nothing any more.
+
+    Raises:
+        TakenError: another job saves there, or a newer generation of this one.
+    """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
+    if fence is not None:
+        fence.take()
     restore_replaced(root)
-    for leftover in root.glob(".iter_*.incomplete"):
+    for leftover in root.glob(_UNFINISHED):
         shutil.rmtree(leftover)
-    staging = staging_of(root, iteration)
+    staging = staging_of(root, iteration, _tag(fence))
     staging.mkdir()
     return staging
 
 
-def publish(root: str | Path, iteration: int, files: dict[str, dict]) -> Path:
+def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fence | None = None) -> Path:
     """Makes a staged checkpoint the newest one, atomically.
 
     Args:
         root: the ``--save`` directory.
         iteration: its iteration.
         files: manifest entries of all files by path relative to the checkpoint.
+        fence: as of :func:`start`.
+
+    Raises:
+        SupersededError: a newer generation of the job saves there by now, or another job.
     """
-    root, staging, final = Path(root), staging_of(root, iteration), directory_of(root, iteration)
-    manifest = {"format": _FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
-    write_durably(staging / MANIFEST, json.dumps(manifest, indent=1))
-    for directory in {staging, *(staging / name for name in files)}:
-        sync_directory(directory if directory.is_dir() else directory.parent)
-    replaced = root / f".{final.name}.replaced"
-    if final.exists():  # saved before at this iteration: keep the old one until the new one stands
-        os.rename(final, replaced)
-    os.rename(staging, final)
-    sync_directory(root)
-    write_durably(root / TRACKER, str(iteration))
-    shutil.rmtree(replaced, ignore_errors=True)
+    root, staging, final = Path(root), staging_of(root, iteration, _tag(fence)), directory_of(root, iteration)
+    author = {} if fence is None else {"job": fence.claim.job, "term": fence.claim.term}
+    manifest = {"format": _FORMAT, "iteration": iteration, **author, "files": dict(sorted(files.items()))}
+    check = None if fence is None else fence.check
+    try:
+        write_durably(staging / MANIFEST, json.dumps(manifest, indent=1))
+        for directory in {staging, *(staging / name for name in files)}:
+            sync_directory(directory if directory.is_dir() else directory.parent)
+        _replace(staging, final, check)
+        sync_directory(root)
+        write_durably(root / TRACKER, str(iteration), _tag(fence), check)
+    except FileNotFoundError:  # whoever has superseded this one has taken away what it had not finished
+        if check is not None:
+            check()
+        raise
+    shutil.rmtree(_replaced(final), ignore_errors=True)
     return final
+
+
+def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> None:
+    if check is not None:
+        check()
+    if final.exists():  # saved before at this iteration: keep the old one until the new one stands
+        os.rename(final, _replaced(final))
+    try:
+        os.rename(staging, final)
+    except FileNotFoundError:
+        restore_replaced(final.parent)
+        raise
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _tag(fence: Fence | None) -> str:
+    return "" if fence is None else fence.claim.tag
 
 
 def restore_replaced(root: str | Path) -> None:

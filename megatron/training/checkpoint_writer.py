@@ -7,14 +7,18 @@ import functools
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
 from megatron.training import checkpoint_files as files
 from moc.runtime.children import die_with_parent
+from moc.store.fence import Fence
 from moc.store.regions import RegionTensor, write_regions
 
 OPTIMIZER = "optimizer"
@@ -52,7 +56,7 @@ def write_files(
         files.write_durably(_report(staging, rank), json.dumps(report))
 
 
-def publish(root: Path, iteration: int, workers: int, retain_interval: int | None) -> None:
+def publish(root: Path, iteration: int, workers: int, retain_interval: int | None, fence: Fence | None = None) -> None:
     """Completes a checkpoint that all workers have written their share of; runs on the first worker.
 
     Args:
@@ -60,11 +64,14 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
         iteration: the checkpoint's iteration.
         workers: number of workers that write.
         retain_interval: older checkpoints whose iteration it does not divide are deleted; None keeps all.
+        fence: in whose name it was saved.
 
     Raises:
-        CheckpointError: a worker could not write.
+        CheckpointError: a worker could not write, or this one was superseded.
     """
-    staging = files.staging_of(root, iteration)
+    if fence is not None:
+        fence.check()
+    staging = files.staging_of(root, iteration, fence.claim.tag if fence is not None else "")
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
@@ -79,8 +86,10 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     for path in staging.iterdir():
         if path.is_file():
             described.setdefault(path.name, files.describe(path))
-    files.publish(root, iteration, described)
+    files.publish(root, iteration, described, fence)
     if retain_interval:
+        if fence is not None:
+            fence.check()
         for older in files.saved_iterations(root):
             if older < iteration and older % retain_interval:
                 files.remove(root, older)
@@ -88,6 +97,44 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
 
 def _report(staging: Path, rank: int) -> Path:
     return staging / f".rank_{rank:05d}.json"
+
+
+@contextlib.contextmanager
+def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
+    """While megatron-core saves: what its first worker alone cannot write is kept, and not raised there.
+
+    The others would wait for it in a collective; so all find out after that.
+
+    Args:
+        owner: a class of megatron-core.
+        method: of it, that only writes.
+    """
+    write, failures = getattr(owner, method), []
+
+    def keeping(*args) -> None:
+        try:
+            write(*args)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    setattr(owner, method, keeping)
+    try:
+        yield failures
+    finally:
+        setattr(owner, method, write)
+
+
+def write_config(strategy: SaveShardedStrategy, staging: Path) -> None:
+    """What megatron-core reads first; on the first worker."""
+    save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
+
+
+def forget_results() -> None:
+    """Empties that queue: what a save that was given up has left there is not the next one's."""
+    results = filesystem_async._results_queue
+    with contextlib.suppress(queue.Empty, OSError, EOFError):
+        while results is not None:
+            results.get_nowait()
 
 
 def use_mortal_result_queue() -> None:

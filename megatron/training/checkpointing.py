@@ -18,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -33,19 +36,28 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.training import checkpoint_contents as contents
 from megatron.training import checkpoint_files as files
 from megatron.training import checkpoint_writer as writer
-from megatron.training.agreement import first_line, on_first
+from megatron.training.agreement import first_line, first_of_any, on_first
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpoint_files import CheckpointError
 from megatron.training.checkpoint_loading import CheckpointLoader
 from megatron.training.config import Config
 from megatron.training.initialize import World
+from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
+from megatron.training.trouble import Trouble
+from moc.runtime.groups import Aborted, Suspicion
+from moc.snapshot.background import within
 from moc.state.fragments import optimizer_fragments
+from moc.store.claims import Claim
+from moc.store.errors import TakenError
+from moc.store.fence import Fence
 from moc.store.regions import RegionTensor
 
 
 class Checkpoints:
     """Saves and loads the state of this worker's model and optimizer; all methods are collective.
+
+    With ``--save-failure continue`` a save that fails, on all workers alike, is told and tried again.
 
     Args:
         config: the flags in force.
@@ -53,7 +65,7 @@ class Checkpoints:
         chunks: the model.
         optimizer: its optimizer.
         scheduler: its learning-rate schedule.
-        say: prints a line on the first worker.
+        log: where to report.
     """
 
     def __init__(
@@ -63,15 +75,24 @@ class Checkpoints:
         chunks: list[DistributedDataParallel],
         optimizer: VotedOptimizer,
         scheduler: OptimizerParamScheduler,
-        say: Callable[[str], None],
+        log: Log,
     ):
-        self._config, self._world, self._chunks, self._say = config, world, chunks, say
+        self._config, self._world, self._chunks, self._log, self._say = config, world, chunks, log, log.message
         self._optimizer, self._scheduler = optimizer, scheduler
         self._queue = AsyncCallsQueue()
+        self._fence = _fence(config, world)
+        self._trouble, self._stops = Trouble(), config.checkpoint.save_failure == "stop"
+        self.problem = ""
+        """What the last save that failed came to."""
         self.last_saved: int | None = None
+        self._before: int | None = None  # the one before that which is being saved
 
-    def newest(self) -> int | None:
-        """The iteration that :meth:`load` would go on from; None if it would begin at 0, or find nothing."""
+    def newest(self, seconds: float | None = None) -> int | None:
+        """The iteration that :meth:`load` would go on from; None if it would begin at 0, or find nothing.
+
+        Args:
+            seconds: for so long at most; then None, too.
+        """
         checkpoint = self._config.checkpoint
         if checkpoint.load is None or checkpoint.finetune:
             return None
@@ -79,7 +100,7 @@ class Checkpoints:
         if checkpoint.ckpt_step is not None:
             directory = files.directory_of(checkpoint.load, checkpoint.ckpt_step)
             look = lambda: checkpoint.ckpt_step if directory.is_dir() else None  # noqa: E731
-        return on_first(look, "cannot look for a checkpoint")
+        return on_first(lambda: within(seconds, look), "cannot look for a checkpoint")
 
     def load(self) -> Position | None:
         """Loads what ``--load`` and ``--ckpt-step`` name.
@@ -106,45 +127,111 @@ class Checkpoints:
         """Saves, or with ``--async-save`` starts to; an earlier save still under way is waited for.
 
         Raises:
-            CheckpointError: on all workers, if any cannot write; earlier checkpoints are untouched.
+            CheckpointError: on all workers, with ``--save-failure stop``, if any cannot write; earlier checkpoints are
+                untouched.
         """
         self.finish()
+        with self._trying(position.iteration):
+            self._save(position)
+
+    def tries_again(self) -> bool:
+        """Whether a save that failed is to be tried again now; a collective call only then."""
+        return bool(self._trouble) and not on_first(lambda: self._trouble.rests, "cannot tell the time")
+
+    def _save(self, position: Position) -> None:
         root, iteration = Path(self._config.checkpoint.save), position.iteration
-        on_first(lambda: files.start(root, iteration), "cannot start a checkpoint")
-        staging = files.staging_of(root, iteration)
+        on_first(lambda: files.start(root, iteration, self._fence), "cannot start a checkpoint")
+        staging = files.staging_of(root, iteration, self._fence.claim.tag)
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
-        with self._reporting_failure():
-            request = dist_checkpointing.save(weights, str(staging), self._strategy(), async_sharded_save=True)
+        strategy = self._strategy()
+        with self._reporting_failure(), writer.first_worker_goes_on(TorchCommonSaveStrategy, "save_common") as failures:
+            request = dist_checkpointing.save(weights, str(staging), strategy, async_sharded_save=True)
+        self._agree(next(iter(failures), None))
         on_first(lambda: self._write_state(staging, position), "cannot write a checkpoint")
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)
+        *gathering, _ = request.finalize_fns  # the last one leaves all waiting where the first cannot write
+        finalize = [functools.partial(self._together, one) for one in gathering]
+        config = functools.partial(on_first, lambda: writer.write_config(strategy, staging), "cannot end a checkpoint")
         publish = functools.partial(self._publish, root, iteration)
-        self._queue.schedule_async_request(
-            request._replace(async_fn=write, finalize_fns=[*request.finalize_fns, publish])
-        )
-        self.last_saved = iteration
+        self._queue.schedule_async_request(request._replace(async_fn=write, finalize_fns=[*finalize, config, publish]))
+        self._before, self.last_saved = self.last_saved, iteration
         if not self._config.checkpoint.async_save:
-            self.finish()
+            self._finalize(blocking=True)
 
     def poll(self) -> None:
         """Publishes a checkpoint that all workers have finished writing; returns at once otherwise."""
-        self._finalize(blocking=False)
+        if self._queue.async_calls:
+            with self._trying(self.last_saved):
+                self._finalize(blocking=False)
 
     def finish(self) -> None:
         """Waits for a save under way, and publishes it."""
-        self._finalize(blocking=True)
+        if self._queue.async_calls:
+            with self._trying(self.last_saved):
+                self._finalize(blocking=True)
 
     def close(self) -> None:
         """Gives up a save under way, as if this worker had been killed; asks nothing of the others."""
         while self._queue.async_calls:
             self._queue.async_calls.popleft().async_caller.close(abort=True)
+        writer.forget_results()
+
+    @contextlib.contextmanager
+    def _trying(self, iteration: int) -> Iterator[None]:
+        """A save that may fail, on all workers alike."""
+        begun = time.monotonic()
+        try:
+            yield
+        except CheckpointError as error:
+            over = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, Suspicion))
+            if self._stops or over:
+                raise
+            self.close()
+            if self.last_saved == iteration:
+                self.last_saved = self._before
+            self.problem = str(error)
+            self._tell_failure(iteration, self._trouble.failed(time.monotonic() - begun))
+
+    def _tell_failure(self, iteration: int, warns: bool) -> None:
+        save, newest, lasted = self._config.checkpoint.save, self.last_saved, self._trouble.seconds
+        facts = dict(reason=self.problem, failures=self._trouble.count, lasted_s=round(lasted, 3), newest=newest)
+        self._log.events.write("save_failed", what="checkpoint", iteration=iteration, **facts)
+        if warns:
+            there = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
+            self._say(
+                f"WARNING: the checkpoint of iteration {iteration} is not saved: {self.problem}. Training goes on, and "
+                f"tries again; in {save}, {there}"
+            )
 
     def _finalize(self, blocking: bool) -> None:
         with self._reporting_failure():
-            self._queue.maybe_finalize_async_calls(blocking=blocking)
+            self._queue.maybe_finalize_async_calls()
+            pause_s = 0.01
+            while blocking and self._queue.async_calls:  # not joined: who hangs with storage must hear of a lost worker
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.1)
+                self._queue.maybe_finalize_async_calls()
+
+    def _together(self, finalize: Callable[[], None]) -> None:
+        """Something of megatron-core after which one worker may fail alone: all do."""
+        failure, wrote = None, writer.first_worker_goes_on(FileSystemWriterAsync, "finish")
+        try:
+            with wrote as failures:
+                finalize()
+            failure = next(iter(failures), None)
+        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+            if isinstance(error, (Aborted, Suspicion)):
+                raise
+            failure = error
+        self._agree(failure)
+
+    def _agree(self, failure: Exception | None) -> None:
+        if problem := first_of_any(None if failure is None else self._sentence(failure)):
+            raise CheckpointError(problem)
 
     @contextlib.contextmanager
     def _reporting_failure(self):
@@ -154,17 +241,24 @@ class Checkpoints:
         except CheckpointError:
             raise
         except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
-            failures = getattr(error, "failures", None)  # of all workers; the first one knows them
-            reason = next(iter(failures.values()))[0] if failures else error
-            raise CheckpointError(
-                f"the checkpoint in {self._config.checkpoint.save} could not be written; earlier ones are untouched: "
-                f"make room or repair the disk, and start again ({first_line(reason)})"
-            ) from error
+            raise CheckpointError(self._sentence(error)) from error
+
+    def _sentence(self, error: Exception) -> str:
+        failures = getattr(error, "failures", None)  # of all workers; the first one knows them
+        reason = next(iter(failures.values()))[0] if failures else error
+        return (
+            f"the checkpoint in {self._config.checkpoint.save} could not be written; earlier ones are untouched: "
+            f"make room or repair the disk, and start again ({first_line(reason)})"
+        )
 
     def _publish(self, root: Path, iteration: int) -> None:
         retain = self._config.checkpoint.save_retain_interval
-        on_first(lambda: writer.publish(root, iteration, self._world.size, retain), "cannot complete a checkpoint")
+        complete = functools.partial(writer.publish, root, iteration, self._world.size, retain, self._fence)
+        on_first(complete, "cannot complete a checkpoint")
         self._say(f"saved checkpoint at iteration {iteration} to {root}")
+        if self._trouble:
+            count, lasted = self._trouble.count, self._trouble.over()
+            self._say(f"checkpoints can be saved again, after {lasted:.0f} s; {count} could not be")
 
     def _strategy(self):
         writer.use_mortal_result_queue()
@@ -183,3 +277,9 @@ class Checkpoints:
             for f in optimizer_fragments(self._chunks, self._optimizer.core)
             if f.first_copy
         ]
+
+
+def _fence(config: Config, world: World) -> Fence | None:
+    """In whose name this generation saves; nothing is read or written before it does."""
+    save = config.checkpoint.save
+    return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

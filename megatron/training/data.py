@@ -20,17 +20,26 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.training.config import Config
 from megatron.training.config.flag import refuse
 from megatron.training.initialize import World
+from megatron.training.splits import drop_unread, refuse_empty, splits_of
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits; a split that the data does not provide is None."""
+    """The three splits; a split that the data does not provide, or that the run does not read, is None.
+
+    Attributes:
+        train: to train on.
+        valid: to evaluate while training.
+        test: to evaluate at the end.
+        described: a line for each split that is read, the same on all workers.
+    """
 
     train: torch.utils.data.Dataset | None
     valid: torch.utils.data.Dataset | None
     test: torch.utils.data.Dataset | None
+    described: tuple[str, ...] = ()
 
 
 def micro_batch_indices(
@@ -134,16 +143,17 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
         samples: number of samples wanted for training, validation and test.
 
     Raises:
-        ConfigError: there are too few samples to train on.
+        ConfigError: a split is empty, or there are too few samples to train on; on all workers alike.
     """
-    data = config.data
+    data, core = config.data, gpt_dataset_config(config, tokenizer)
+    drop_unread(core, samples)
+    splits = splits_of(core, samples)
+    refuse_empty(splits, core)
     if data.mock_data:  # nothing to cache, and nothing to say about it on every worker
         logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(
-        dataset_class, list(samples), _stage_reads_data, gpt_dataset_config(config, tokenizer)
-    )
-    datasets = Datasets(*builder.build())
+    builder = BlendedMegatronDatasetBuilder(dataset_class, list(samples), _stage_reads_data, core)
+    datasets = Datasets(*builder.build(), tuple(split.describe(data.seq_length) for split in splits))
     refuse(
         datasets.train is not None and len(datasets.train) < samples[0],
         f"the run wants {samples[0]} samples and prefixes without weights are read only once: give each a weight, "

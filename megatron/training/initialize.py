@@ -18,7 +18,7 @@ from moc.runtime.job import Job
 
 @dataclass(frozen=True)
 class World:
-    """Where this worker stands in the job.  Ranks and sizes are those of torch.distributed and megatron-core."""
+    """Where this worker stands in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core."""
 
     rank: int
     size: int
@@ -30,6 +30,7 @@ class World:
     pipeline_size: int
     data_rank: int
     data_size: int
+    job: Job
 
 
 def initialize(config: Config, job: Job | None = None) -> World:
@@ -60,6 +61,7 @@ def initialize(config: Config, job: Job | None = None) -> World:
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
+        job=job,
     )
     seed_streams(config.rng.seed, 0, world)
     return world

@@ -11,6 +11,7 @@ from datetime import datetime
 import torch
 from megatron.core.timers import Timers
 
+from megatron.training.board import Board
 from megatron.training.config import Config
 from megatron.training.events import EventLog
 from megatron.training.flops import flops_per_sample, peak_tflops
@@ -40,9 +41,10 @@ _TIMERS = [
 
 
 def print_rank_0(world: World, message: str) -> None:
-    """Prints on the first worker only, at once."""
+    """Prints on the first worker only, at once; not where nothing can be printed, as on a disk that is full."""
     if world.rank == 0:
-        print(message, flush=True)
+        with contextlib.suppress(OSError):
+            print(message, flush=True)
 
 
 class Log:
@@ -59,8 +61,8 @@ class Log:
     def __init__(self, config: Config, world: World, vocab_size: int, train_iters: int, timers: Timers):
         self._config, self._world, self._timers, self._train_iters = config, world, timers, train_iters
         first = world.rank == 0
-        self.events = EventLog(config.logging.log_dir if first else None)
-        self._tensorboard = _tensorboard(config) if first else None
+        self.events = EventLog(config.logging.log_dir if first else None, self.message)
+        self._tensorboard = self._board() if first and config.logging.tensorboard_dir is not None else None
         self._flops = flops_per_sample(config, vocab_size)
         self._peak = peak_tflops()
         self._window = _Window()
@@ -108,13 +110,6 @@ class Log:
             self.skip_time()
             self.iteration(record, consumed_samples, gauges)
 
-    @contextlib.contextmanager
-    def event(self, name: str, **fields):
-        """Writes an event with the time that the block took, if it ended well."""
-        started = time.perf_counter()
-        yield
-        self.events.write(name, **fields, elapsed_s=round(time.perf_counter() - started, 6))
-
     def skip_time(self) -> None:
         """Leaves what happened since the last iteration (evaluation, saving) out of the next one's time."""
         self._last = time.perf_counter()
@@ -141,6 +136,14 @@ class Log:
         self.events.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def _board(self) -> Board:
+        def lost(values: int, seconds: float) -> None:
+            self.events.write("log_failed", what="tensorboard", lasted_s=round(seconds, 3), lost=values)
+            self.message(f"TensorBoard's files can be written again, after {seconds:.0f} s; {values} values are lost")
+
+        logging = self._config.logging
+        return Board(logging.tensorboard_dir, logging.tensorboard_queue_size, self.message, lost)
 
     def _line(self, record: StepRecord, consumed_samples: int) -> str:
         window, width = self._window, len(str(self._train_iters))
@@ -197,8 +200,7 @@ class Log:
             scalars["params-norm"] = record.params_norm
         if self._config.logging.log_memory_to_tensorboard and torch.cuda.is_available():
             scalars["mem-max-allocated-bytes"] = torch.cuda.max_memory_allocated()
-        for name, value in scalars.items():
-            self._tensorboard.add_scalar(name, value, record.iteration)
+        self._tensorboard.add_scalars(scalars, record.iteration)
         self._tensorboard.add_scalar("lm loss vs samples", record.loss, consumed_samples)
 
     def _log_timers(self, iteration: int) -> None:
@@ -241,11 +243,3 @@ class _Window:
 
 def _clock() -> str:
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _tensorboard(config: Config):
-    if config.logging.tensorboard_dir is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
-
-    return SummaryWriter(config.logging.tensorboard_dir, max_queue=config.logging.tensorboard_queue_size)

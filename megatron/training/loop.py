@@ -7,6 +7,7 @@ import gc
 import time
 
 from megatron.training.auto_policy import PlannedAnew
+from megatron.training.checkpoint_files import CheckpointError
 from megatron.training.config import Config
 from megatron.training.evaluation import evaluate
 from megatron.training.faults import inject_faults
@@ -14,6 +15,7 @@ from megatron.training.initialize import initialize, shut_down
 from megatron.training.phases import Phases
 from megatron.training.setup import Providers, Run, build, start
 from megatron.training.snapshot_setup import NothingToGoOnFrom
+from megatron.training.snapshots import LAST_TRIES_S
 from megatron.training.step import NonFiniteError, StepRecord
 from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from moc.runtime.job import join_job
@@ -76,7 +78,7 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
         if due(run.config.validation.eval_interval, run) and not stopping:
             stopping = not validate(run, stop)
         exiting = due(run.config.training.exit_interval, run)
-        if stopping or exiting or due(run.config.checkpoint.save_interval, run):
+        if stopping or exiting or due(run.config.checkpoint.save_interval, run) or run.checkpoints.tries_again():
             save(run)
         if stopping or exiting:
             return leave(run, stop)
@@ -110,9 +112,15 @@ def plan_anew(run: Run) -> None:
     Raises:
         PlannedAnew: it is so, on all workers alike.
     """
-    if run.auto is not None and run.auto.plans_anew(run.position.iteration):
-        secure(run)
-        raise PlannedAnew
+    if run.auto is None or run.snapshots.storage_fails or not run.auto.plans_anew(run.position.iteration):
+        return
+    run.auto.ends()
+    progress("save")
+    if problem := secured(run):
+        run.auto.goes_on()
+        run.log.message(f"WARNING: the policy stays what it is: {problem}")
+        return
+    raise PlannedAnew
 
 
 def collect_garbage_by_hand(run: Run) -> None:
@@ -164,18 +172,54 @@ def save(run: Run) -> None:
     if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
         return
     progress("save")
-    with run.log.event("save", iteration=run.position.iteration):
-        run.checkpoints.save(run.position)
+    begun, iteration = time.perf_counter(), run.position.iteration
+    run.checkpoints.save(run.position)
+    if run.checkpoints.last_saved == iteration:
+        run.log.events.write("save", iteration=iteration, elapsed_s=round(time.perf_counter() - begun, 6))
     run.log.skip_time()
 
 
 def secure(run: Run) -> None:
-    """The run ends here, or begins again: all of its state goes to storage."""
+    """The run ends here: all of its state goes to storage.
+
+    Raises:
+        CheckpointError: on all workers; it is in none of the places that were asked for.
+    """
     progress("save")
     if run.auto is not None:
         run.auto.ends()
-    run.snapshots.secure(run.position)
+    asked = run.config.snapshot.ckpt_policy is not None, run.config.checkpoint.save is not None
+    problems = [secured(run), last_checkpoint(run)]
+    failed = [problem for problem in problems if problem]
+    if failed and len(failed) == sum(asked):
+        raise CheckpointError(failed[0])
+    for problem in failed:
+        run.log.message(
+            f"WARNING: {problem}; the last state is safe all the same, in the other place: start again there"
+        )
+
+
+def secured(run: Run) -> str:
+    """Why the last snapshot is not in storage; nothing if it is."""
+    try:
+        run.snapshots.secure(run.position)
+    except CheckpointError as error:
+        if run.config.checkpoint.save_failure == "stop":
+            raise
+        return str(error)
+    return ""
+
+
+def last_checkpoint(run: Run) -> str:
+    """Why there is no checkpoint of the last iteration in ``--save``; nothing if there is, or none is wanted."""
     run.checkpoints.finish()
+    for pause in LAST_TRIES_S:
+        if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
+            return ""
+        time.sleep(pause)
+        save(run)
+        run.checkpoints.finish()
+    return "" if run.checkpoints.last_saved == run.position.iteration else run.checkpoints.problem
 
 
 def wait_for_saves(run: Run) -> None:

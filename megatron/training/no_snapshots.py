@@ -17,6 +17,8 @@ class NoSnapshots(Rider):
     live: Live | None = None
     begun: Mapping[int, Begun] = MappingProxyType({})
     record: StepRecord | None = None
+    run: str | None = None
+    storage_fails: bool = False
 
     def completed(self, position: Position, record: StepRecord, begun: float) -> None:
         """Keeps nothing of it."""

@@ -23,7 +23,7 @@ from megatron.training.model import ModelProvider, build_model
 from megatron.training.no_snapshots import NoSnapshots
 from megatron.training.optimizer import VotedOptimizer, build_optimizer, build_scheduler
 from megatron.training.phases import Phases
-from megatron.training.replay import Repetition
+from megatron.training.replay import Progress, Repetition
 from megatron.training.schedule import ForwardStep, Schedule
 from megatron.training.snapshot_setup import begin
 from megatron.training.snapshots import Snapshots
@@ -67,6 +67,7 @@ class Parts:
         changed: the state is not that which was built any more.
         left: what the state is, if an iteration was cut off that has not changed it.
         records: of the iterations of late.
+        progress: how far it has come with computing iterations again, as long as that is not over.
     """
 
     config: Config
@@ -84,11 +85,12 @@ class Parts:
     changed: bool = False
     left: Left = field(default_factory=Left)
     records: Records = field(default_factory=Records)
+    progress: Progress = field(default_factory=Progress)
 
     def met(self, loss: Loss | None) -> None:
         """All workers are there again, if one was lost."""
         if loss is not None:
-            self.log.events.write("generation", **asdict(loss))
+            self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
             self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
 
     def go_on_after(self, loss: Loss) -> None:
@@ -96,8 +98,7 @@ class Parts:
         self.met(loss)
         if self.saving is not None:
             checkpoints, snapshots = self.saving
-            self.left.live, self.left.reduced = snapshots.live, self.optimizer.reduced
-            self.left.begun = snapshots.begun
+            self.left.live, self.left.begun = snapshots.live, snapshots.begun
             checkpoints.close()
             snapshots.close()
             self.saving = None
@@ -169,6 +170,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     reach("rebuilding")
 
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
+    for line in datasets.described:
+        log.message(line)
     streams = _streams(config, world, datasets, micro_batches)
     stop.check_set_up(world)
     phases.done("data")
@@ -188,7 +191,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     stop.check_set_up(world)  # the first collective of a generation
     phases.done("meet")
     state = parts.chunks, parts.optimizer, parts.scheduler
-    checkpoints = Checkpoints(config, world, *state, log.message)
+    checkpoints = Checkpoints(config, world, *state, log)
     crossing = boundaries(config, parts.chunks[0].config, world, log.message)
     stepper = Stepper(
         world=world,
@@ -204,13 +207,15 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    repetition, left = Repetition(stepper, parts.streams["train"]), parts.left if parts.changed else None
+    repetition = Repetition(stepper, parts.streams["train"], parts.progress)
+    left = parts.left if parts.changed else None
     position, snapshots = begin(
         config, world, *state, parts.vocab_size, checkpoints, log, repetition, parts.records, left, parts.auto
     )
     stepper = replace(stepper, rider=snapshots)
     log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
+    parts.progress.move_to(None)
     reach("loaded")
     stop.check_set_up(world)
     phases.done("load")
@@ -222,6 +227,9 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     log.events.write(
         "start",
         iteration=position.iteration,
+        run=snapshots.run,
+        job=world.job.id,
+        term=world.job.term,
         world_size=world.size,
         parameters=count_parameters(parts.chunks),
         startup_s=phases.seconds,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -17,21 +16,22 @@ from megatron.training.config import Config
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.optimizer import VotedOptimizer
-from megatron.training.replay import Repetition, Replay, check_freezing, convert, record_of
-from megatron.training.snapshot_reading import Key, Problem, SnapshotReader
+from megatron.training.replay import Reached, Repetition
+from megatron.training.snapshot_reading import Damage, Key, SnapshotReader
 from megatron.training.snapshot_repair import Repair
-from megatron.training.snapshot_tiers import Tiers
+from megatron.training.snapshot_replay import Rebuilder, position_of, steps_of
+from megatron.training.snapshot_tiers import LOOKING_S, Tiers
 from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Live, Survivors
-from megatron.training.tied_weights import give_to_other_stages
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy
+from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import Inventory, Plan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import MEMORY, STORAGE, Held, Moment, Recovery
+from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, Recovery
+from moc.snapshot.background import within
 from moc.state.detail import Detail
-from moc.state.fragments import Fragment
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -92,31 +92,72 @@ class SnapshotLoader:
         records: Records,
     ):
         self._config, self._world, self._state, self._log = config, world, state, log
-        self._repetition, self._records = repetition, records
-        self._optimizer, self._scheduler, self._policy, self._tokens = optimizer, scheduler, policy, tokens
+        self._repetition, self._policy, self._tokens = repetition, policy, tokens
         self._repair = repair
         self._stage = world.pipeline_rank
-        self._storage, self._memory, self._leads_node = tiers.storage, tiers.memory, tiers.leads_node
-        self._reader = SnapshotReader(config, world, state, tiers)
+        self._tiers, self._storage, self._memory = tiers, tiers.storage, tiers.memory
+        self._leads_node = tiers.leads_node
+        self._reader = SnapshotReader(config, world, state, tiers, policy.exact)
+        self._rebuilder = Rebuilder(world, state, optimizer, scheduler, self._reader, repetition, records, repair, log)
         self._damage: str | None = None
+        self._unseen = False  # storage has not told what it has
 
-    def find(self) -> list[Held]:
-        """The checkpoints that there are; what cannot be read of those in storage is said."""
-        held, problems = self._look()
+    def find(self, left: Survivors) -> list[Held]:
+        """The checkpoints that there are; what cannot be read of those in storage is said.
+
+        Args:
+            left: what workers still have: where they can go on from that and from memory, storage that hangs is not
+                waited for.
+        """
+        held, problems = self._look(left)
         for problem in problems:
             self._note(problem)
         return held
 
     def find_again(self) -> list[Held]:
         """The same, when what lost workers had not saved was saved again."""
-        return self._look()[0]
+        return self._in_memory() if self._unseen else self._look()[0]
 
-    def _look(self) -> tuple[list[Held], list[str]]:
-        where = f"cannot look for snapshots in {self._storage.place.name}"
-        stored, problems = on_first(lambda: look(self._storage), where)
-        here = look(self._memory)[0] if self._memory is not None and self._leads_node else []
-        nodes = [[Summary(*one) for one in node] for node in gather(here)]
-        return in_storage(Summary(*one) for one in stored) + in_memory(nodes, self._policy.operators), problems
+    def _look(self, left: Survivors | None = None) -> tuple[list[Held], list[str]]:
+        kept = self._in_memory()
+        goes_on = left is not None and self.has_memory_of(left) and next(self._plans(kept, left), None) is not None
+        stored, problems = self._in_storage(patient=not goes_on)
+        return stored + kept, problems
+
+    def has_memory_of(self, left: Survivors) -> bool:
+        """Whether the job has trained before, and memory has what it saved last."""
+        return left.again and self._memory is not None
+
+    def _in_memory(self) -> list[Held]:
+        there = []
+        for tier, store in ((MEMORY, self._memory), (BEFORE, self._tiers.before)):
+            here = look(store)[0] if store is not None and self._leads_node else []
+            nodes = [[Summary(*one) for one in node] for node in gather(here)]
+            there += in_memory(nodes, self._policy.operators, tier)
+        return there
+
+    def _in_storage(self, patient: bool) -> tuple[list[Held], list[str]]:
+        name = self._storage.place.name
+        seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
+        seen = on_first(seeing, f"cannot look for snapshots in {name}")
+        self._unseen = seen is None
+        if self._unseen:
+            self._log.message(
+                f"WARNING: {name} has not answered for {LOOKING_S:.0f} s: the run goes on from memory without it"
+            )
+            return [], []
+        stored, problems = seen
+        return in_storage(Summary(*one) for one in stored), problems
+
+    def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
+        """What is there once no older generation can publish any more; without that nothing is of use."""
+        try:
+            self._storage.take()
+        except OSError as error:
+            if self._memory is None:
+                raise
+            return [], [f"{self._storage.place.name} cannot be used ({error.strerror or error})"]
+        return look(self._storage)
 
     def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: Left | None) -> Loaded | None:
         """Fills model, optimizer and schedule by the newest plan that works.
@@ -135,29 +176,51 @@ class SnapshotLoader:
                 another model; or iterations would have to be computed again, and operators cannot be frozen.
         """
         found = bool(held)
-        self._check_newest(held)
+        if left.again:
+            self._rebuilder.tell(cut_off=True)
+        if not self.has_memory_of(left):
+            self._check_newest(held)
         while plan := next(self._plans(held, left), None):
             if oldest is not None and plan.iteration < oldest:
                 break
+            self._check_change(held, plan.iteration)
             if plan.stages and (damaged := self._damaged_logs(plan)):
                 left = left.without_logs(damaged)
                 continue
-            if mine is not None and self._world.rank not in plan.keep:
-                mine.live = None  # it is about to be written over
+            self._leave(plan, mine)
             with self._repair.of(self._torn(plan, held, left)):
                 saved, bad = self._follow(plan, left)
             if not bad:
                 if mine is not None:  # should another worker be lost before training goes on
-                    mine.live = Live(_position(saved), saved)
-                return Loaded(plan, _position(saved), _record(saved), held)
-            for problem in bad.values():
-                self._note(problem)
-            held, left = [one for one in held if one.key not in bad], left.only(plan.keep)
+                    mine.live = Live(position_of(saved), saved)
+                return Loaded(plan, position_of(saved), _record(saved), held)
+            self._rebuilder.tell(cut_off=True)
+            for damage in bad.values():
+                self._note(damage.text)
+            held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
+            left = left.only(plan.keep)
+        if self._unseen:
+            return self.load(self._in_storage(patient=True)[0] + held, oldest, left, mine)
         if oldest is None and (found or self._damage):
+            self._check_change(held)
             self._refuse(held)
         if self._damage:
             self._forget_moments()
         return None
+
+    def _leave(self, plan: Plan, mine: Left | None) -> None:
+        """What this worker has is about to be written over, unless it keeps it, or goes on with it."""
+        course, progress = plan.course(self._stage), self._repetition.progress
+        if course is None or not course.goes_on:
+            progress.move_to(None)
+        elif mine is not None and mine.live is not None:
+            progress.move_to(Reached(mine.live.position))
+        if mine is not None and self._world.rank not in plan.keep:
+            mine.live = None
+
+    def _check_change(self, held: list[Held], iteration: int = -1) -> None:
+        if self._config.checkpoint.ckpt_step is None and (why := refusal(held, self._policy, iteration)):
+            raise CheckpointError(why)
 
     def _refuse(self, held: list[Held]) -> NoReturn:
         nothing, only = reason(Inventory(held), self._policy.operators), self._config.checkpoint.ckpt_step
@@ -177,9 +240,10 @@ class SnapshotLoader:
 
     def _damaged_logs(self, plan: Plan) -> dict[int, list[int]]:
         """By rank, iterations of which its log is there, but could not be served."""
-        damaged = []
-        if self._stage not in plan.stages:
-            damaged = self._repetition.stepper.boundaries.damaged(plan.again, plan.stages)
+        course = plan.course(self._stage)
+        until = plan.iteration if course is None else course.begin
+        served = {iteration: plan.computing(iteration) for iteration in plan.again if iteration <= until}
+        damaged = self._repetition.stepper.boundaries.damaged(served)
         told = {rank: iterations for rank, iterations in enumerate(gather(damaged)) if iterations}
         if told:
             self._log.message(f"WARNING: upstream logs of workers {', '.join(map(str, told))} are damaged")
@@ -192,17 +256,20 @@ class SnapshotLoader:
             iteration: begun.operators
             for iteration, begun in left.begun.items()
             if plan.stages
-            and plan.way.iteration < iteration < plan.iteration
+            and min(course.whole for course in plan.courses.values()) < iteration < plan.iteration
             and not any(one.has(iteration, tier, begun.operators) for one in held)
         }
 
-    def _follow(self, plan: Plan, left: Survivors) -> tuple[Mapping | None, dict[Key, str]]:
+    def _follow(self, plan: Plan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
         """What of the state is not a tensor, once all is there; or by checkpoint what is wrong with it."""
         begun, amount, manifests = time.perf_counter(), 0, {}
-        if plan.way is not None:
-            manifests, bad = self._load(plan)
+        if plan.way is not None or plan.stages:
+            manifests, bad = self._rebuilder.rebuild(plan)
             if bad:
                 return None, bad
+            self._rebuilder.tell()
+            for failure in filter(None, gather(self._repair.failure)):
+                self._log.message(f"WARNING: a snapshot cannot be saved again, so its window is given up: {failure}")
             amount = sum(manifest.bytes for manifest in manifests.values())
         if plan.way is None or plan.stages:
             amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
@@ -223,22 +290,6 @@ class SnapshotLoader:
             self._tokens.goes_on(saved["ledger"])
         return saved
 
-    def _load(self, plan: Plan) -> tuple[dict[Key, Manifest], dict[Key, str]]:
-        """Loads what a plan has loaded, and computes again what it has computed again."""
-        if len(plan.way.moments) > 1:
-            check_freezing(self._state)
-        fragments = {} if self._keeps(plan) else self._reader.fragments(plan.way)
-        manifests, problem = self._reader.manifests(plan.way, fragments)
-        bad = self._agree(problem)
-        if not bad:
-            self._reader.check(plan.way.base, manifests[plan.way.base.key], window=len(plan.way.moments) > 1)
-            self._log.message(f"loading snapshot {self._reader.where(plan.way.base)}")
-            bad = self._fill(plan, manifests, fragments)
-        return manifests, bad
-
-    def _keeps(self, plan: Plan) -> bool:
-        return self._world.rank in plan.keep | plan.complete
-
     def _forget_moments(self) -> None:
         """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
         for fragment in self._state.fragments(self._state.operators(), Detail.MOMENTS):
@@ -246,120 +297,29 @@ class SnapshotLoader:
 
     def _check_newest(self, held: list[Held]) -> None:
         """Another model is refused by name, before anybody wonders what of it is missing."""
-        newest = max((one for one in held if one.tier != MEMORY), key=lambda one: one.iteration, default=None)
+        newest = max((one for one in held if one.tier == STORAGE), key=lambda one: one.iteration, default=None)
         if newest is not None:
             self._reader.check(newest, self._reader.store(newest).manifest(newest.iteration))
-
-    def _agree(self, problem: Problem | None) -> dict[Key, str]:
-        """By checkpoint what is wrong with it, for all that any worker has found."""
-        return {tuple(key): text for key, text in filter(None, gather(problem))}
 
     def _note(self, problem: str) -> None:
         self._damage = self._damage or problem
         self._log.message(f"WARNING: {problem}; an older snapshot is tried")
 
-    def _fill(self, plan: Plan, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]) -> dict[Key, str]:
-        """Fills this worker's state; by checkpoint what is wrong with it, as all workers know."""
-        bad: dict[Key, str] = {}
-        known = self._known(range(plan.way.iteration + 1, plan.iteration + 1))
-
-        def load(moment: Moment) -> bool:
-            bad.update(self._agree(self._reader.fill(moment, manifests, fragments)))
-            if not bad:
-                give_to_other_stages(self._state, self._reader.loaded_at(moment), takes=not self._keeps(plan))
-            return not bad
-
-        with self._repetition.by(plan.stages) as replay:
-            again = partial(self._compute_again, way=plan.way, manifests=manifests, replay=replay)
-            if convert(plan.way.moments, load, self._state, again, learns=replay.takes_part):
-                self._catch_up(plan, manifests, known, replay)
-                self._tell(replay, plan)
-                for failure in filter(None, gather(self._repair.failure)):
-                    self._log.message(
-                        f"WARNING: a snapshot cannot be saved again, so its window is given up: {failure}"
-                    )
-        return bad
-
-    def _known(self, iterations: Sequence[int]) -> list[StepRecord]:
-        """Records of iterations, from whoever knows them; a collective call."""
-        mine = set(self._records.iterations())
-        told = gather(self._records.of(iteration for iteration in iterations if iteration in mine))
-        for record in (record for records in told for record in records):
-            self._records.add(record)
-        return self._records.of(iterations)
-
-    def _catch_up(
-        self, plan: Plan, manifests: dict[Key, Manifest], records: Sequence[StepRecord], replay: Replay
-    ) -> None:
-        """From a window's end to where the others have stayed."""
-        if not replay.takes_part:
-            for record in records:
-                replay.serve(record.iteration)
-            return
-        base = manifests[plan.way.base.key]
-        if records:
-            self._restore_moment(base.state, _steps(base), plan.way.moments[-1].full, self._reader.where(plan.way.base))
-        position = _position(base.state)
-        for record in records:
-            replay.compute(position, record)
-            position = position.after(record)
-            self._repair.comes_by(position.iteration)
-
-    def _compute_again(self, moment: Moment, way: Recovery, manifests: dict[Key, Manifest], replay: Replay) -> None:
-        """The iteration after a moment of a window, once the state is that of the moment."""
-        if not replay.takes_part:
-            replay.serve(moment.iteration + 1)
-            return
-        here, after = (manifests[way.at(moment.iteration + i).key] for i in (0, 1))
-        self._restore_moment(here.state, _steps(here), moment.full, self._reader.where(way.at(moment.iteration)))
-        record = record_of(after.state, self._reader.where(way.at(moment.iteration + 1)))
-        replay.compute(_position(here.state), record, len(moment.frozen))
-
-    def _tell(self, replay: Replay, plan: Plan) -> None:
-        for one in replay.repeated():
-            self._log.events.write(
-                "replay",
-                iteration=one.iteration,
-                seconds=one.seconds,
-                frozen=one.frozen,
-                workers=one.workers,
-                stages=sorted(plan.stages),
-                loss=one.loss,
-                exact=one.exact,
-            )
-            if one.exact is False:
-                self._log.message(
-                    f"WARNING: iteration {one.iteration}, computed again, has {one.is_not}. Layout, data or flags are "
-                    "others than it was saved with: the run that goes on is not bit-identical to the one that was"
-                )
-
     def _restore_from(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
         base = manifests[way.base.key]
-        self._restore(base.state, _steps(base), base.policy, self._reader.where(way.base))
-        if self._memory is not None and way.base.tier != MEMORY:
-            self._policy.memory_lost()
+        self._restore(base.state, steps_of(base), base.policy, self._reader.where(way.base))
         if self._tokens is not None:
             self._count_lost_tokens(way, manifests)
 
     def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
         """All but the tensors."""
-        self._restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
+        self._rebuilder.restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
         contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
         if policy == self._policy.name:  # another one has measured and remembers other things
             if saved.get("interval"):
                 self._policy.interval.load_state_dict(saved["interval"])
             if saved.get("policy_state"):
                 self._policy.load_state_dict(saved["policy_state"])
-
-    def _restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
-        """What is not a tensor and belongs to some operators, after they were loaded."""
-        self._state.gather_weights()
-        # stale experts count the run's updates, not their own, as the published systems have it
-        latest = max(steps.values(), default=None)
-        if latest is not None:
-            self._state.set_steps({name: steps.get(name, latest) for name in operators})
-        contents.restore_grad_scaler(self._optimizer, saved["grad_scaler"])
-        contents.restore_scheduler(self._scheduler, saved["scheduler"], where)
 
     def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
         mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
@@ -368,13 +328,18 @@ class SnapshotLoader:
         told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
         states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
         raised = self._tokens.recovered(way, states)
-        self._policy.recovered(raised)
+        self._policy.recovered(raised.of_training)
         by_layer = {str(layer): plt for layer, plt in self._tokens.plt_by_layer.items()}
         self._log.events.write(
-            "lost", iteration=way.iteration, plt=self._tokens.plt, raised_by=raised, by_layer=by_layer
+            "lost",
+            iteration=way.iteration,
+            plt=self._tokens.plt,
+            raised_by=raised.so_far,
+            of_training=raised.of_training,
+            by_layer=by_layer,
         )
         self._log.message(
-            f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised:.3%} by this recovery"
+            f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised.so_far:.3%} by this recovery"
         )
 
     def _report(self, plan: Plan, amount: int, begun: float) -> None:
@@ -388,22 +353,16 @@ class SnapshotLoader:
             sources=[list(one.key) for one in plan.way.used()] if plan.way else [],
             kept=len(plan.keep) + len(plan.complete),
             stages=sorted(plan.stages),
+            went_on={stage: course.begin for stage, course in plan.courses.items() if course.goes_on},
         )
         kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
         source = f"from {tier}" if plan.way else "from one another"
-        if plan.stages:
-            stages, first, last = ", ".join(map(str, sorted(plan.stages))), plan.again[0], plan.again[-1]
-            kept += f"stages {stages} alone computed iterations {first} to {last} again; "
+        for stage, course in sorted(plan.courses.items()):
+            went_on = f"went on from iteration {course.begin} and " if course.goes_on else ""
+            what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
+            kept += f"stage {stage} {went_on}computed {what} again by itself; "
         self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source} in {seconds:.2f} s")
-
-
-def _position(saved: Mapping) -> Position:
-    return Position(**{name: saved[name] for name in asdict(Position())})
 
 
 def _record(saved: Mapping) -> StepRecord | None:
     return StepRecord(**saved["record"]) if saved.get("record") else None
-
-
-def _steps(manifest: Manifest) -> dict[str, int]:
-    return {name: entry.step for name, entry in manifest.operators.items() if entry.step is not None}

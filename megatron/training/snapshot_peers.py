@@ -11,14 +11,17 @@ import os
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron.training.agreement import agreed, gather
 from megatron.training.config import Config, ConfigError
 from megatron.training.config.flag import refuse
 from megatron.training.logging import Log
+from megatron.training.snapshot_carrying import carry, experts_of
 from megatron.training.snapshot_tiers import Tiers
 from moc.policy import Policy
+from moc.recovery.carrying import Carrier
 from moc.recovery.inventory import look
 from moc.recovery.lost_nodes import Inventory, Part, Restore, to_restore
 from moc.recovery.placement import Placement, describe, place, survival
@@ -130,7 +133,8 @@ class Peers:
 
     def __init__(self, tiers: Tiers, policy: Policy, nodes: list[str], placement: Placement, rate: float | None):
         self._memory, self._leads = tiers.memory, tiers.leads_node
-        self._operators, self._exact = policy.operators, policy.exact
+        self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
+        self._safe = 0
         self._node = tiers.nodes[tiers.node[0]]
         self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
         self._rate = None if rate is None else rate * 1e9
@@ -167,8 +171,9 @@ class Peers:
 
     def give_up_older(self, iteration: int) -> None:
         """All nodes have the copies of what supersedes the snapshots before an iteration: these go."""
-        for copies in self._copies().values():
-            copies.remove_before(iteration)
+        for copies in self._carriers.values():
+            copies.retire(iteration)
+        self._safe = iteration
 
     def restore(self, log: Log) -> None:
         """Brings back what nodes have lost of the newest window that all together still have, and of what is newer.
@@ -222,6 +227,9 @@ class Peers:
             for other in copies.iterations():
                 if other not in iterations:
                     copies.remove(other)
+        for copies in self._carriers.values():
+            copies.forget()
+        for copies in self._copies().values():
             copies.clear_unpublished()
 
     def rest(self) -> None:
@@ -258,6 +266,8 @@ class Peers:
         for node in self._kept:
             copied = self._pull(Wanted(iteration, node, node, self._addresses[node], self._rate, patient))
             amount, seconds = amount + copied[0], seconds + copied[1]
+            if patient and self._experts:
+                carry(self._carriers[node], self._safe)
         return Copied(amount, seconds)
 
     def _pull(self, wanted: Wanted) -> tuple[int, float]:
@@ -303,10 +313,20 @@ class Peers:
             node: Store(LocalPlace(part_of(root, self._node, node), in_memory=True), slack=True) for node in self._kept
         }
 
+    @cached_property
+    def _carriers(self) -> dict[str, Carrier]:
+        return {node: Carrier(copies, self._experts) for node, copies in self._copies().items()}
+
 
 def _parts(store: Store) -> tuple[Part, ...]:
     return tuple(
-        Part(one.iteration, one.writers, one.files, {name: detail for name, (detail, _) in one.operators.items()})
+        Part(
+            one.iteration,
+            one.writers,
+            one.files,
+            {name: detail for name, (detail, _) in one.operators.items()},
+            one.job,
+        )
         for one in look(store)[0]
     )
 

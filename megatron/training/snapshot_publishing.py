@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 
 from megatron.training.initialize import World
 from megatron.training.logging import Log
@@ -12,6 +13,8 @@ from megatron.training.snapshot_tiers import Tiers
 from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.retention import retain
+from moc.snapshot.background import background
+from moc.snapshot.saver import GivenUpError
 from moc.store.errors import CheckpointError
 from moc.store.publish import assemble
 from moc.store.store import Store
@@ -31,7 +34,7 @@ class Publisher:
     def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: dict[str, int], log: Log):
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
         self._operators = {operator.name: operator for operator in policy.operators}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-publish")
+        self._thread, self._given_up = background("snapshot-publish"), threading.Event()
         self._under_way: list[Future] = []
 
     def in_memory(self, plan: SnapshotPlan, state: dict) -> None:
@@ -52,7 +55,7 @@ class Publisher:
         size = self._world.size
         store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
 
-    def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
+    def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> Future:
         """Begins to publish the parts of all workers in storage, and to remove what is not needed any more.
 
         Args:
@@ -60,38 +63,65 @@ class Publisher:
             state: what is not a tensor.
             amount: bytes that were written.
             write_s: seconds that it took.
+
+        Returns:
+            Done when it is published.
         """
-        self._under_way = [future for future in self._under_way if not future.done() or future.exception()]
-        self._under_way.append(self._thread.submit(self._publish_in_storage, plan, state, amount, write_s))
+        return self._begin(self._publish_in_storage, plan, state, amount, write_s)
 
-    def wait(self) -> None:
-        """Returns when nothing is under way."""
-        wait(self._under_way)
+    def gives_up(self, iteration: int) -> None:
+        """Begins to remove from storage what was written of a snapshot that is not to be published."""
+        self._begin(self._tiers.storage.give_up, iteration)
 
-    def close(self) -> None:
-        """Ends what is under way; nothing may be published after it."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def beside(self, action: Callable[[], None]) -> Future:
+        """Begins something else with storage, when what was begun before has ended, by earlier generations too."""
+        return self._begin(action)
 
-    def failure(self) -> str | None:
-        """What went wrong, if anything has."""
-        failed = (future.exception() for future in self._under_way if future.done())
-        return next((str(error) for error in failed if error), None)
+    def close(self, patience: float = 0.0) -> None:
+        """Gives up what is under way, which is not published after it.
+
+        Args:
+            patience: seconds that what has begun has left to end well.
+        """
+        wait([one for one in self._under_way if not one.cancel()], timeout=patience)
+        self._given_up.set()
+
+    def _begin(self, action: Callable, *args) -> Future:
+        begun = self._thread.submit(action, *args)
+        self._under_way = [*(one for one in self._under_way if not one.done()), begun]
+        return begun
 
     def _publish_in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> None:
         begun, storage = time.perf_counter(), self._tiers.storage
         self._publish(storage, plan, state, range(self._world.size))
         reach("published")
         if plan.ends_window:
-            retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=plan.iteration)
+            self._retain(plan.iteration)
         publish_s = time.perf_counter() - begun
         self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)
         self._log.message(f"saved snapshot of iteration {plan.iteration} to {storage.place.name}")
+
+    def _retain(self, upto: int) -> None:
+        storage = self._tiers.storage
+        try:
+            self._unless_given_up()
+            retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=upto)
+        except OSError as error:  # the snapshot is safe all the same; the next one tries again
+            self._log.message(
+                f"WARNING: old snapshots cannot be removed from {storage.place.name} ({error.strerror or error})"
+            )
+
+    def _unless_given_up(self) -> None:
+        if self._given_up.is_set():
+            raise GivenUpError
 
     def _publish(self, store: Store, plan: SnapshotPlan, state: dict, ranks: Iterable[int]) -> None:
         try:
             parts = store.reported(plan.iteration, ranks)
             planned = [self._operators[name] for name in plan.operators]
-            store.publish(assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state))
+            manifest = assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state)
+            self._unless_given_up()
+            store.publish(manifest)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of iteration {plan.iteration} cannot be published in {store.place.name} "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from megatron.training.snapshot_peers import Copied
+from megatron.training.snapshot_storage import tolerable
 from moc.policy import SnapshotPlan
 from moc.snapshot.saver import Snapshot
 
@@ -28,6 +29,7 @@ class Taken:
         state: what is not a tensor.
         snapshot: this worker's part.
         copied: done when this node has the copies of other nodes' parts that it keeps; without peers None.
+        published: done when it counts in storage; at once, on workers that do not publish there.
     """
 
     plan: SnapshotPlan
@@ -35,6 +37,7 @@ class Taken:
     state: dict
     snapshot: Snapshot
     copied: Future[Copied] | None = None
+    published: Future[None] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,21 @@ class Queues:
         copying: of which some worker may not have its part yet.
         replicating: of which some node may not have its copies yet.
         writing: of which some worker's part may not be in storage yet.
+        publishing: of which all parts are in storage, and the manifest may not be there yet.
     """
 
     copying: deque[Taken] = field(default_factory=deque)
     replicating: deque[Taken] = field(default_factory=deque)
     writing: deque[Taken] = field(default_factory=deque)
+    publishing: deque[Taken] = field(default_factory=deque)
 
     def __bool__(self) -> bool:
-        return bool(self.copying or self.replicating or self.writing)
+        return bool(self.copying or self.replicating or self.to_storage)
+
+    @property
+    def to_storage(self) -> list[Taken]:
+        """Those that are on their way to storage, the oldest first; more may be about to be written."""
+        return [*self.publishing, *self.writing]
 
     def not_safe(self, safe_in_memory: bool) -> list[Taken]:
         """Those that may be lost yet; of one that is safe in memory it does not count whether it is written, too."""
@@ -63,27 +73,35 @@ class Queues:
         copied = _done(self.copying, lambda taken: taken.snapshot.sealed)
         written = _done(self.writing, lambda taken: taken.snapshot.persisted)
         replicated = _done(self.replicating, lambda taken: taken.copied)
+        published = _done(self.publishing, lambda taken: taken.published)
         told = {}
         for place in range(PER_VOTE):
             come = _come(_at(copied, place), _at(replicated, place), _at(written, place))
+            come |= _come_to_storage(_at(written, place), _at(published, place))
             told |= {f"{what}[{place}]": value for what, value in come.items()}
         return told
 
-    def wait(self) -> None:
-        """Returns when this worker has come further than it had, or after a moment."""
-        heads = [_at(self.copying, 0), _at(self.writing, 0)]
-        wait([taken.snapshot.sealed for taken in heads if taken])
-        if heads[0] is None:
-            # of a node that is lost meanwhile, a worker hears in the vote alone
-            wait([taken.copied for taken in list(self.replicating)[:1]], timeout=_LISTEN_S)
-            if heads[1] is not None and not self.replicating:
-                wait([heads[1].snapshot.persisted])
+    def wait(self, for_storage: bool) -> None:
+        """Returns when this worker has come further than it had, or after a moment.
+
+        Args:
+            for_storage: it cannot go on before storage has something; what it does not wait for may hang.
+        """
+        if self.copying:
+            wait([self.copying[0].snapshot.sealed])
+        elif self.replicating:  # of a node that is lost meanwhile, a worker hears in the vote alone
+            wait([self.replicating[0].copied], timeout=_LISTEN_S)
+        elif for_storage:
+            heads = [taken.snapshot.persisted for taken in list(self.writing)[:1]]
+            heads += [taken.published for taken in list(self.publishing)[:1]]
+            wait([one for one in heads if not one.done()], timeout=_LISTEN_S, return_when=FIRST_COMPLETED)
 
     def failure(self) -> str | None:
-        """What has gone wrong on this worker, if anything has."""
+        """What has gone wrong on this worker, if that is a reason to end."""
         futures = [taken.snapshot.sealed for taken in self.copying]
-        futures += [taken.snapshot.persisted for taken in self.writing]
         futures += [taken.copied for taken in self.replicating]
+        futures += [taken.snapshot.persisted for taken in self.writing if not tolerable(taken.snapshot.persisted)]
+        futures += [taken.published for taken in self.publishing if not tolerable(taken.published)]
         return next((str(future.exception()) for future in futures if future.done() and future.exception()), None)
 
 
@@ -110,6 +128,14 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
         "snapshot_written": float(written is not None),
         "snapshot_written_bytes": float(written.snapshot.persisted_bytes if written else 0),
         "snapshot_write_s": written.snapshot.persist_s if written else 0.0,
+    }
+
+
+def _come_to_storage(written: Taken | None, published: Taken | None) -> dict[str, float]:
+    return {
+        "snapshot_unwritten": float(written is not None and tolerable(written.snapshot.persisted) is not None),
+        "snapshot_published": float(published is not None),
+        "snapshot_unpublished": float(published is not None and tolerable(published.published) is not None),
     }
 
 

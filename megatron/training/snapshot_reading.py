@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from megatron.training import checkpoint_contents as contents
 from megatron.training.config import Config
@@ -12,21 +14,34 @@ from megatron.training.replay import record_of
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.tied_weights import saved_elsewhere
 from moc.faults import reach
-from moc.recovery.sources import COMPUTE, MEMORY, Held, Moment, Recovery, part_of_slot
+from moc.recovery.sources import BEFORE, COMPUTE, MEMORY, STORAGE, Held, Moment, Recovery, part_of_slot
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import operator_of
 from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest
-from moc.store.regions import MissingRegionError, RegionReader
+from moc.store.regions import MissingRegionError, RegionReader, read_sources
 from moc.store.store import Store, directory_of, file_of
 
 Key = tuple[int, str]
 """Tells a checkpoint from the others: see :class:`Held`."""
 
-Problem = tuple[Key, str]
-"""A checkpoint, and what is wrong with it."""
+Problem = tuple[Key, str, list[str] | None]
+"""A checkpoint, what is wrong with it, and which operators are of no use for it; None for all."""
+
+
+class Damage(NamedTuple):
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        text: for people.
+        operators: which are of no use for it; None for all.
+    """
+
+    text: str
+    operators: frozenset[str] | None
 
 
 class SnapshotReader:
@@ -37,11 +52,12 @@ class SnapshotReader:
         world: this worker's place.
         state: what to fill.
         tiers: where snapshots are.
+        exact: of a damaged checkpoint nothing is of use; if not, other experts may be.
     """
 
-    def __init__(self, config: Config, world: World, state: TrainingState, tiers: Tiers):
-        self._config, self._world, self._state = config, world, state
-        self._storage, self._memory = tiers.storage, tiers.memory
+    def __init__(self, config: Config, world: World, state: TrainingState, tiers: Tiers, exact: bool):
+        self._config, self._world, self._state, self._exact = config, world, state, exact
+        self._stores = {STORAGE: tiers.storage, MEMORY: tiers.memory, BEFORE: tiers.before}
 
     def fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
         """By checkpoint, what this worker takes from it; what other stages save they give it when they have it."""
@@ -70,7 +86,7 @@ class SnapshotReader:
                     if one.iteration > way.moments[0].iteration:
                         record_of(manifests[one.key].state, self.where(one))
             except CheckpointError as error:
-                problem = problem or (one.key, str(error))
+                problem = problem or (one.key, str(error), None)
         return manifests, problem
 
     def fill(
@@ -83,7 +99,7 @@ class SnapshotReader:
                 manifest = manifests[one.key]
                 problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
                 if problem is not None:
-                    return one.key, problem
+                    return one.key, problem, None if self._exact else self._damaged(one, manifest)
         return None
 
     def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
@@ -98,6 +114,17 @@ class SnapshotReader:
             return f"{self.where(one)} cannot be read ({error.strerror or error})"
         return None
 
+    def _damaged(self, one: Held, manifest: Manifest) -> list[str] | None:
+        """The operators that are not whole in this node's files; all hashes are compared."""
+        whole: dict[str, Counter] = defaultdict(Counter)
+        for name, entry in manifest.files.items():
+            with contextlib.suppress(MissingRegionError, OSError):
+                for source in read_sources(self.store(one).blob(one.iteration, name, entry)):
+                    if source.damage() is None:
+                        whole[operator_of(source.entry.name)][source.entry.slot] += source.entry.region.numel
+        damaged = [name for name, entry in manifest.operators.items() if whole[name] != Counter(entry.elements)]
+        return damaged or None
+
     def _reader(self, one: Held, manifest: Manifest) -> RegionReader:
         mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
         names = sorted(manifest.files, key=lambda name: name != mine)
@@ -106,7 +133,7 @@ class SnapshotReader:
 
     def store(self, held: Held) -> Store:
         """Where a checkpoint is."""
-        return self._memory if held.tier == MEMORY else self._storage
+        return self._stores[held.tier]
 
     def where(self, held: Held) -> str:
         """What to call it in a message."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron.training.config import Config
+from megatron.training.config.snapshot import Snapshot
 from megatron.training.logging import Log
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy
+from moc.policy.pec import Pec
 
 _WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
 
@@ -39,6 +42,15 @@ class SnapshotReport:
         self._stall_s += seconds
         if seconds > _WORTH_TELLING_S:
             self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
+
+    def expected(self, policy: Policy, config: Config, train_iters: int) -> None:
+        """Says once, before training, what a fault will cost by the flags that are given."""
+        snapshot = config.snapshot
+        if not isinstance(policy, Pec) or (said := expectation(policy, snapshot, train_iters)) is None:
+            return
+        text, fields = said
+        self._log.message(text)
+        self._log.events.write("expected", **fields)
 
     def chosen(self, iteration: int, policy: Policy) -> None:
         """Says what a policy has chosen, when that is something new."""
@@ -96,3 +108,35 @@ class SnapshotReport:
             self._log.message(
                 f"experts have lost {tokens.plt:.3%} of their tokens to faults" + (f": {layers}" if layers else "")
             )
+
+
+def expectation(policy: Pec, snapshot: Snapshot, train_iters: int) -> tuple[str, dict] | None:
+    """What a fault is expected to cost, for people and for the log; None where it is not known before training.
+
+    Args:
+        policy: as its flags say.
+        snapshot: the flags.
+        train_iters: iterations of the whole training, of whose tokens a proportion is lost.
+    """
+    in_memory = snapshot.ckpt_tier != "disk"
+    if (ages := policy.expected(not in_memory or snapshot.persist_interval is not None)) is None:
+        return None
+    memory, storage = ages
+    plt = memory.mean / train_iters
+    fields = {"plt": plt, "oldest": memory.oldest}
+    where = "that leaves memory whole " if in_memory else ""
+    text = (
+        f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens of "
+        f"this training's experts, and the oldest expert is {memory.oldest} iterations behind"
+    )
+    if not in_memory:
+        return text, fields
+    if storage is None:
+        text += (
+            "; when memory is lost, --ckpt-dir has the first snapshot alone, and nearly all would be trained anew: add "
+            "--persist-interval"
+        )
+        return text, fields
+    plt_storage = storage.mean / train_iters
+    text += f"; from --ckpt-dir alone {plt_storage:.3%}, and {storage.oldest} iterations"
+    return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}

@@ -15,29 +15,33 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.training import checkpoint_contents as contents
-from megatron.training.agreement import agreed, gather
+from megatron.training.agreement import agreed, gather, on_first
 from megatron.training.auto_policy import Auto
 from megatron.training.checkpoint_contents import Position
 from megatron.training.checkpointing import Checkpoints
-from megatron.training.config import Config, ConfigError, layout_sizes
+from megatron.training.config import Config, ConfigError, layout_sizes, train_iterations
 from megatron.training.initialize import World
 from megatron.training.logging import Log
 from megatron.training.model_shape import model_shape
 from megatron.training.no_snapshots import NoSnapshots
 from megatron.training.optimizer import VotedOptimizer
 from megatron.training.replay import Repetition, check_freezing
+from megatron.training.snapshot_claims import claimed, take_places
 from megatron.training.snapshot_loading import Loaded, SnapshotLoader
 from megatron.training.snapshot_peers import Peers, join_peers
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_repair import Repair
 from megatron.training.snapshot_report import SnapshotReport
-from megatron.training.snapshot_tiers import Tiers, check_nodes
+from megatron.training.snapshot_storage import Storage
+from megatron.training.snapshot_tiers import LOOKING_S, Tiers, check_nodes
 from megatron.training.snapshots import Snapshots, Start
 from megatron.training.step import Records, StepRecord
 from megatron.training.survivors import Left, Survivors, publish_what_is_whole, survivors
 from megatron.training.tokens import TokenBook
 from moc.policy import Policy, interval_named, policy_named
-from moc.recovery.retention import staying
+from moc.recovery.carrying import Carrier
+from moc.recovery.changes import in_storage_alone, is_of
+from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
 from moc.sharding import scheme_named
@@ -48,11 +52,14 @@ from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.shape import model_operators
 from moc.state.training_state import TrainingState
+from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
 from moc.store.places import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
+
+_LATE_AFTER = 100  # iterations; where it is not asked for how often something goes to storage
 
 
 class NothingToGoOnFrom(Exception):
@@ -102,13 +109,19 @@ def begin(
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
     boundaries = repetition.stepper.boundaries
+    claim = claimed(config, world, mine, log)
+    tiers = _tiers(config, world, claim)
+    beside = take_places(config, tiers, world, mine is not None, log)
     if auto is not None:
-        config = auto.in_force(_tiers(config, world), mine, first=world.rank == 0)
+        config = auto.in_force(tiers, mine, first=world.rank == 0)
+        tiers = dataclasses.replace(_tiers(config, world, claim), storage=tiers.storage)
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
         counts = auto is not None and auto.counts_tokens
-        its = _setting(config, world, chunks, optimizer, vocab_size, log, mine is not None, counts, undo)
+        settings = config, world, chunks, optimizer, vocab_size, log
+        its = _setting(*settings, mine is not None, counts, tiers, undo, beside)
         if config.snapshot.upstream_logging:
-            agreed(lambda: boundaries.open(_memory(config, world, its.tiers.nodes).root), "cannot keep upstream logs")
+            logs = _memory(config, world, its.tiers.nodes, claim).root
+            agreed(lambda: boundaries.open(logs), "cannot keep upstream logs")
             undo.callback(boundaries.close)
         saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
         loader = SnapshotLoader(
@@ -125,14 +138,18 @@ def begin(
             repetition=repetition,
             records=records,
         )
-        left = survivors(mine, its.state, world, records, boundaries)
+        left = survivors(mine, its.state, world, records, repetition)
         start = _go_on(its, loader, checkpoints, world, log, left, mine)
+        storage = _storage(config, its, world, start, log)
         its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
         if auto is not None:
             ep = config.parallel.expert_model_parallel_size
             auto.sized(busiest, its.policy.operators, ep, _stages(config), lambda: _may_replay(config, its))
         saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
         undo.callback(saver.close)
+        report = SnapshotReport(log, config.snapshot.ckpt_tier)
+        if mine is None and auto is None:
+            report.expected(its.policy, config, train_iterations(config, world.size))
         snapshots = Snapshots(
             world=world,
             policy=its.policy,
@@ -147,7 +164,9 @@ def begin(
             start=start,
             tokens=its.tokens,
             boundaries=boundaries,
-            report=SnapshotReport(log, config.snapshot.ckpt_tier),
+            report=report,
+            storage=storage,
+            stops=config.checkpoint.save_failure == "stop",
             observe=(lambda seen: None) if auto is None else auto.observe,
         )
         snapshots.reserve()
@@ -168,6 +187,7 @@ class _Setting:
         stage: who holds what, in this pipeline stage.
         publisher: makes them count.
         tokens: the token ledger, where the policy wants one.
+        beside: storage is made ready beside training, since the job goes on from memory.
     """
 
     tiers: Tiers
@@ -177,6 +197,7 @@ class _Setting:
     stage: Stage
     publisher: Publisher
     tokens: TokenBook | None
+    beside: bool
 
 
 def _setting(
@@ -188,10 +209,10 @@ def _setting(
     log: Log,
     again: bool,
     counts_tokens: bool,
+    tiers: Tiers,
     undo: contextlib.ExitStack,
+    beside: bool,
 ) -> _Setting:
-    tiers = _tiers(config, world)
-    agreed(lambda: _take_places(tiers, world), "cannot use a directory for snapshots")
     state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
     peers = join_peers(config, tiers, policy, log, again)
     if peers is not None:
@@ -204,7 +225,7 @@ def _setting(
     if counts_tokens or policy.counts_tokens:
         tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
         undo.callback(tokens.close)
-    return _Setting(tiers, peers, state, policy, stage, publisher, tokens)
+    return _Setting(tiers, peers, state, policy, stage, publisher, tokens, beside)
 
 
 def _go_on(
@@ -220,7 +241,9 @@ def _go_on(
     publish_what_is_whole(left, its.tiers, its.publisher, world)
     if its.peers is not None:
         its.peers.restore(log)
-    loaded = loader.load(loader.find(), oldest=checkpoints.newest(), left=left, mine=mine)
+    held = loader.find(left)
+    oldest = checkpoints.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
+    loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
     if mine is not None and not loaded:
         raise NothingToGoOnFrom
     if loaded and loaded.plan.stages:  # they have saved again what some of them had lost
@@ -230,9 +253,30 @@ def _go_on(
     if its.tokens is not None and not loaded:
         its.tokens.starts_at(start.position.iteration)
     if its.peers is not None:
-        its.peers.goes_on_from(start.in_memory, log)
-    agreed(lambda: _tidy(its.tiers, world, start), "cannot tidy up old snapshots")
+        its.peers.goes_on_from(sorted({*start.in_memory, *start.experts}), log)
+    agreed(lambda: _tidy_memory(its.tiers, start), "cannot tidy up old snapshots")
+    if not its.beside:
+        tidy = lambda: its.publisher.beside(lambda: _tidy_storage(its.tiers, start)).result()  # noqa: E731
+        on_first(tidy, "cannot tidy up old snapshots")
     return start
+
+
+def _storage(config: Config, its: _Setting, world: World, start: Start, log: Log) -> Storage:
+    """How storage fares; if the job goes on from memory, nothing waits until it is taken and tidied up."""
+
+    def make_ready() -> None:
+        its.tiers.storage.take()
+        _tidy_storage(its.tiers, start)
+
+    prepares, asked = its.beside and world.rank == 0, config.snapshot.persist_interval
+    return Storage(
+        name=its.tiers.storage.place.name,
+        every=its.tiers.persist_interval if its.tiers.memory is not None else None,
+        late_after=asked or _LATE_AFTER,
+        newest=None if start.newest in start.in_memory else start.newest,
+        log=log,
+        prepare=(lambda: its.publisher.beside(make_ready)) if prepares else None,
+    )
 
 
 def _from(loaded: Loaded, its: _Setting, left: Survivors) -> Start:
@@ -242,7 +286,19 @@ def _from(loaded: Loaded, its: _Setting, left: Survivors) -> Start:
     if not there.goes_on:
         policy.begin_anew()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
-    return Start(loaded.position, loaded.record, there.newest, there.in_memory, there.again, begun)
+    stays = experts_staying(() if policy.exact else loaded.plan.way.used(), there.in_memory, at)
+    if not policy.exact:
+        in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
+        policy.found(in_order and is_of(policy, loaded.plan.way), in_storage_alone(loaded.held, policy))
+    return Start(
+        loaded.position,
+        loaded.record,
+        there.newest,
+        there.in_memory,
+        *stays,
+        again=there.again,
+        begun=begun,
+    )
 
 
 def _describer(
@@ -275,13 +331,13 @@ def _may_replay(config: Config, its: _Setting) -> bool:
     return True
 
 
-def _tiers(config: Config, world: World) -> Tiers:
+def _tiers(config: Config, world: World, claim: Claim) -> Tiers:
     snapshot, directory = config.snapshot, config.snapshot_dir
     nodes = _nodes(snapshot.node_of_rank, world)
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
-    memory = Store(_memory(config, world, nodes), slack=True) if snapshot.ckpt_tier != "disk" else None
+    memory = Store(_memory(config, world, nodes, claim), slack=True) if snapshot.ckpt_tier != "disk" else None
     return Tiers(
-        storage=Store(place_of(directory)),
+        storage=Store(place_of(directory, claim)),
         memory=memory,
         nodes=tuple(nodes),
         leads_node=world.rank == node[0],
@@ -291,11 +347,11 @@ def _tiers(config: Config, world: World) -> Tiers:
     )
 
 
-def _memory(config: Config, world: World, nodes: Sequence[str]) -> LocalPlace:
+def _memory(config: Config, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
     """The memory of this node."""
     launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
     emulated = nodes[world.rank] if config.snapshot.node_of_rank else launched
-    return memory_place(config.snapshot.ckpt_memory_dir, config.snapshot_dir, emulated)
+    return memory_place(config.snapshot.ckpt_memory_dir, config.snapshot_dir, claim.run, emulated, claim)
 
 
 def _nodes(told: str | None, world: World) -> list[str]:
@@ -311,13 +367,6 @@ def _nodes(told: str | None, world: World) -> list[str]:
             f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."
         )
     return nodes
-
-
-def _take_places(tiers: Tiers, world: World) -> None:
-    if world.rank == 0:
-        tiers.storage.place.lock()
-    if tiers.memory is not None and tiers.leads_node:
-        tiers.memory.place.lock()
 
 
 def _policy(config: Config, vocab_size: int) -> Policy:
@@ -362,18 +411,29 @@ def _stages(config: Config) -> tuple[int, ...]:
     return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
 
 
-def _tidy(tiers: Tiers, world: World, start: Start) -> None:
-    """Takes out of the way what the run will take anew, and what killed jobs have left behind."""
-    if world.rank == 0:
-        for newer in tiers.storage.iterations():
-            if newer > start.position.iteration:
-                tiers.storage.set_aside(newer)
-        tiers.storage.clear_unpublished()
+def _tidy_storage(tiers: Tiers, start: Start) -> None:
+    """Takes out of the way what the run will take anew, and what killed jobs have left behind; on the first worker."""
+    for newer in tiers.storage.iterations():
+        if newer > start.position.iteration:
+            tiers.storage.set_aside(newer)
+    tiers.storage.clear_unpublished()
+
+
+def _tidy_memory(tiers: Tiers, start: Start) -> None:
+    """The same in the memory of this node."""
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
+        before = tiers.before
+        for other in before.iterations():
+            if other not in start.before:
+                before.remove(other)
         for other in tiers.memory.iterations():
-            if other not in start.in_memory:
+            if other in start.newer:
+                before.remove(other)
+                tiers.memory.move(other, before)
+            elif other not in (*start.in_memory, *start.experts):
                 tiers.memory.remove(other)
+        Carrier(tiers.memory, ()).forget()
         tiers.memory.clear_unpublished()
 
 

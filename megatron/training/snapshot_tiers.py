@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.training.agreement import agreed, gather, on_first
 from moc.policy import Policy
 from moc.recovery.retention import retain
 from moc.sharding import Item
 from moc.store.errors import CheckpointError
+from moc.store.places import LocalPlace
 from moc.store.publish import joined
 from moc.store.store import Store
+
+LOOKING_S = 5.0
+"""How long storage may take to tell what it has, where a run can go on without it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,13 @@ class Tiers:
     node: tuple[int, ...]
     persist_interval: int | None
     keep: int
+
+    @property
+    def before(self) -> Store | None:
+        """In this node's memory, experts of a time line that was given up, until what follows it is safe."""
+        if self.memory is None:
+            return None
+        return Store(LocalPlace(Path(self.memory.place.name) / "before", in_memory=True), slack=True)
 
 
 def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:

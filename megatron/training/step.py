@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -148,7 +149,12 @@ class Stepper:
         reach("after_apply")
         return record
 
-    def repeat(self, record: StepRecord, batches: Iterator[Batch] | None) -> dict[str, torch.Tensor]:
+    def repeat(
+        self,
+        record: StepRecord,
+        batches: Iterator[Batch] | None,
+        completing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> dict[str, torch.Tensor]:
         """Computes an iteration again that is known by its record; what is frozen then does not change.
 
         It is clipped by the recorded norm, since frozen operators have no gradients that could be part of one, and
@@ -157,6 +163,7 @@ class Stepper:
         Args:
             record: of the iteration.
             batches: as for :meth:`step`.
+            completing: what to be in while the state is between two iterations.
 
         Returns:
             This worker's part of the loss; all parts are bit by bit that of the record, where layout, data and kernels
@@ -164,7 +171,8 @@ class Stepper:
         """
         reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
         self.auxiliary.take()
-        self.complete(record)
+        with completing():
+            self.complete(record)
         self.gather_weights()
         return sum_losses(reports, self.world)
 

@@ -9,10 +9,10 @@ from functools import partial
 from megatron.training.agreement import agreed, gather
 from megatron.training.checkpoint_contents import Position
 from megatron.training.initialize import World
+from megatron.training.replay import Repetition
 from megatron.training.snapshot_publishing import Publisher
 from megatron.training.snapshot_tiers import Tiers
 from megatron.training.step import Records
-from megatron.training.upstream import Boundaries
 from moc.recovery.replicas import pieces
 from moc.recovery.scope import Logs
 from moc.state.detail import Detail
@@ -54,13 +54,13 @@ class Left:
 
     Attributes:
         live: its state, as long as it is whole.
-        reduced: the iteration of which it has the reduced gradients.
         begun: by iteration, the last snapshots that it has begun.
+        run: of which run the snapshots are, if it knows.
     """
 
     live: Live | None = None
-    reduced: int | None = None
     begun: Mapping[int, Begun] = field(default_factory=dict)
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ class Survivors:
     logs: Logs | None = None
 
     def only(self, ranks: Collection[int]) -> Survivors:
-        """The same, if only these ranks have their state left."""
-        return replace(self, live={rank: at for rank, at in self.live.items() if rank in ranks})
+        """The same, if only these ranks have their state left, and nobody that of a replay."""
+        logs = self.logs and replace(self.logs, replayed={})
+        return replace(self, live={rank: at for rank, at in self.live.items() if rank in ranks}, logs=logs)
 
     def without_logs(self, damaged: Mapping[int, Collection[int]]) -> Survivors:
         """The same, if the logs that some ranks have of some iterations were not there."""
@@ -96,7 +97,7 @@ class Survivors:
 
 
 def survivors(
-    mine: Left | None, state: TrainingState, world: World, records: Records, boundaries: Boundaries
+    mine: Left | None, state: TrainingState, world: World, records: Records, repetition: Repetition
 ) -> Survivors:
     """Tells all what this worker has left, and hears the same of the others; a collective call.
 
@@ -105,7 +106,7 @@ def survivors(
         state: of this worker.
         world: its place.
         records: of iterations of late.
-        boundaries: what has logged what crossed them.
+        repetition: it knows what has logged what crossed pipeline stages, and how far it has come itself.
     """
     own = mine.live if mine is not None else None
     at = own.position.iteration if own is not None else None
@@ -121,7 +122,7 @@ def survivors(
     for rank, counted in enumerate(gather(state.steps())):
         if rank in live:
             steps[live[rank]] |= counted
-    logs = _logs(world, mine, records, boundaries) if boundaries.feeds else None
+    logs = _logs(world, records, repetition) if repetition.stepper.boundaries.feeds else None
     return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(state)))), steps, logs)
 
 
@@ -133,15 +134,17 @@ def _of_first(mine: Mapping[int, Begun], world: World) -> dict[int, Begun]:
     return {iteration: begun for one in told for iteration, begun in one.items()}
 
 
-def _logs(world: World, mine: Left | None, records: Records, boundaries: Boundaries) -> Logs:
-    reduced = mine.reduced if mine is not None else None
-    told = list(enumerate(gather((world.pipeline_rank, boundaries.kept(), reduced, records.iterations()))))
+def _logs(world: World, records: Records, repetition: Repetition) -> Logs:
+    boundaries, reduced = repetition.stepper.boundaries, repetition.stepper.optimizer.reduced
+    mine = world.pipeline_rank, boundaries.kept(), reduced, repetition.progress.told, records.iterations()
+    stages, kept, reduced, replayed, known = (dict(enumerate(told)) for told in zip(*gather(mine), strict=True))
     return Logs(
-        stages={rank: stage for rank, (stage, _, _, _) in told},
+        stages=stages,
         feeds=boundaries.feeds,
-        kept={rank: kept for rank, (_, kept, _, _) in told},
-        reduced={rank: of for rank, (_, _, of, _) in told if of is not None},
-        records={iteration for _, (_, _, _, known) in told for iteration in known},
+        kept=kept,
+        reduced={rank: iteration for rank, iteration in reduced.items() if iteration is not None},
+        records=set().union(*known.values()),
+        replayed={rank: state for rank, state in replayed.items() if state is not None},
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron.training.config import Config
+from megatron.training.config import Config, train_iterations
 from megatron.training.initialize import World
 from megatron.training.routing import RouterCounts
 from moc.policy import Load, SnapshotPlan
@@ -17,6 +18,18 @@ from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 Experts = dict[int, list[int]]
+
+
+class Raised(NamedTuple):
+    """By how much a recovery has raised the proportion of lost tokens (MoC-System, eq. 7).
+
+    Attributes:
+        so_far: of those that were routed so far.
+        of_training: of those of the whole training, which by ``--train-iters`` are so many times as many.
+    """
+
+    so_far: float = 0.0
+    of_training: float = 0.0
 
 
 class TokenBook:
@@ -47,6 +60,7 @@ class TokenBook:
             chunks, sorted(numbers), config.moe.num_experts or 0, padded, world.device, with_probabilities
         )
         self._ledger, self._heard = Ledger.of(numbers), ({}, {})
+        self._train_iters = max(1, train_iterations(config, world.size))
         self._with_probabilities = with_probabilities
         self.probabilities: dict[int, list[float]] = {}
         """By layer and expert, the sum of those with which it was given tokens in the last iteration."""
@@ -97,7 +111,7 @@ class TokenBook:
         """Nothing was lost: the ledger is this one."""
         self._ledger = Ledger.from_state(state)
 
-    def recovered(self, way: Recovery, states: Mapping[tuple[int, str], Mapping]) -> float:
+    def recovered(self, way: Recovery, states: Mapping[tuple[int, str], Mapping]) -> Raised:
         """The run goes on in a way; by how much that has raised the proportion of lost tokens.
 
         Args:
@@ -108,12 +122,13 @@ class TokenBook:
         ledgers = {key: Ledger.from_state(state) for key, state in states.items()}
         if way.base.key not in ledgers:
             self.starts_at(way.iteration)
-            return 0.0
+            return Raised()
         base, restored = ledgers.pop(way.base.key), {}
         for name, (layer, expert) in self._experts.items():
             restored.setdefault(layer, {})[expert] = way.learned_until(name)
         self._ledger = base.recovered(restored, ledgers.values())
-        return self._ledger.plt() - base.plt()
+        raised = self._ledger.plt() - base.plt()
+        return Raised(raised, raised * min(1.0, way.iteration / self._train_iters))
 
     @property
     def load(self) -> Load:

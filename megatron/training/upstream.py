@@ -96,8 +96,8 @@ class Boundaries:
         """Iterations of which this worker's log is there, counted from 1."""
         return []
 
-    def damaged(self, iterations: Collection[int], stages: Collection[int]) -> list[int]:
-        """Of some iterations, those that this worker could not :meth:`serve`."""
+    def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
+        """Of iterations, each with the stages that compute it, those that this worker could not :meth:`serve`."""
         return []
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
@@ -183,9 +183,9 @@ class UpstreamLog(Boundaries):
         """See :class:`Boundaries`."""
         return LogReader(self._directory).iterations()
 
-    def damaged(self, iterations: Collection[int], stages: Collection[int]) -> list[int]:
+    def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
         """See :class:`Boundaries`."""
-        return [iteration for iteration in iterations if self._is_damaged(iteration, stages)]
+        return [iteration for iteration, stages in served.items() if self._is_damaged(iteration, stages)]
 
     def _is_damaged(self, iteration: int, stages: Collection[int]) -> bool:
         try:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
+from moc.policy.expected import ages
+
 _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"
 
@@ -166,12 +168,10 @@ def uniform_plt(
 ) -> float:
     """The PLT to expect where all experts are equally busy and are saved in turn.
 
-    When a run goes on from storage, K_persist experts are in the state of its newest checkpoint, as many in that of the
-    one before, and so on.  Memory holds the newest snapshot, so of the experts that a node which is left has, those of
-    K_snapshot have lost nothing; the others come from storage, and are taken to be those that waited longest there.  So
-    a layer has lost, for each expert, the tokens of its age times the interval.  Faults in proportion to the
-    iterations makes that a proportion of all tokens, whatever the length of training.  (Follows from eq. 7; the paper
-    measures it.)
+    In memory, which keeps each expert's newest version, K_snapshot experts are in the state of the newest snapshot, as
+    many in that of the one before, and so on; in storage it is the same with K_persist.  So a layer has lost, for each
+    expert, the tokens of its age times the interval.  Faults in proportion to the iterations makes that a proportion of
+    all tokens, whatever the length of training.  (Follows from eq. 7; the paper measures it.)
 
     Args:
         num_experts: N.
@@ -181,14 +181,16 @@ def uniform_plt(
         k_persist: those of them that go to storage.
         interval: iterations from one to the next.
     """
-    lost, left = _mean_age(num_experts, k_persist, 0), _mean_age(num_experts, k_persist, k_snapshot)
+    lost, left = _mean_age(num_experts, k_snapshot, k_persist), _mean_age(num_experts, k_snapshot, k_snapshot)
     return faults_per_iteration * interval * (from_storage * lost + (1 - from_storage) * left)
 
 
 @cache
-def _mean_age(num_experts: int, k: int, in_memory: int) -> float:
-    """In checkpoints, over the experts of a layer, of which so many are in memory."""
-    return sum(place // k for place in range(in_memory, num_experts)) / num_experts
+def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
+    """In checkpoints, over the experts of a layer, where K_persist of those in a snapshot are kept."""
+    if k_persist == k_snapshot or num_experts % k_snapshot == 0 == k_snapshot % k_persist:  # in turn without a gap
+        return sum(place // k_persist for place in range(num_experts)) / num_experts
+    return ages(num_experts, k_snapshot, k_persist).mean
 
 
 def _candidates(measured: Measured, limits: Limits, plt_of: PltOf) -> Iterator[_Candidate]:

@@ -57,8 +57,8 @@ class DynamicK:
         """After a recovery.
 
         Args:
-            plt: by how much it has raised the PLT; of the whole training's tokens, or of those so far, which is more
-                careful: what they lost early would weigh less later.
+            plt: by how much it has raised the PLT of the whole training (eq. 7); of the tokens so far, one early fault
+                would count as if all that follow were as near to the beginning.
 
         Raises:
             ValueError: it is negative.

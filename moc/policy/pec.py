@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from moc.policy.adaptive import Choice, Limits, candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moc.policy.expected import Ages, ages
 from moc.policy.interval import Every
 from moc.policy.load_aware import load_aware_experts
 from moc.policy.pec_tuner import PecTuner
@@ -80,6 +81,11 @@ class Pec(Policy):
             )
         if self.target not in NOT_CHOSEN:
             raise ValueError(f"there is no target called {self.target}: choose one of {', '.join(NOT_CHOSEN)}")
+        if self.target == "optimizer" and self.plt_limit:
+            raise ValueError(
+                "Dynamic-K goes by tokens that weights have lost, and with the target optimizer all weights are saved, "
+                "so it would never act: drop --pec-dynamic-k, or choose another --pec-target"
+            )
         if self.persist_every < 1:
             raise ValueError(f"persist_every must be at least 1, not {self.persist_every}")
         for layer, number in self._num_experts.items():
@@ -147,21 +153,32 @@ class Pec(Policy):
         self.turns.persisted = self.turns.persisted or self._never()
         self.turns.note_persisted(self._in_full(plan))
 
-    def memory_lost(self) -> None:
-        """The run goes on from storage, and memory holds nothing: the next snapshot saves everything."""
-        self.turns.based = False
+    def stores(self, plan: SnapshotPlan) -> bool:
+        """As :meth:`Policy.stores`: everything, where storage lacks it; without it partial ones are of no use there."""
+        return plan.complete and not self.turns.stored
+
+    def found(self, in_memory: bool, in_storage: bool) -> None:
+        """As :meth:`Policy.found`: where either lacks some expert, the next snapshot saves everything."""
+        self.turns.based, self.turns.stored = in_memory and in_storage, in_storage
+
+    def storage_lost(self) -> None:
+        """As :meth:`Policy.storage_lost`: without one of everything the others are of no use."""
+        self.turns.based = self.turns.stored = False
 
     def recovered(self, plt: float) -> None:
         """A recovery has raised the proportion of lost tokens by so much; more experts may be saved from now on."""
         if self.plt_limit and self._num_experts:
-            after = self._dynamic.recovered(max(0.0, plt))  # below 0 if a newer state was found after all
-            self.turns.k, self.turns.booked = after.k, after.booked
+            before = self._dynamic
+            after = before.recovered(max(0.0, plt))  # below 0 if a newer state was found after all
+            self.turns.booked = after.booked
+            if after.k > before.k:  # else another choice may still be made
+                self.turns.k = after.k
             self._limit_choice()
 
     @property
     def k_to_persist(self) -> int:
         """K_persist as it is now."""
-        return max(self.turns.k, self._before_faults[1])
+        return max(self._raised, self._before_faults[1])
 
     @property
     def k_to_snapshot(self) -> int:
@@ -169,6 +186,11 @@ class Pec(Policy):
         k, k_persist = self._before_faults
         raised = -(-k * self.k_to_persist // k_persist)
         return min(raised, min(self._num_experts.values(), default=raised))
+
+    @property
+    def _raised(self) -> int:
+        """What faults have raised K_persist to, if they may."""
+        return min(self.turns.k, min(self._num_experts.values(), default=0)) if self.plt_limit else 0
 
     @property
     def _before_faults(self) -> tuple[int, int]:
@@ -186,7 +208,28 @@ class Pec(Policy):
     def _limit_choice(self) -> None:
         """No choice goes below what faults have raised K to."""
         if self._tuner is not None:
-            self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self.turns.k))
+            self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self._raised))
+
+    def expected(self, persists: bool) -> tuple[Ages, Ages | None] | None:
+        """How old experts will be, in iterations: after a fault that leaves memory whole, and by storage alone.
+
+        Args:
+            persists: snapshots go to storage now and then.
+
+        Returns:
+            The second is None where they do not.  None where that is not known: K or the interval are chosen, or load
+            decides.
+        """
+        if self._tuner is not None or not isinstance(self.interval, Every) or not self._num_experts:
+            return None
+        if self.selection != "sequential":
+            return None
+        number, every, interval = max(self._num_experts.values()), self.persist_every, self.interval.interval
+        k, k_persist = self.k_to_snapshot, self.k_to_persist
+        memory = ages(number, k, k, 1, every).times(interval)
+        if not persists:
+            return memory, None
+        return memory, ages(number, k, k_persist, every, every).times(every * interval)
 
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: K on both levels, and a chosen interval."""

@@ -169,14 +169,26 @@ class Policy(ABC):
     def stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
         """Learns that this part of a snapshot, from :meth:`for_storage`, goes to storage; told after :meth:`taken`."""
 
-    def memory_lost(self) -> None:  # noqa: B027
-        """Learns that memory holds nothing: the run goes on from storage."""
+    def stores(self, plan: SnapshotPlan) -> bool:
+        """Whether a snapshot in memory must go to storage too, due or not; to be asked before :meth:`taken`."""
+        return False
+
+    def found(self, in_memory: bool, in_storage: bool) -> None:  # noqa: B027
+        """Learns what there is when a run goes on, told after :meth:`load_state_dict`.
+
+        Args:
+            in_memory: where snapshots are safe, be it storage, the newest snapshots are all that the run goes on with.
+            in_storage: a run could go on from what is in storage alone.
+        """
+
+    def storage_lost(self) -> None:  # noqa: B027
+        """Learns that storage does not get the first checkpoint that was to go there: it needs another one."""
 
     def recovered(self, plt: float) -> None:  # noqa: B027
         """Learns what a recovery has cost.
 
         Args:
-            plt: by how much it has raised the proportion of lost tokens.
+            plt: by how much it has raised the proportion of lost tokens of the whole training.
         """
 
     def gauges(self) -> dict[str, float]:

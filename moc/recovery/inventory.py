@@ -10,7 +10,7 @@ from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, Held
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
-from moc.store.store import Store
+from moc.store.store import Store, is_of_rank
 
 
 class Summary(NamedTuple):
@@ -19,20 +19,25 @@ class Summary(NamedTuple):
     Attributes:
         iteration: iterations completed.
         writers: ranks that wrote, over all nodes.
-        files: how many files it names.
+        files: how many ranks' files it names.
         operators: by name the detail, and by slot how many elements these files hold.
+        job: the launch that published it; empty where manifests do not tell.
+        policy: name of the policy that planned it.
     """
 
     iteration: int
     writers: int
     files: int
     operators: dict[str, tuple[str, dict[str, int]]]
+    job: str = ""
+    policy: str = ""
 
 
 def summary(manifest: Manifest) -> Summary:
     """The summary of a manifest."""
     operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
-    return Summary(manifest.iteration, manifest.writers, len(manifest.files), operators)
+    files = sum(map(is_of_rank, manifest.files))
+    return Summary(manifest.iteration, manifest.writers, files, operators, manifest.job, manifest.policy)
 
 
 def look(store: Store) -> tuple[list[Summary], list[str]]:
@@ -49,31 +54,40 @@ def look(store: Store) -> tuple[list[Summary], list[str]]:
 def in_storage(summaries: Iterable[Summary]) -> list[Held]:
     """What storage holds: a checkpoint that is published there is complete."""
     return [
-        Held(one.iteration, STORAGE, {name: detail for name, (detail, _) in one.operators.items()}) for one in summaries
+        Held(one.iteration, STORAGE, {name: detail for name, (detail, _) in one.operators.items()}, one.policy)
+        for one in summaries
     ]
 
 
-def in_memory(nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator]) -> list[Held]:
+def in_memory(nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator], tier: str = MEMORY) -> list[Held]:
     """What the memory of all nodes that are there holds together.
 
     Where all ranks' files are there, all operators are whole; where a node is lost, those of which the others have all
-    elements.
+    elements.  Of what several launches have left of one iteration, that counts of which there is most.
 
     Args:
         nodes: what each node holds.
         operators: of the model.
+        tier: :data:`MEMORY`, or :data:`BEFORE`, of which experts alone are of use.
     """
-    parts: dict[tuple[int, int], list[Summary]] = defaultdict(list)
+    parts: dict[tuple[int, int, str], list[Summary]] = defaultdict(list)
     for node in nodes:
         for one in node:
-            parts[one.iteration, one.writers].append(one)
+            parts[one.iteration, one.writers, one.job].append(one)
+    most: dict[int, tuple[int, int, str]] = {}
+    for key, summaries in parts.items():
+        best = most.setdefault(key[0], key)
+        if sum(one.files for one in summaries) > sum(one.files for one in parts[best]):
+            most[key[0]] = key
     sizes = {operator.name: operator.parameters for operator in operators}
-    held = []
-    for (iteration, writers), summaries in parts.items():
+    held, wanted = [], {operator.name for operator in operators if tier == MEMORY or operator.expert is not None}
+    for iteration, writers, job in most.values():
+        summaries = parts[iteration, writers, job]
         everything = sum(one.files for one in summaries) == writers
         details = {name: detail for one in summaries for name, (detail, _) in one.operators.items()}
-        whole = {n: d for n, d in details.items() if everything or _is_whole(n, sizes.get(n), summaries)}
-        held.append(Held(iteration, MEMORY, whole))
+        whole = {n: d for n, d in details.items() if n in wanted or tier == MEMORY}
+        whole = {n: d for n, d in whole.items() if everything or _is_whole(n, sizes.get(n), summaries)}
+        held.append(Held(iteration, tier, whole, summaries[0].policy))
     return held
 
 

@@ -15,14 +15,21 @@ class Part(NamedTuple):
     Attributes:
         iteration: iterations completed.
         writers: ranks that wrote, over all nodes.
-        files: how many of their files are in this part.
+        files: how many of their files are in this part; none where it was reduced to some experts.
         operators: by name of those of which these files have anything, the detail.
+        job: the launch that published it; empty where manifests do not tell.
     """
 
     iteration: int
     writers: int
     files: int
     operators: Mapping[str, str]
+    job: str = ""
+
+    @property
+    def snapshot(self) -> tuple[int, int, str]:
+        """What the parts of one snapshot have in common."""
+        return self.iteration, self.writers, self.job
 
 
 class Inventory(NamedTuple):
@@ -67,7 +74,10 @@ def to_restore(
 
     Returns:
         One for each node and snapshot of which it lacks its part; nothing if none does, or if there is no such window.
+        Where experts may be older, older snapshots come back, too, of which others keep what is of use.
     """
+    if not exact:
+        return _partial(nodes, spoilt)
     whole = _can_be_whole(nodes, spoilt)
     held = [
         Held(iteration, MEMORY, {name: detail for part, _ in parts for name, detail in part.operators.items()})
@@ -80,14 +90,21 @@ def to_restore(
     return [restore for i in sorted(whole) if i >= first for _, restore in whole[i] if restore is not None]
 
 
+def _partial(nodes: Mapping[str, Inventory], spoilt: Container[Restore]) -> list[Restore]:
+    """What nodes lack: of each snapshot that is not whole everywhere, whatever there is of it."""
+    there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
+    found = [_find(name, snapshot, nodes, spoilt) for snapshot in sorted(there) for name in nodes]
+    return [restore for _, restore in filter(None, found) if restore is not None]
+
+
 def _can_be_whole(
     nodes: Mapping[str, Inventory], spoilt: Container[Restore]
 ) -> dict[int, list[tuple[Part, Restore | None]]]:
     """By iteration the parts of all nodes, each with the way in which it comes back if its node does not have it."""
     whole: dict[int, list[tuple[Part, Restore | None]]] = {}
-    there = {part[:2] for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
-    for iteration, writers in sorted(there):
-        found = [_find(name, (iteration, writers), nodes, spoilt) for name in nodes]
+    there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
+    for iteration, writers, job in sorted(there):
+        found = [_find(name, (iteration, writers, job), nodes, spoilt) for name in nodes]
         parts = [one for one in found if one is not None]
         if sum(part.files for part, _ in parts) == writers:
             whole[iteration] = parts
@@ -95,7 +112,7 @@ def _can_be_whole(
 
 
 def _find(
-    name: str, snapshot: tuple[int, int], nodes: Mapping[str, Inventory], spoilt: Container[Restore]
+    name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, Inventory], spoilt: Container[Restore]
 ) -> tuple[Part, Restore | None] | None:
     """A node's part, and from where it comes if the node does not have it; None if nobody has it."""
     if part := _part(nodes[name].own, snapshot):
@@ -107,5 +124,5 @@ def _find(
     return None
 
 
-def _part(parts: Iterable[Part], snapshot: tuple[int, int]) -> Part | None:
-    return next((part for part in parts if part[:2] == snapshot), None)
+def _part(parts: Iterable[Part], snapshot: tuple[int, int, str]) -> Part | None:
+    return next((part for part in parts if part.snapshot == snapshot), None)

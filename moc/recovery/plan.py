@@ -12,6 +12,9 @@ roll forward to it; where not, the older one is loaded from its checkpoint by th
 With upstream logs there is a fourth way: the pipeline stages that have lost something go back to a checkpoint and
 *compute again* what came after it, alone, and so arrive where the others have stayed (:mod:`moc.recovery.scope`).
 Whoever is one iteration behind then, but has its reduced gradients, completes that iteration: there was a vote.
+
+If yet another worker is lost meanwhile, stages that were computing again *go on* from the iteration that they had come
+to, where all of their workers are left and what they need is there: it is the others' loss, not theirs.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moc.recovery.going_on import Course, goes_on
 from moc.recovery.scope import Logs, scope
 from moc.recovery.sources import MEMORY, Held, Recovery, recoveries
 from moc.state.operators import Operator
@@ -66,9 +70,9 @@ class Plan:
         iteration: from here.
         keep: ranks that have this state already.
         copies: what the others get from them; empty where they load.
-        way: the checkpoints that the others load; None where they copy, or where all keep.
-        stages: pipeline stages whose workers load, and compute again by themselves what came after; empty where what
-            has to be computed again is computed by all.
+        way: the checkpoints that the others load; None where they copy, or where all keep or go on.
+        courses: by pipeline stage, how its workers arrive here by themselves, of those that do not keep their state;
+            empty where what has to be computed again is computed by all.
         complete: ranks that have the state of the iteration before, and its reduced gradients, and complete it.
     """
 
@@ -76,15 +80,34 @@ class Plan:
     keep: frozenset[int] = frozenset()
     copies: tuple[Copy, ...] = ()
     way: Recovery | None = None
-    stages: frozenset[int] = frozenset()
+    courses: Mapping[int, Course] = field(default_factory=dict)
     complete: frozenset[int] = frozenset()
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """Pipeline stages that compute again by themselves, or have done so; empty where all compute together."""
+        return frozenset(self.courses)
+
+    @property
+    def begin(self) -> int:
+        """The first iteration of which some worker's state is on its way here."""
+        first = [] if self.way is None else [self.way.moments[0].iteration]
+        return min([*first, *(course.begin for course in self.courses.values())], default=self.iteration)
 
     @property
     def again(self) -> range:
         """The iterations that are computed again, counted from 1."""
-        if self.way is None:
-            return range(0)
-        return range(self.way.moments[0].iteration + 1, self.iteration + 1)
+        return range(self.begin + 1, self.iteration + 1)
+
+    def course(self, stage: int) -> Course | None:
+        """How the workers of a stage arrive here that do not keep their state; None if nothing is to be done for it."""
+        if self.courses:
+            return self.courses.get(stage)
+        return None if self.way is None else Course(self.begin, self.way)
+
+    def computing(self, iteration: int) -> frozenset[int]:
+        """The stages that compute an iteration again while others serve it; empty where all compute together."""
+        return frozenset(stage for stage, course in self.courses.items() if course.begin < iteration)
 
 
 def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only: int | None = None) -> Iterator[Plan]:
@@ -101,7 +124,7 @@ def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only
     for iteration in sorted({*ways, *live.values()}, reverse=True):
         keep = frozenset(rank for rank, at in live.items() if at == iteration)
         way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
-        by_stages = _by_stages(iteration, live, ways.values(), inventory.logs)
+        by_stages = _by_stages(iteration, live, ways.values(), inventory, operators)
         if copies is not None and (way is None or way.base.tier != MEMORY):
             yield Plan(iteration, keep, copies)
         elif way is not None and len(way.moments) == 1:
@@ -112,23 +135,33 @@ def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only
             yield Plan(iteration, frozenset(), (), way)
 
 
-def _by_stages(iteration: int, live: Mapping[int, int], ways: Iterable[Recovery], logs: Logs | None) -> Plan | None:
+def _by_stages(
+    iteration: int,
+    live: Mapping[int, int],
+    ways: Iterable[Recovery],
+    inventory: Inventory,
+    operators: Sequence[Operator],
+) -> Plan | None:
     """The stages that are not whole compute again what came after a checkpoint, the newest that logs allow."""
-    keep = {rank for rank, at in live.items() if at == iteration}
+    logs, keep = inventory.logs, {rank for rank, at in live.items() if at == iteration}
     if logs is None or not keep:
         return None
     behind = {rank for rank, at in live.items() if at == iteration - 1 and logs.reduced.get(rank) == iteration}
     lost = {stage for rank, stage in logs.stages.items() if rank not in keep | behind}
     if not lost:
         return Plan(iteration, frozenset(keep), complete=frozenset(behind))
+    left = {stage: goes_on(stage, iteration, live, inventory.pieces, logs, inventory.held, operators) for stage in lost}
     for way in sorted(ways, key=lambda way: -way.iteration):
         if way.iteration > iteration or not set(range(way.iteration + 1, iteration + 1)) <= set(logs.records):
             continue
-        again = range(way.moments[0].iteration + 1, iteration + 1)
-        stages = scope(lost, again, logs)
-        if stages is not None:
-            stay = {rank for rank, stage in logs.stages.items() if stage not in stages}
-            return Plan(iteration, frozenset(keep & stay), (), way, stages, frozenset(behind & stay))
+        afresh = Course(way.moments[0].iteration, way)
+        ahead = {stage: course for stage, course in left.items() if course is not None and course.begin > afresh.begin}
+        begins = scope(lost, afresh.begin, iteration, logs, {stage: course.begin for stage, course in ahead.items()})
+        if begins is not None:
+            courses = {stage: afresh if begin == afresh.begin else ahead[stage] for stage, begin in begins.items()}
+            stay = {rank for rank, stage in logs.stages.items() if stage not in courses}
+            needed = way if afresh in courses.values() else None
+            return Plan(iteration, frozenset(keep & stay), (), needed, courses, frozenset(behind & stay))
     return None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moc.policy import SnapshotPlan
 from moc.recovery.inventory import in_storage, look
-from moc.recovery.sources import MEMORY, Held, needed, recoveries
+from moc.recovery.sources import BEFORE, MEMORY, Held, needed, recoveries
 from moc.state.operators import Operator
 from moc.store.store import Store
 
@@ -49,6 +50,37 @@ class Staying:
     in_memory: tuple[int, ...] = ()
     again: SnapshotPlan | None = None
     goes_on: bool = True
+
+
+class Experts(NamedTuple):
+    """Snapshots in memory that a run has taken experts from, and may have to again.
+
+    Attributes:
+        older: iterations of those that are no newer than where it is, but for those that stay anyway.
+        newer: of those that are; their time line is given up, and this one will come by their iterations.
+        before: of those that have made room for this one already.
+    """
+
+    older: tuple[int, ...] = ()
+    newer: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+
+
+def experts_staying(used: Iterable[Held], in_memory: Collection[int], iteration: int) -> Experts:
+    """What a run that has come back by partial snapshots must keep until it has saved what follows.
+
+    Args:
+        used: the checkpoints that something came from.
+        in_memory: iterations of the snapshots that stay.
+        iteration: from which the run goes on.
+    """
+    used = sorted(used, key=lambda one: one.iteration)
+    others = [one.iteration for one in used if one.tier == MEMORY and one.iteration not in in_memory]
+    return Experts(
+        tuple(other for other in others if other <= iteration),
+        tuple(other for other in others if other > iteration),
+        tuple(one.iteration for one in used if one.tier == BEFORE),
+    )
 
 
 def staying(

@@ -9,15 +9,18 @@ each expert from wherever its newest state is: the memory of a node that survive
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import merge
 from itertools import islice
 
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 MEMORY, STORAGE = "memory", "storage"
+BEFORE = "memory before"
+"""Memory of a time line that was given up, in which some experts are newer than the rest."""
 MASTER, MOMENTS, COMPUTE = "master", "moments", "compute"
 PARTS = {
     Detail.FULL.value: (MASTER, MOMENTS),
@@ -39,18 +42,25 @@ class Held:
 
     Attributes:
         iteration: iterations completed.
-        tier: :data:`MEMORY` or :data:`STORAGE`.
+        tier: :data:`MEMORY`, :data:`STORAGE`, or :data:`BEFORE`.
         operators: by name of the operators that are whole in it, the detail.
+        policy: name of the policy that planned it.
     """
 
     iteration: int
     tier: str
     operators: Mapping[str, str]
+    policy: str = field(default="", compare=False)
 
     @property
     def key(self) -> tuple[int, str]:
         """What tells it from the others."""
         return self.iteration, self.tier
+
+    def without(self, damaged: Collection[str] | None) -> Held | None:
+        """What is left of it if these operators are damaged; nothing where all are, or nobody knows which."""
+        left = {} if damaged is None else {n: detail for n, detail in self.operators.items() if n not in damaged}
+        return replace(self, operators=left) if left and len(left) < len(self.operators) else None
 
     def has(self, iteration: int, tier: str, operators: Mapping[str, Detail]) -> bool:
         """Whether it is that of an iteration in a tier, and has these operators as they were to be saved."""
@@ -115,6 +125,10 @@ class Recovery:
         """The checkpoint that what is not a tensor comes from."""
         return self.at(self.iteration)
 
+    def moment(self, iteration: int) -> Moment | None:
+        """What is loaded where so many iterations are completed, if anything."""
+        return next((moment for moment in self.moments if moment.iteration == iteration), None)
+
     def at(self, iteration: int) -> Held:
         """The checkpoint that tells what is not a tensor of one of its moments: of those that are used, storage.
 
@@ -144,7 +158,7 @@ def recoveries(
         held: the checkpoints that there are.
         operators: of the model.
         exact: everything must be of one iteration, as it was saved or as it is computed again; if not, experts may be
-            older or newer than the rest.
+            older or newer than the rest, and windows that an exact policy has left are ways, too.
         only: go on from this iteration, and take nothing that is newer.
 
     Yields:
@@ -156,8 +170,18 @@ def recoveries(
     there: dict[int, list[Held]] = defaultdict(list)
     for one in newest_first:
         there[one.iteration].append(one)
-    found = windows(there, operators) if exact else _with_older_experts(there, newest_first, operators)
+    found = windows(there, operators)
+    if not exact:
+        found = _newest_first(_with_older_experts(there, newest_first, operators), found)
     yield from (way for way in found if only in (None, way.iteration))
+
+
+def _newest_first(preferred: Iterator[Recovery], others: Iterator[Recovery]) -> Iterator[Recovery]:
+    last = None
+    for way in merge(preferred, others, key=lambda way: -way.iteration):
+        if way.iteration != last:
+            last = way.iteration
+            yield way
 
 
 def windows(there: Mapping[int, Sequence[Held]], operators: Sequence[Operator]) -> Iterator[Recovery]:

@@ -1,14 +1,21 @@
-"""Addresses of processes: ``host:port``, ``[IPv6]:port`` or ``unix:/path``."""
+"""Addresses of processes: ``host:port``, ``[IPv6]:port``, ``unix:/path`` or ``unix:@name``.
+
+A name is one of Linux's own, in no directory, so that nothing can remove it; only its owner's processes get in.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
+import secrets
 import socket
 import stat
+import struct
 
 _UNIX = "unix:"
+_PEER = struct.Struct("3i")  # process, user, group
+_KEEPALIVE_S, _UNACKNOWLEDGED_MS = 5, 20_000
 _BACKLOG = 256
 
 
@@ -20,7 +27,8 @@ def candidates(address: str) -> list[tuple[int, tuple | str]]:
         OSError: the host is not known.
     """
     if address.startswith(_UNIX):
-        return [(socket.AF_UNIX, address[len(_UNIX) :])]
+        path = address[len(_UNIX) :]
+        return [(socket.AF_UNIX, "\0" + path[1:] if path.startswith("@") else path)]
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"{address} is not an address: write host:port or unix:/path")
@@ -42,7 +50,9 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if family == socket.AF_UNIX:
+        if family == socket.AF_UNIX and where.startswith("\0"):
+            sock.bind(where)
+        elif family == socket.AF_UNIX:
             _remove_left_over(where)
             sock.bind(where)
             os.chmod(where, 0o600)  # nobody can connect before listen()
@@ -74,7 +84,7 @@ def interface_towards(address: str) -> str:
 def text_of(family: int, where: tuple | str) -> str:
     """An address as people write it."""
     if family == socket.AF_UNIX:
-        return _UNIX + where
+        return _UNIX + ("@" + where[1:].decode() if isinstance(where, bytes) else where)
     host, port = where[:2]
     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
@@ -89,10 +99,28 @@ def peer_of(sock: socket.socket) -> str:
         return "a peer that is gone"
 
 
-def answer_at_once(sock: socket.socket) -> None:
-    """Small messages are not held back until they fill a packet."""
+def new_name() -> str:
+    """An address for this machine that nobody else has."""
+    return f"{_UNIX}@moc-{secrets.token_hex(8)}"
+
+
+def is_ours(sock: socket.socket) -> bool:
+    """Whether the other end of an accepted connection may be a process of this one's user; over TCP, anybody may."""
     if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return True
+    _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return user == os.geteuid()
+
+
+def set_up(sock: socket.socket) -> None:
+    """Small messages are not held back until they fill a packet, and a machine that has vanished is noticed."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        sock.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
 
 
 def reason_of(error: OSError) -> str:

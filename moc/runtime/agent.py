@@ -15,20 +15,26 @@ from pathlib import Path
 
 from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
+from moc.runtime.addresses import new_name
+from moc.runtime.controller_link import ControllerLink, LostError, NoControllerError
+from moc.runtime.election import Times
 from moc.runtime.hangs import Limits
 from moc.runtime.keeper import keep
+from moc.runtime.lease import Lease
+from moc.runtime.membership import SAVED
 from moc.runtime.message import Message
-from moc.runtime.signals import StoppedError
-from moc.runtime.wire import PeerGoneError, WireError
+from moc.runtime.running_clock import RunningClock
+from moc.runtime.wire import WireError
 
-SAYS_S = 1.0
-"""How often an agent tells the controller that it is there."""
+WATCHES_S = 1.0
+"""How often an agent looks after its workers."""
+
+DIES_S = 10.0
+"""A worker that was killed and is still there after so long hangs in the kernel, and is not waited for."""
 
 _log = logging.getLogger("moc")
 
-
-class LostError(RuntimeError):
-    """What the agent cannot do without is gone."""
+__all__ = ["Agent", "LostError", "NoControllerError", "Node"]
 
 
 @dataclass
@@ -40,6 +46,7 @@ class _Process:
     together: bool
     built: bool = False
     here: int = -1
+    met: int = -1
     pid: int | None = None
     connection: wire.AsyncConnection | None = None
     heard: float = 0.0
@@ -47,6 +54,12 @@ class _Process:
     since: float = 0.0
     waits: bool = False
     why_killed: str = ""
+    dies_since: float | None = None
+
+    def told(self, node: int) -> dict:
+        """As the controller is told of it."""
+        return {"name": self.name, "node": node, "rank": self.rank, "together": self.together, "built": self.built,
+                "here": self.here, "met": self.met}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,9 @@ class Node:
         number: of the node, from 0; which workers it has follows from the place that it is given.
         per_node: workers.
         size: workers of the job.
-        controller: its address.
+        alone: there is no other node, so that nobody can have the places of its workers.
+        controllers: addresses of the candidates for the controller.
         token: the job's.
-        directory: of this agent's own socket.
         logs: directory for the output of workers; None to let them write where this process does.
         silence_s: a worker that has said nothing for so long is lost.
         hang_caps: seconds that a worker may be in a section, by section; see :mod:`moc.runtime.hangs`.
@@ -69,9 +82,9 @@ class Node:
     number: int
     per_node: int
     size: int
-    controller: str
+    alone: bool
+    controllers: list[str]
     token: bytes
-    directory: Path
     logs: Path | None
     silence_s: float
     hang_caps: dict[str, float]
@@ -89,26 +102,37 @@ class Agent:
     def __init__(self, node: Node, command: list[str]):
         self._node, self._command = node, command
         self._workers: dict[str, _Process] = {}
-        self._generation, self._reason, self._news = 0, "", time.monotonic()
+        self._clock = RunningClock(most_s=3 * WATCHES_S)
+        self._generation, self._reason, self._news = 0, "", 0.0
         self._limits = Limits(node.hang_caps)
-        self._asked: int | None = None  # by a signal, to stop
-        self._joined = False  # the controller has heard of this node
-        self._controller: wire.AsyncConnection | None = None
+        self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers of whose end the controller may not have heard
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
-        self._keeper = f"unix:{node.directory}/keeper"
+        self._address, self._keeper = new_name(), new_name()
+        self._lease = Lease.make()
+        self._zygote_said = 0.0
+        self._zygote_is_warm = False
+        times = Times(node.silence_s)
+        self._link = ControllerLink(
+            node.controllers, node.token, times, node.patience_s, self._lease, not node.alone, self._hello, self._obey
+        )
+
+    @property
+    def follows(self) -> int:
+        """Number of the candidate for the controller that leads, or led last."""
+        return self._link.follows
 
     async def run(self) -> int:
         """Until the job is over; its exit code.
 
         Raises:
-            LostError: the controller, or what forks workers, is gone.
+            NoControllerError: no controller was there for longer than patience allows.
+            LostError: what forks workers is gone.
             StoppedError: the node was asked to stop before it had found the controller.
         """
-        address = f"unix:{self._node.directory}/agent"
-        async with await wire.serve(address, self._node.token, self._serve_worker):
+        async with await wire.serve(self._address, self._node.token, self._serve_worker):
             self._zygote = await self._start_zygote()
-            keeping = keep(self._node.controller, self._keeper, self._node.token)
-            jobs = self._hear_zygote(), self._hear_controller(), self._watch(), keeping
+            keeping = keep(self._node.controllers, self._keeper, self._node.token)
+            jobs = self._hear_zygote(), self._link.run(), self._watch(), keeping
             tasks = [asyncio.create_task(job) for job in jobs]
             try:
                 await asyncio.wait([self._ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -116,19 +140,34 @@ class Agent:
                     if task.done():
                         task.result()
                 return await self._let_leave()
+            except NoControllerError as error:
+                return self._ends_without_controller(error)
             finally:
-                for task in tasks:
-                    task.cancel()
-                if self._controller is not None:
-                    self._controller.close()  # this process may live on, and the node is lost
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()  # workers that are left die with it
-                await self._zygote.wait()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._zygote.wait(), 5.0)
+                self._link.tell("lost")  # this process may live on; unless the job is over, the node is lost
+                self._link.close()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=5.0)
+
+    def _ends_without_controller(self, error: NoControllerError) -> int:
+        """Nobody is there to say how the job has ended."""
+        if not self._link.joined:
+            raise error
+        codes = [code for _, code in self._unnoted.values()]
+        if len(codes) == self._node.per_node and not any(codes) and not self._workers:
+            _log.warning("%s: all workers of this node have ended well", error)
+            return 0
+        _log.error("%s: what was saved is kept; start the job again to go on from there", error)
+        return SAVED
 
     def signal(self, number: int) -> None:
         """The launcher got a signal: workers get it too, and whoever ends now is not replaced."""
-        self._asked = number
-        self._tell("stopping", signal=number)
+        self._link.asked = number
+        self._link.tell("stopping", signal=number)
         for worker in self._workers.values():
             self._signal(worker, number)
 
@@ -140,11 +179,13 @@ class Agent:
             stdout=subprocess.PIPE,
             limit=1 << 20,
             env=environment.UNLESS_SET | os.environ | environment.SET,
+            pass_fds=[self._lease.descriptor],
         )
 
     async def _hear_zygote(self) -> None:
         while line := await self._zygote.stdout.readline():
             said = json.loads(line)
+            self._zygote_said, self._zygote_is_warm = self._clock.now, True
             if "started" in said:
                 worker = self._workers.get(said["started"])
                 if worker is None:  # it was not wanted any more before it was there
@@ -152,46 +193,25 @@ class Agent:
                     continue
                 worker.pid = said["pid"]
                 _log.info("worker %d is process %d", worker.rank, worker.pid)
-                if self._asked is not None:  # before it was there
-                    self._signal(worker, self._asked)
-            elif "ended" in said and (worker := self._workers.pop(said["ended"], None)):
-                self._tell("ended", worker=worker.name, code=said["code"], why=worker.why_killed)
+                if self._link.asked is not None:  # before it was there
+                    self._signal(worker, self._link.asked)
+            elif "ended" in said and said["ended"] in self._workers:
+                self._has_ended(self._workers[said["ended"]], said["code"])
         raise LostError("the process that workers are forked from has died: see what it wrote above")
 
-    async def _hear_controller(self) -> None:
-        while not self._ended.done():
-            await self._find_controller()
-            try:
-                while True:
-                    self._obey((await self._controller.recv()).header)
-            except PeerGoneError:
-                self._controller = None  # it may be started again, and training goes on meanwhile
+    def _has_ended(self, worker: _Process, code: int) -> None:
+        del self._workers[worker.name]
+        self._unnoted[worker.name] = worker, code
+        self._link.tell("ended", worker=worker.name, code=code, why=worker.why_killed)
 
-    async def _find_controller(self) -> None:
-        deadline = time.monotonic() + self._node.patience_s
-        while True:
-            try:
-                connection = await wire.open(self._node.controller, self._node.token)
-                break
-            except PeerGoneError as error:
-                if self._asked is not None and not self._joined:
-                    raise StoppedError(self._asked) from None
-                if time.monotonic() > deadline:
-                    raise LostError(f"the controller is gone: {error}") from None
-                await asyncio.sleep(0.1)
-        workers = [
-            {"name": w.name, "node": self._node.number, "rank": w.rank, "together": w.together, "built": w.built,
-             "here": w.here} for w in self._workers.values()]  # fmt: skip
-        hello = {"kind": "hello", "node": self._node.number, "workers": workers, "generation": self._generation}
-        await connection.send(Message(hello | {"asked": self._asked}))
-        self._controller, self._joined = connection, True
-
-    def _tell(self, kind: str, **what) -> None:
-        try:
-            if self._controller is not None:
-                self._controller.post(Message({"kind": kind} | what))
-        except WireError:
-            pass  # the next hello tells what is true then
+    def _hello(self) -> tuple[dict, list[dict]]:
+        """What a controller must know of this node, and what the one before may not have heard."""
+        there = {worker.rank for worker in self._workers.values()}  # of others in their places it was heard
+        dead = [(worker, code) for worker, code in self._unnoted.values() if worker.rank not in there]
+        workers = [worker.told(self._node.number) for worker in [*self._workers.values(), *(w for w, _ in dead)]]
+        hello = {"node": self._node.number, "workers": workers, "generation": self._generation}
+        ended = [{"kind": "ended", "worker": w.name, "code": code, "why": w.why_killed} for w, code in dead]
+        return hello | {"asked": self._link.asked}, ended
 
     def _obey(self, order: dict) -> None:
         kind = order["kind"]
@@ -199,18 +219,23 @@ class Agent:
             self._start(order)
         elif kind == "kill" and (worker := self._workers.pop(order["worker"], None)):
             self._signal(worker, signal.SIGKILL)
-        elif kind in ("abort", "go"):
+        elif kind == "noted":
+            self._unnoted.pop(order["worker"], None)
+        elif kind in ("abort", "go") and order["generation"] >= self._generation:
             self._generation, self._reason = order["generation"], order.get("reason", self._reason)
-            self._news = time.monotonic()
+            self._news = self._clock.now
             for worker in self._workers.values():
                 self._pass_on(worker, order)
-        elif kind == "end" and not self._ended.done():
-            self._tell("heard")
-            self._ended.set_result(order)
+        elif kind == "end":
+            self._link.tell("heard")
+            self._link.over = True
+            if not self._ended.done():
+                self._ended.set_result(order)
 
     def _start(self, order: dict) -> None:
         worker = _Process(order["worker"], order["rank"], order["together"])
         self._workers[worker.name] = worker
+        self._generation = max(self._generation, order["generation"])
         place, local = divmod(worker.rank, self._node.per_node)
         values = {
             "RANK": worker.rank,
@@ -219,7 +244,8 @@ class Agent:
             "LOCAL_WORLD_SIZE": self._node.per_node,
             "GROUP_RANK": place,
             environment.NODE: self._node.number,
-            environment.AGENT: f"unix:{self._node.directory}/agent",
+            environment.AGENT: self._address,
+            environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,
             environment.GENERATION: order["generation"],
             environment.TOGETHER: int(worker.together),
@@ -235,21 +261,23 @@ class Agent:
         worker = self._workers.get((await connection.recv()).header["worker"])
         if worker is None:  # it was killed, and does not know it yet
             return
-        worker.connection, worker.heard = connection, time.monotonic()
+        worker.connection, worker.heard = connection, self._clock.now
         if self._generation:
             self._pass_on(worker, {"kind": "abort", "generation": self._generation, "reason": self._reason})
         while True:
             said = (await connection.recv()).header
-            worker.heard = time.monotonic()
+            worker.heard = self._clock.now
             if said["kind"] == "built":
                 worker.built = True
             elif said["kind"] == "here":
                 worker.here = said["generation"]
+            elif said["kind"] == "met":
+                worker.met = said["generation"]
             elif said["kind"] == "alive":
                 worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
                 self._limits.learn(said["longest"])
             if said["kind"] != "alive":
-                self._tell(**said, worker=worker.name)
+                self._link.tell(**said, worker=worker.name)
 
     def _pass_on(self, worker: _Process, order: dict) -> None:
         try:
@@ -260,15 +288,42 @@ class Agent:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(SAYS_S)
-            self._tell("alive")
-            for worker in self._workers.values():
-                silent = time.monotonic() - worker.heard
+            await asyncio.sleep(min(WATCHES_S, max(0.05, self._lease.left)))
+            self._clock.tick()
+            self._watch_zygote()
+            if self._workers and self._lease.left <= 0:
+                self._give_up_places()
+            for worker in list(self._workers.values()):
+                silent = self._clock.now - worker.heard
+                if worker.pid is not None and children.is_dying(worker.pid):
+                    self._wait_for_death(worker)
                 # building an index may hold the interpreter's lock for minutes
-                if worker.built and silent > self._node.silence_s:
+                elif worker.built and silent > self._node.silence_s:
                     self._kill(worker, f"had said nothing for {silent:.0f} s")
                 elif worker.section is not None:
                     self._judge(worker, worker.since + silent)
+
+    def _watch_zygote(self) -> None:
+        """One that is well answers at once, but not before it is warm."""
+        if not self._zygote_is_warm:
+            return
+        if self._clock.now - self._zygote_said > self._node.silence_s:
+            raise LostError(f"the process that workers are forked from has not answered for {self._node.silence_s:g} s")
+        self._zygote.stdin.write(json.dumps({"ask": True}).encode() + b"\n")
+
+    def _wait_for_death(self, worker: _Process) -> None:
+        """It does nothing any more; but a thread of it may be in a file system that hangs."""
+        if worker.dies_since is None:
+            worker.dies_since = self._clock.now
+        elif self._clock.now - worker.dies_since > DIES_S:
+            _log.warning("worker %d was killed and hangs in the kernel: it is not waited for", worker.rank)
+            self._has_ended(worker, -signal.SIGKILL)
+
+    def _give_up_places(self) -> None:
+        """Nobody has renewed the lease: others may have the places of these workers."""
+        why = f"had been without a controller for {Times(self._node.silence_s).runs_s:g} s"
+        for worker in self._workers.values():
+            self._kill(worker, why)
 
     def _judge(self, worker: _Process, seconds: float) -> None:
         """A worker has been in its section for some seconds.
@@ -281,8 +336,8 @@ class Agent:
             return
         if met:
             how = f"has been in its {worker.section} for {seconds:.0f} s"
-            self._tell("hangs", worker=worker.name, generation=self._generation, how=how)
-        elif worker.here < 0 or time.monotonic() - self._news > self._node.silence_s:
+            self._link.tell("hangs", worker=worker.name, generation=self._generation, how=how)
+        elif worker.here < 0 or self._clock.now - self._news > self._node.silence_s:
             self._kill(worker, f"had been in its {worker.section} for {seconds:.0f} s")
 
     def _kill(self, worker: _Process, why: str) -> None:

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 
-from moc.runtime.addresses import answer_at_once, candidates, listening_socket, peer_of, reason_of, text_of
+from moc.runtime.addresses import candidates, is_ours, listening_socket, peer_of, reason_of, set_up, text_of
 from moc.runtime.connections import HANDSHAKE_SECONDS
 from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
@@ -132,6 +132,7 @@ async def serve(
     body_limit: int = DEFAULT_BODY_LIMIT,
     handshake_timeout: float = HANDSHAKE_SECONDS,
     beyond_loopback: bool = False,
+    listener: socket.socket | None = None,
 ) -> Server:
     """Listens for processes of the same job.
 
@@ -145,12 +146,14 @@ async def serve(
         body_limit: bytes of the largest body that is taken.
         handshake_timeout: seconds that a peer has to prove itself.
         beyond_loopback: the address may be one that other machines can connect to.
+        listener: a listening socket that is there already; the address is then its own.
 
     Raises:
         ValueError: this is not an address, or not one of the loopback interface.
         OSError: it cannot be listened there.
     """
-    listener = listening_socket(address, beyond_loopback)
+    listener = listener or listening_socket(address, beyond_loopback)
+    listener.setblocking(False)
     return Server(listener, token, on_connection, on_refused, body_limit, handshake_timeout)
 
 
@@ -171,9 +174,9 @@ class Server:
 
     async def close(self) -> None:
         """Listens no more, cancels whoever serves a connection, and closes the connections."""
-        if self._listener.family == socket.AF_UNIX:  # first, so that it is not the next server's
+        if isinstance(path := self._listener.getsockname(), str):  # first, so that it is not the next server's
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._listener.getsockname())
+                os.unlink(path)
         tasks = [self._accepting, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -232,8 +235,10 @@ class Server:
             connection.close()
 
     async def _let_in(self, sock: socket.socket, channel: Channel) -> None:
+        if not is_ours(sock):
+            raise WireError("it is a process of another user")
         try:
-            answer_at_once(sock)
+            set_up(sock)
             await asyncio.wait_for(_shake_hands(sock, channel), self._timeout)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise PeerGoneError(f"the peer has not proved itself within {self._timeout:g} s") from error
@@ -255,7 +260,7 @@ async def _dial(address: str, channel: Channel) -> socket.socket:
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, where)
-            answer_at_once(sock)
+            set_up(sock)
             await _shake_hands(sock, channel)
             return sock
         except OSError as error:

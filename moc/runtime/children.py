@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 from moc.runtime.signals import STOPS
 
@@ -51,3 +52,13 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def is_dying(pid: int) -> bool:
+    """Whether a process was killed, or has ended, and something of it is still there; it does nothing any more."""
+    try:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:
+        return False
+    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+    return status["State"][0] in "ZX" or bool(pending >> (signal.SIGKILL - 1) & 1)

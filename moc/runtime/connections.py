@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 
-from moc.runtime.addresses import answer_at_once, candidates, reason_of
+from moc.runtime.addresses import candidates, reason_of, set_up
 from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, Channel, PeerGoneError, WireError
 
@@ -158,7 +158,7 @@ def _dial(address: str, deadline: float) -> socket.socket:
         try:
             _limit(sock, deadline)
             sock.connect(where)
-            answer_at_once(sock)
+            set_up(sock)
             return sock
         except OSError as error:
             sock.close()

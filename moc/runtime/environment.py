@@ -18,10 +18,15 @@ NODE = "MOC_NODE"
 KEEPER = "MOC_KEEPER"
 """Address of the process that keeps copies of other nodes' snapshots on this node, for its workers."""
 
+LEASE = "MOC_LEASE"
+"""Descriptor of the shared memory that says until when the workers of a node may run."""
+
 UNLESS_SET = {
     # Each generation has threads of its own. In as many arenas of C's heap as glibc makes for them, what lives on keeps
     # pages that are free but for it: no more is in use, but 20 MB more are taken after 50 generations.
     "MALLOC_ARENA_MAX": "1",
+    # The store goes with a controller that dies, which is nothing to worry about; torch would print a stack for it.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """With what workers begin where the launcher's environment says nothing else."""
 

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ class Generation:
         deputy: who waits where gloo cannot be woken.
     """
 
-    def __init__(self, number: int, store: dist.Store, rank: int, device: torch.device):
+    def __init__(self, number: int, store: dist.Store | Callable[[], dist.Store], rank: int, device: torch.device):
         self.number = number
         self.over = False
         self.deputy = Deputy()
@@ -118,7 +119,8 @@ class Generation:
         torch's server may look up the name of a peer that has gone, for seconds in which nobody is served.
         """
         if self._store is None:
-            self._store = dist.PrefixStore(f"generation{self.number}", self._given_store.clone())
+            store = self._given_store() if callable(self._given_store) else self._given_store.clone()
+            self._store = dist.PrefixStore(f"generation{self.number}", store)
         self._check()
         self._store.set(f"{key}/{self._rank}", b"")
         deadline, pause, missing = time.monotonic() + timeout.total_seconds(), 0.001, ranks

@@ -14,7 +14,7 @@ ordinary groups; from the end of a generation to the begin of the next, every us
 
 **What to trust.**  On the CPU a collective that has returned has done its work.  On a GPU it has been enqueued, and an
 abort lets the stream go on over memory that holds anything: synchronise, then call :meth:`Groups.check`; if it does not
-raise, what was there before it is good.
+raise, what was there before it is good.  :func:`settled` is both, for who has no :class:`Groups`.
 
 **What an exception means.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that
 nobody has aborted: a peer may be gone, which is for the controller to confirm.
@@ -155,11 +155,12 @@ class Groups:
             self._connect([group], name, members, group.timeout)
         return group
 
-    def begin(self, store: dist.Store, generation: int) -> None:
+    def begin(self, store: dist.Store | Callable[[], dist.Store], generation: int) -> None:
         """Connects every group anew; all ranks of the world call it.  The generation before ends by this.
 
         Args:
-            store: where the ranks find each other; any prefix, the same for all.  Not closed here.
+            store: where the ranks find each other; any prefix, the same for all.  Not closed here.  Or what opens it,
+                called where :meth:`abort` does not have to wait for it.
             generation: its number, higher than all before, the same for all.
 
         Raises:
@@ -225,6 +226,22 @@ class Groups:
         if strangers or not members or len(set(members)) != len(members):
             raise ValueError(f"a group has different ranks from 0 to {self._size - 1}, each once, and not {members}")
         return members
+
+
+def settled(device: torch.device) -> None:
+    """Returns when all that was begun on a device is done, and is what it was to be.
+
+    Args:
+        device: of this process.
+
+    Raises:
+        Aborted: the generation of our groups is over, so it may be anything.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    world = dist.group.WORLD
+    if isinstance(world, Group):
+        world.live()
 
 
 def _checked_backend(backend: str) -> str:

@@ -193,12 +193,13 @@ class Injector:
 
     def reached(self, point: str, iteration: int | None = None) -> None:
         """See :func:`moc.faults.reach`."""
-        if iteration is not None:
+        if point == "start" and iteration is not None:
             self._iteration = iteration
             os.pwrite(self._begun, iteration.to_bytes(8, "little"), 0)
+        at = self._iteration if iteration is None else iteration
         for fault in self._mine.get(point, ()):
-            if fault.iteration <= self._iteration and self._claim(fault):
-                self._do(fault)
+            if fault.iteration <= at and self._claim(fault):
+                self._do(fault, at)
 
     def _claim(self, fault: Fault) -> bool:
         """Whether it is to happen now; it has happened as soon as this returns."""
@@ -212,8 +213,8 @@ class Injector:
                 continue
         return False
 
-    def _do(self, fault: Fault) -> None:
-        self._tell(dict(action=fault.action, rank=self._rank, iteration=self._iteration, point=fault.point))
+    def _do(self, fault: Fault, iteration: int) -> None:
+        self._tell(dict(action=fault.action, rank=self._rank, iteration=iteration, point=fault.point))
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.action == "stop":

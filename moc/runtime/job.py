@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from moc.runtime import environment
+
+_JOB = "moc/job"
+"""Key of the launch's id, in a store that outlives workers."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,13 @@ class Job:
     Attributes:
         rank: of this worker.
         size: number of workers.
+        id: of the launch, once it is connected; the same for all its workers, and another for every launch.
+        term: controller epoch and generation; it only grows within a launch, and no two worlds of it have the same.
     """
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.id, self.term = "", (0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """Makes ``torch.distributed`` work.
@@ -51,14 +58,19 @@ class Job:
         """
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-        device_id, store = device if backend == "nccl" else None, None
+        device_id, store, mine = device if backend == "nccl" else None, None, secrets.token_hex(8)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             # torchrun's store outlives workers, and has the addresses of those that it started before
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             server = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+            self.id = server.compare_set(_JOB, "", mine).decode()
             store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
         options = dict(rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id)
         dist.init_process_group(backend, store=store, **options)
+        if not self.id:  # nobody outlives these workers, so this is all of the launch
+            told = [mine]
+            dist.broadcast_object_list(told, src=0)
+            self.id = told[0]
 
     def built(self) -> Loss | None:
         """This worker has what it needs to train, and waits until all have; returns at once when they have.

@@ -135,11 +135,11 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
         os.close(descriptor)
 
 
-async def keep(controller: str, orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
+async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
     """Has a keeper as a process of its own, which dies with this one, and starts it again where it was when it dies.
 
     Args:
-        controller: its address; reads are answered on the interface from which it is reached.
+        controllers: addresses; reads are answered on the interface from which the first is reached that is known.
         orders: ``unix:/path`` for the workers of this node.
         token: the job's secret.
         hangs_s: seconds that it may take to answer; one that takes longer is killed.
@@ -147,16 +147,19 @@ async def keep(controller: str, orders: str, token: bytes, hangs_s: float = _HAN
     Raises:
         OSError: it cannot be started.
     """
-    listen = f"{await _interface_towards(controller)}:0"
+    listen = f"{await _interface_towards(controllers)}:0"
     while True:
         command = "moc.runtime.keeper", "--listen", listen, "--orders", orders
         process = await children.start(*command, stdout=subprocess.PIPE)
         try:
             address = (await process.stdout.readline()).decode().strip()
-            if not address:
+            if address:
+                listen = address
+                why = await _end(process, orders, token, hangs_s)
+            elif listen.endswith(":0"):
                 raise OSError(f"what keeps copies of snapshots does not start at {listen}: see what it wrote above")
-            listen = address
-            why = await _end(process, orders, token, hangs_s)
+            else:  # somebody else has its port now
+                why, listen = "cannot listen where it was", f"{listen.rpartition(':')[0]}:0"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -185,12 +188,12 @@ async def _is_well(orders: str, token: bytes, hangs_s: float) -> None:
         connection.close()
 
 
-async def _interface_towards(controller: str) -> str:
+async def _interface_towards(controllers: list[str]) -> str:
     while True:
-        try:
-            return await asyncio.to_thread(interface_towards, controller)
-        except OSError:  # its name may not be known yet; the agent says so if it never is
-            await asyncio.sleep(0.5)
+        for controller in controllers:
+            with contextlib.suppress(OSError):  # its name may not be known yet; the agent says so if it never is
+                return await asyncio.to_thread(interface_towards, controller)
+        await asyncio.sleep(0.5)
 
 
 async def _serve(listen: str, orders: str, token: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -18,13 +19,17 @@ from moc.runtime.connections import Connection, connect
 from moc.runtime.groups import Groups, Suspicion
 from moc.runtime.job import Job, Loss
 from moc.runtime.job_token import token_from_environment
+from moc.runtime.lease import Lease
 from moc.runtime.membership import START_OVER
 from moc.runtime.message import Message
 from moc.runtime.progress import PROGRESS
 from moc.runtime.wire import WireError
 
 NEWS_S = 5.0
-"""After an error, how long to wait for the news that another worker is lost, before it counts as this worker's own."""
+"""After an error, how long to wait for the news that another worker is lost, before it counts as this worker's own.
+
+What was said is said again after as long: whoever was to hear it may have died.
+"""
 
 _ALIVE_S = 1.0
 
@@ -59,9 +64,11 @@ class Member(Job):
         self._wanted, self._reason, self._heard_at = self._started_for, "", time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self._generation = -1  # of the groups
+        self._epoch = 0
+        self._lease = Lease.of_this_worker()
         PROGRESS.forget("setup")
         self._say("hello", worker=os.environ[environment.WORKER])
-        for body in (self._listen, self._say_alive):
+        for body in (self._listen, self._say_alive, self._watch_lease):
             threading.Thread(target=body, name=f"moc-{body.__name__}", daemon=True).start()
 
     @classmethod
@@ -101,9 +108,7 @@ class Member(Job):
         if not self._hears_of_loss():
             if not isinstance(error, Suspicion):
                 raise error
-            self._say("suspects", generation=self._generation)
-            if not self._hears_of_loss():
-                raise error
+            self._suspect()
         if not self._built:
             threading.Event().wait()  # nobody builds in step with a lost one: the agent is about to kill this worker
         begun, heard = time.monotonic(), self._heard_at
@@ -119,6 +124,14 @@ class Member(Job):
         """As :meth:`Job.leave`."""
         self._groups.destroy()
 
+    def _suspect(self) -> None:
+        """Connections are lost, and nobody else is known to be: returns when the next generation has begun.
+
+        Whoever is to begin it may be away; if that lasts, the agent ends this worker.
+        """
+        while not self._hears_of_loss():
+            self._say("suspects", generation=self._generation)
+
     def _hears_of_loss(self) -> bool:
         with self._news:
             return self._news.wait_for(lambda: self._wanted > self._generation, NEWS_S)
@@ -130,21 +143,24 @@ class Member(Job):
 
     def _meets_in(self, generation: int) -> bool:
         """Whether all have met in a generation; not so if somebody was lost meanwhile."""
-        self._say("here", generation=generation)
-        reach("meeting")
+        reached = False
         with self._news:
-            self._news.wait_for(lambda: self._store[0] >= generation or self._wanted > generation)
+            while self._store[0] < generation and self._wanted <= generation:
+                self._say("here", generation=generation)
+                if not reached:
+                    reached = True
+                    reach("meeting")
+                self._news.wait(NEWS_S)
             if self._wanted > generation:
                 return False
-            host, _, port = self._store[1].rpartition(":")
-            self._generation = generation
+            address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
-            self._groups.begin(store, generation)
+            self._groups.begin(lambda: _store(address, self._timeout), generation)
+            self._say("met", generation=generation)
             return True
-        except RuntimeError:  # and of what is lost before it begins, it hears at once
+        except RuntimeError:  # somebody is lost before it begins, or the store with the controller
             if not self._hears_of_loss():
-                raise
+                self._suspect()
             return False
 
     def _say(self, kind: str, **what) -> None:
@@ -158,6 +174,13 @@ class Member(Job):
             except WireError:
                 os._exit(1)  # the agent is gone, and this node with it
 
+    def _watch_lease(self) -> None:
+        """Ends this process when others may have its place, also if the agent is stopped and cannot do so."""
+        while self._lease is not None:
+            self._lease.enforce()
+            left = self._lease.left
+            time.sleep(_ALIVE_S if math.isinf(left) else max(0.001, min(_ALIVE_S, left)))
+
     def _listen(self) -> None:
         while True:
             try:
@@ -167,9 +190,15 @@ class Member(Job):
             with self._news:
                 if said["kind"] == "go":
                     self._store = said["generation"], said["store"]
+                    self._epoch, self.id = said["epoch"], said["job"]
                 elif said["generation"] >= self._wanted:  # one that has begun already tells a new worker why
                     self._wanted, self._reason = said["generation"], said["reason"]
                     self._heard_at = time.monotonic()
                 self._news.notify_all()
             if said["kind"] == "abort" and self._groups is not None:
                 self._groups.abort(said["generation"] - 1)
+
+
+def _store(address: str, timeout: timedelta) -> dist.Store:
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)

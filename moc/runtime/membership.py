@@ -100,6 +100,7 @@ class Worker:
         together: it was started with all others.
         built: it has what it needs to train, so it can outlive the loss of others.
         here: the generation in which it waits for the others, or that it is in.
+        met: the generation in which it was connected with the others last.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Worker:
     together: bool
     built: bool = False
     here: int = -1
+    met: int = -1
 
 
 @dataclass
@@ -187,8 +189,14 @@ class Membership:
         news_missed = any(self._told[other] < self.generation for other in self.places.filled_by.values())
         if self.workers and (news_missed or len(self.workers) + len(self._finished) < self.size):
             return orders + self._next_generation(f"node {node} is there")
-        self.running = self._all_here()
-        return orders + self._fill()
+        if not self._all_here():
+            self.running = False
+            return orders + self._fill()
+        if not self.running and any(worker.met < self.generation for worker in self.workers.values()):
+            # where they were to meet may be gone with the controller that has told them, or has died before it did
+            return orders + self._next_generation("whoever was to bring the workers together is gone")
+        self.running = True
+        return orders
 
     def left(self, node: int) -> list[Order]:
         """A node is lost, with all its workers; it may come back."""
@@ -239,10 +247,16 @@ class Membership:
         if name not in self.workers or self.end:
             return []
         self.workers[name].here = generation
-        if self.running or not self._all_here():
+        if not self._all_here():
             return []
         self.running = True
-        return [Go(self.generation)]
+        return [Go(self.generation)]  # also if it was told before: who says it again has not heard of it
+
+    def met(self, name: str, generation: int) -> list[Order]:
+        """A worker is connected with all others."""
+        if name in self.workers:
+            self.workers[name].met = generation
+        return []
 
     def suspected(self, name: str, generation: int, how: str = "has lost connections") -> list[Order]:
         """A worker cannot go on, and no loss has become known: connections are lost, or somebody hangs.

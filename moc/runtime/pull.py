@@ -33,7 +33,7 @@ SILENCE_S = 30.0
 """After which a node that sends nothing counts as gone; one that sends slowly does not."""
 
 _NODE = re.compile(r"[0-9A-Za-z]+")
-_FILE = re.compile(r"rank_\d{5,}\.safetensors|" + re.escape(manifests.NAME))
+_FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.NAME))  # a rank's, or of one expert
 
 
 class AbsentError(RuntimeError):

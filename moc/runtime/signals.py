@@ -30,6 +30,8 @@ class Signals:
     """Whoever listens hears of each that comes, and of those that came before."""
 
     def __init__(self):
+        # who starts this process may have it ignored; then nobody could wait for children, and each would seem to fail
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._listeners: list[Callable[[int], None]] = []
         self._come: list[int] = []
         for number in STOPS:

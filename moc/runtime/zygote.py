@@ -4,6 +4,7 @@ It reads orders from its standard input and writes what happens to its standard 
 
     {"start": name, "environment": {...}, "output": path or null}    -->    {"started": name, "pid": number}
                                                                              {"ended": name, "code": exit code}
+    {"ask": true}                                                    -->    {"ready": true}
 
 It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  It dies with
 the agent that started it, and its workers with it, so that nothing is left behind.  Signals that ask the job to stop
@@ -92,8 +93,11 @@ class Zygote:
                 if not data:
                     return
                 *lines, waiting = (waiting + data).split(b"\n")
-                for line in lines:
-                    self._start(json.loads(line))
+                for order in map(json.loads, lines):
+                    if "ask" in order:
+                        self._say({"ready": True})
+                    else:
+                        self._start(order)
 
     def _say(self, what: dict) -> None:
         os.write(self._tell, json.dumps(what).encode() + b"\n")

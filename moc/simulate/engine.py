@@ -86,7 +86,7 @@ class _Run:
         self.way, self.base = strategy.saving, 0  # how a recovery goes, and from which iteration
         self.replay_starts = self.ends = self.failed_at = 0.0
         self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they are through
-        self.useful = self.saving = self.recovery = self.idle = self.longest = 0.0
+        self.useful = self.saving = self.slower = self.recovery = self.idle = self.longest = 0.0
         self.failures = self.replayed = 0
         self.saves = Traffic()
         self.iterations = [0.0] * job.parts
@@ -134,14 +134,19 @@ class _Run:
         self._note(start, until)
 
     def _train(self, start: float, until: float) -> None:
-        saving, slower = self.strategy.saving, self.job.nodes / self.used
-        each_s = (self.job.iteration_s + saving.per_iteration_s()) * slower
-        iterations = (until - start) / each_s
+        each_s = self.job.iteration_s + self.strategy.saving.per_iteration_s()
+        iterations = (until - start) / (each_s * self.job.nodes / self.used)
         self.done += iterations
-        self.useful += iterations * self.job.iteration_s * slower
-        self.saving += iterations * saving.per_iteration_s() * slower
+        self._book(iterations)
         self._count(iterations)
         self._spread(iterations, start, until)
+
+    def _book(self, iterations: float) -> float:
+        """Seconds of iterations, negative to undo them; useful is what all nodes take, not what fewer take longer."""
+        useful, saving = iterations * self.job.iteration_s, iterations * self.strategy.saving.per_iteration_s()
+        slower = (useful + saving) * (self.job.nodes / self.used - 1)
+        self.useful, self.saving, self.slower = self.useful + useful, self.saving + saving, self.slower + slower
+        return useful + saving + slower
 
     def _count(self, iterations: float) -> None:
         saves, each, so_far = iterations / self.strategy.saving.interval, self.strategy.saving.traffic, self.saves
@@ -203,13 +208,10 @@ class _Run:
         """The iteration that was cut short was not useful."""
         whole = math.floor(self.done + 1e-9)
         part = max(0.0, self.done - whole)
-        slower = self.job.nodes / self.used
-        useful = part * self.job.iteration_s * slower
-        saving = part * self.strategy.saving.per_iteration_s() * slower
-        self.useful, self.saving, self.done = self.useful - useful, self.saving - saving, float(whole)
-        self.recovery += useful + saving
+        seconds, self.done = -self._book(-part), float(whole)
+        self.recovery += seconds
         if self.faults.trace:
-            self.exposed -= useful + saving
+            self.exposed -= seconds
         last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
         for place in range(last, -1, -1):  # where it was counted
             taken = min(part, self.iterations[place])
@@ -274,6 +276,7 @@ class _Run:
             wall_s=self.job.wall_s,
             useful_s=self.useful,
             saving_s=self.saving,
+            slower_s=self.slower,
             recovery_s=self.recovery,
             idle_s=self.idle,
             iterations=int(self.done),

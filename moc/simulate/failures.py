@@ -6,7 +6,7 @@ import csv
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ class Faults:
         mtbf_s: mean seconds from one failure of the job to the next; None where a trace says when.
         evenly: exactly so many seconds, as failures that are injected on purpose, instead of a Poisson process.
         together: nodes that a failure takes at once, such as those behind one switch.
-        trace: of :func:`read_trace`; it ends where the trace does.
+        trace: events of :func:`read_trace`; it ends where the trace does.
         while_training: time runs for failures only while training advances, as in the closed form (MoEvement, section
             2.4), so that none hits a recovery but by ``after_s``.  What a failure cuts short has its time again where a
             trace says when: its moments are places in the run.
@@ -79,20 +79,36 @@ class Faults:
             yield Event(at_s, self.together)
 
 
-def read_trace(path: str | Path) -> tuple[int, tuple[Event, ...]]:
+@dataclass(frozen=True)
+class Trace:
+    """What a recorded trace tells.
+
+    Attributes:
+        nodes: at the start.
+        events: how they change.
+        doubt: a sentence on lines that are not in order of time; empty where all are.
+    """
+
+    nodes: int
+    events: tuple[Event, ...]
+    doubt: str = ""
+
+
+def read_trace(path: str | Path) -> Trace:
     """A trace of spot instances.
 
     Two formats are known by their content (Bamboo, NSDI '23): lines ``milliseconds,add|remove,node``, and lines
-    ``date, time, instances alive``.  Times count from the first line.
+    ``date, time, instances alive``.  Times count from the earliest line.
+
+    Where time steps back, lines of the first format are sorted: each is a change of its own.  In the second one each
+    says how many there are, and the later line is right: Bamboo's recorder wrote what it saw for minutes ahead, and
+    began anew when it saw something else before they had passed.  What stood there of times from there on is dropped.
 
     Args:
         path: of the file.
 
-    Returns:
-        The nodes at the start, and how they change.
-
     Raises:
-        ValueError: a line is of neither format, or time runs backwards; the message names the line.
+        ValueError: a line is of neither format; the message names it.
     """
     with open(path, encoding="utf-8") as lines:
         rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(csv.reader(lines), 1) if row]
@@ -108,26 +124,25 @@ def read_trace(path: str | Path) -> tuple[int, tuple[Event, ...]]:
 Rows = list[tuple[int, list[str]]]
 
 
-def _by_node(rows: Rows) -> tuple[int, tuple[Event, ...]]:
-    alive: set[str] = set()
-    counts = []
+def _by_node(rows: Rows) -> Trace:
+    changes = []
     for number, cells in rows:
         if len(cells) != 3 or cells[1] not in ("add", "remove") or not cells[0].isdigit():
             raise ValueError(f"line {number} is not of the form milliseconds,add|remove,node")
-        (alive.add if cells[1] == "add" else alive.discard)(cells[2])
-        counts.append((number, int(cells[0]) / 1000, 1 if cells[1] == "add" else -1))
-    start_s = counts[0][1]
-    at_once = [change for _, at_s, change in counts if at_s == start_s]
-    rest = [(number, at_s - start_s, change) for number, at_s, change in counts if at_s > start_s]
-    _in_order(counts)
+        changes.append((number, int(cells[0]) / 1000, 1 if cells[1] == "add" else -1))
+    doubt = _doubt(changes, "lines were sorted")
+    changes.sort(key=lambda change: change[1])
+    start_s = changes[0][1]
+    nodes = max(0, sum(change for _, at_s, change in changes if at_s == start_s))
+    rest = [(at_s - start_s, change) for _, at_s, change in changes if at_s > start_s]
     events = []
-    for at_s, changes in itertools.groupby(rest, key=lambda c: c[1]):
-        changes = [change for _, _, change in changes]
-        events.append(Event(at_s, lost=changes.count(-1), gained=changes.count(1)))
-    return max(0, sum(at_once)), tuple(events)
+    for at_s, together in itertools.groupby(rest, key=lambda one: one[0]):
+        together = [change for _, change in together]
+        events.append(Event(at_s, lost=together.count(-1), gained=together.count(1)))
+    return Trace(nodes, tuple(events), doubt)
 
 
-def _by_count(rows: Rows) -> tuple[int, tuple[Event, ...]]:
+def _by_count(rows: Rows) -> Trace:
     counts = []
     for number, cells in rows:
         try:
@@ -137,16 +152,23 @@ def _by_count(rows: Rows) -> tuple[int, tuple[Event, ...]]:
             raise ValueError(
                 f"line {number} is neither milliseconds,add|remove,node nor date, time, instances alive"
             ) from None
-    _in_order(counts)
-    start, events = counts[0][1], []
-    for (_, _, before), (_, when, alive) in itertools.pairwise(counts):
+    valid = []
+    for count in counts:
+        while valid and valid[-1][1] > count[1]:
+            valid.pop()
+        valid.append(count)
+    doubt = _doubt(counts, f"{len(counts) - len(valid)} lines that told of later times were dropped")
+    start, events = valid[0][1], []
+    for (_, _, before), (_, when, alive) in itertools.pairwise(valid):
         if alive != before:
             at_s = (when - start) / timedelta(seconds=1)
             events.append(Event(at_s, lost=max(0, before - alive), gained=max(0, alive - before)))
-    return counts[0][2], tuple(events)
+    return Trace(valid[0][2], tuple(events), doubt)
 
 
-def _in_order(counts: Iterable[tuple]) -> None:
-    for (_, before, _), (number, at, _) in itertools.pairwise(counts):
-        if at < before:
-            raise ValueError(f"line {number} is earlier than the line before it")
+def _doubt(rows: Sequence[tuple], done: str) -> str:
+    """A sentence on the lines that are earlier than the one before them, and on what was done about it."""
+    back = [number for (_, before, _), (number, at, _) in itertools.pairwise(rows) if at < before]
+    if not back:
+        return ""
+    return f"{len(back)} of {len(rows)} lines are earlier than the line before them, line {back[0]} first: {done}."

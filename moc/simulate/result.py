@@ -11,13 +11,14 @@ from moc.simulate.saving import Traffic
 
 @dataclass(frozen=True)
 class Result:
-    """One run; ``useful_s + saving_s + recovery_s + idle_s`` is ``wall_s``.
+    """One run; ``useful_s + saving_s + slower_s + recovery_s + idle_s`` is ``wall_s``.
 
     Attributes:
         name: of the policy.
         wall_s: seconds of the run.
-        useful_s: of these, computing iterations for the first time; where fewer nodes compute them, it takes longer.
+        useful_s: of these, computing iterations for the first time: so many samples, at the speed of all nodes.
         saving_s: waiting for checkpoints.
+        slower_s: by which iterations took longer because fewer nodes than the job has computed them.
         recovery_s: detecting, restarting, replaying, and what was computed of iterations that a failure cut short.
         idle_s: waiting for nodes.
         iterations: completed.
@@ -38,6 +39,7 @@ class Result:
     wall_s: float
     useful_s: float
     saving_s: float
+    slower_s: float
     recovery_s: float
     idle_s: float
     iterations: int

@@ -35,15 +35,31 @@ class Share:
 
 
 def share(fragments: Iterable[Fragment]) -> Share:
-    """The share that consists of these fragments; what lies beside each other in memory does so in the file."""
+    """The share that consists of these fragments; what lies beside each other in memory does so in the file.
+
+    The same state of the same layout is the same file in every run: nothing follows from addresses.
+    """
     elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     views = {}
-    for fragment in sorted(fragments, key=lambda f: (f.slot, f.view.data_ptr())):
+    for fragment in _as_in_memory(fragments):
         entry = Entry(fragment.name, fragment.slot, fragment.global_shape, fragment.region, fragment.view.dtype)
         views[entry] = fragment.view.view(-1)
         elements[fragment.operator][fragment.slot] += fragment.region.numel
     layout = FileLayout(views)
     return Share(layout, tuple(views[entry] for entry in layout.entries), {o: dict(n) for o, n in elements.items()})
+
+
+def _as_in_memory(fragments: Iterable[Fragment]) -> list[Fragment]:
+    """By slot and by their place in the memory that they share; of several memories, by the first name in each."""
+    fragments = sorted(fragments, key=lambda f: (f.slot, f.view.storage_offset(), f.name, f.region.offset))
+    first: dict[tuple[str, int], tuple] = {}
+    for fragment in fragments:
+        first.setdefault(_memory_of(fragment), (fragment.name, fragment.region.offset))
+    return sorted(fragments, key=lambda f: (f.slot, first[_memory_of(f)]))
+
+
+def _memory_of(fragment: Fragment) -> tuple[str, int]:
+    return fragment.slot, fragment.view.untyped_storage().data_ptr()
 
 
 class Contents:

@@ -13,7 +13,9 @@ A snapshot of everything supersedes all that were before it.  One of a window (M
 is the last of its window, and then all that were before the first one; so the newest whole window stays, and all of the
 one that is under way.
 
-A buffer that is being written to storage is not free either, whatever else it is.
+A buffer that is being written to storage is not free either, whatever else it is.  Where memory keeps what is needed,
+the caller brings one state at a time there, a snapshot or a window: so there is always another buffer beside those of
+that state, however long storage takes.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Rotation:
 
     Attributes:
         slots: the buffers; they become more as they are needed.
-        spare: how many may be in use beside those that are needed to recover; what retires together counts as one.
+        spare: how many may be in use beside those that are needed to recover; what retires together counts as one, and
+            so does what only storage still needs.
         keep: what is needed to recover stays in memory; if not, storage has it, and memory need not.
     """
 
@@ -75,9 +78,9 @@ class Rotation:
 
     def free(self) -> int | None:
         """A buffer that may be written to, or None; the lowest number, which may be that of a new one."""
-        busy = [slot for slot in self.slots if not slot.free and slot.use in (Use.FREE, Use.FILLING)]
+        filling = sum(slot.use is Use.FILLING for slot in self.slots)
         retiring = any(slot.use is Use.RETIRING for slot in self.slots)
-        if len(busy) + retiring >= self.spare:
+        if filling + retiring + self._held >= self.spare:
             return None
         return next(iter(self.all_free()), len(self.slots))
 
@@ -141,14 +144,24 @@ class Rotation:
         number = self.holding(iteration)
         return self._set(number, replace(self.slots[number], persisting=False))
 
+    @property
+    def _held(self) -> int:
+        """For how many buffers those count that storage alone still needs."""
+        held = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
+        return min(held, 1) if self.keep else held
+
     def most(self, window: int) -> int:
-        """How many buffers there ever are with windows of so many snapshots."""
-        return 2 * window + self.spare - 1 if self.keep else self.spare
+        """How many buffers there ever are with windows of so many snapshots, one of which storage may hold."""
+        return 3 * window + self.spare - 2 if self.keep else self.spare
+
+    def needs(self, window: int) -> int:
+        """How many of them are of use now: those for what storage holds are, as long as it does."""
+        return self.most(window) - (window - 1 if self.keep and not self._held else 0)
 
     def trimmed(self, window: int) -> Rotation:
-        """Without free buffers at the end that windows of so many snapshots do not need."""
+        """Without free buffers at the end that windows of so many snapshots do not need now."""
         slots = self.slots
-        while len(slots) > self.most(window) and slots[-1].free:
+        while len(slots) > self.needs(window) and slots[-1].free:
             slots = slots[:-1]
         return replace(self, slots=slots)
 

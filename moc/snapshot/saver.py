@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from moc.faults import reach
+from moc.snapshot.background import background
 from moc.snapshot.capture import Capture, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
@@ -29,6 +31,10 @@ _CHUNK = 16 << 20  # bytes written at once
 _REMEMBERED = 16  # shares, of each buffer; those of a window take turns in it
 
 
+class GivenUpError(Exception):
+    """Nobody waits any more for what was to be written."""
+
+
 @dataclass(eq=False)
 class Snapshot:
     """One rank's part of a snapshot.
@@ -40,6 +46,7 @@ class Snapshot:
         operators: what it holds of each operator.
         capture: the copies into the buffer.
         in_memory: the memory tier, if there is one, is to have it; if not, storage alone.
+        after: it must not count as sealed before this is done.
         sealed: done when the buffer holds the whole file, hashes included; in memory that outlives this process, if
             there is a memory tier.
         digests: hashes of the entries, as soon as it is sealed.
@@ -55,6 +62,7 @@ class Snapshot:
     operators: Mapping[str, OperatorEntry]
     capture: Capture
     in_memory: bool = True
+    after: Future | None = None
     sealed: Future = field(init=False)
     digests: tuple[str, ...] = ()
     persisted: Future | None = None
@@ -77,7 +85,7 @@ class Saver:
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._capturer = capturer(device)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-persist")
+        self._writing, self._written, self._given_up = background("snapshot-persist"), [], threading.Event()
         self._buffers: dict[int, Buffer] = {}
         self._copies: dict[Buffer, dict[Share, list[Copy]]] = defaultdict(dict)
 
@@ -106,6 +114,7 @@ class Saver:
         operators: Mapping[str, OperatorEntry],
         others: Iterable[int] = (),
         in_memory: bool = True,
+        after: Future | None = None,
     ) -> Snapshot:
         """Begins to copy a share into a slot's buffer, and to seal it; returns at once.
 
@@ -118,6 +127,7 @@ class Saver:
             operators: what it holds of each operator.
             others: slots that are free, too: the smallest buffer of all that fits becomes this one's.
             in_memory: as in :class:`Snapshot`.
+            after: the same.
 
         Raises:
             CheckpointError: there is not so much memory.
@@ -126,7 +136,7 @@ class Saver:
         self.reserve(slot, share)
         buffer = self._buffers[slot]
         capture = self._capturer.start(self._copies_into(buffer, share))
-        snapshot = Snapshot(iteration, share.layout, buffer, operators, capture, in_memory)
+        snapshot = Snapshot(iteration, share.layout, buffer, operators, capture, in_memory, after)
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
         return snapshot
 
@@ -165,17 +175,22 @@ class Saver:
             operators: what of it is to be written, and how much of each; by default all.
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
+        self._written = [*(one for one in self._written if not one.done()), snapshot.persisted]
 
-    def close(self) -> None:
+    def close(self, patience: float = 0.0) -> None:
         """Ends what is under way, and gives the buffers back; what has its name in memory or storage stays.
 
-        What is copied is sealed before that, since others may have what goes with it; what nobody has begun to write
-        to storage is given up.
+        What is copied is sealed before that, since others may have what goes with it.  What is on its way to storage is
+        given up: it keeps its memory until it ends, and is not reported.
+
+        Args:
+            patience: seconds that a write which has begun has left to end well.
         """
         self._capturer.close()
-        self._writing.shutdown(wait=False, cancel_futures=True)
+        begun = [one for one in self._written if not one.cancel()]
         self._sealing.shutdown(wait=True)
-        self._writing.shutdown(wait=True)
+        wait(begun, timeout=patience)
+        self._given_up.set()
         self._copies.clear()
         while self._buffers:
             self._buffers.popitem()[1].close()
@@ -193,11 +208,14 @@ class Saver:
         if self._memory is not None and snapshot.in_memory:
             self._name_in_memory(snapshot, part)
         snapshot.seal_s = time.perf_counter() - begun
+        if snapshot.after is not None:
+            snapshot.after.result()
         reach("snapshot_sealed")
         return part
 
     def _persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None) -> None:
         part = snapshot.sealed.result()
+        self._unless_given_up()
         begun = time.perf_counter()
         parts = [snapshot.buffer.memory[: snapshot.layout.nbytes]]
         if operators is not None:
@@ -233,8 +251,9 @@ class Saver:
                 "does not fit: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir"
             )
         try:
-            self._storage.write_file(iteration, self._rank, _chunks(parts))
+            self._storage.write_file(iteration, self._rank, self._chunks(parts))
             reach("persisting")
+            self._unless_given_up()
             self._storage.report(iteration, self._rank, part)
         except OSError as error:
             raise CheckpointError(
@@ -242,6 +261,17 @@ class Saver:
                 f"({error.strerror or error}): make room or repair it, and start again; earlier checkpoints are "
                 "untouched"
             ) from error
+
+    def _chunks(self, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+        for part in parts:
+            for start in range(0, len(part), _CHUNK):
+                self._unless_given_up()
+                yield part[start : start + _CHUNK]
+        self._unless_given_up()
+
+    def _unless_given_up(self) -> None:
+        if self._given_up.is_set():
+            raise GivenUpError
 
     def _name_in_memory(self, snapshot: Snapshot, part: Part) -> None:
         try:
@@ -275,9 +305,3 @@ class Saver:
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
-
-
-def _chunks(parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    for part in parts:
-        for start in range(0, len(part), _CHUNK):
-            yield part[start : start + _CHUNK]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.objects import ObjectPlace
 from moc.store.places import LocalPlace, Place
@@ -13,12 +14,13 @@ from moc.store.places import LocalPlace, Place
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
 
 
-def place_of(address: str | Path) -> Place:
+def place_of(address: str | Path, claim: Claim | None = None) -> Place:
     """The place that an address means; nothing is read, written or connected to.
 
     Args:
         address: a directory (a path or ``file:///path``), or ``s3://bucket/prefix``, ``gs://bucket/prefix``, or, for
             tests, ``memory://prefix``, which ends with the process.
+        claim: in whose name files are written there.
 
     Raises:
         CheckpointError: it means none, or the library for it is not installed.
@@ -26,12 +28,12 @@ def place_of(address: str | Path) -> Place:
     address = str(address)
     match = _URL.match(address)
     if match is None:
-        return LocalPlace(address)
+        return LocalPlace(address, claim=claim)
     if not match[2]:  # what pathlib makes of s3://; it would become a directory of that name
         raise CheckpointError(f"{address} is neither a path nor a URL: a URL has two slashes, as in s3://bucket/prefix")
     if match[1] != "file":
-        return ObjectPlace(address)
+        return ObjectPlace(address, claim=claim)
     parts = urlsplit(address)
     if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
         raise CheckpointError(f"{address} is no directory of this machine: write file:///path, with three slashes")
-    return LocalPlace(unquote(parts.path))
+    return LocalPlace(unquote(parts.path), claim=claim)

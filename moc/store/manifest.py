@@ -46,21 +46,33 @@ class OperatorEntry:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written: its file, and what that holds of each operator."""
+    """What one rank has written: its file, and what that holds of each operator.
+
+    Attributes:
+        name: of the file.
+        file: what it has to be.
+        operators: what it holds of each.
+        job: the launch that has written it, if it has a name.
+        term: its controller epoch and generation.
+    """
 
     name: str
     file: FileEntry
     operators: Mapping[str, OperatorEntry]
+    job: str = ""
+    term: tuple[int, int] = (0, 0)
 
     def to_json(self) -> str:
         """JSON text."""
-        return json.dumps({"name": self.name, "file": vars(self.file), "operators": _plain(self.operators)})
+        described = {"file": vars(self.file), "operators": _plain(self.operators)}
+        return json.dumps({"name": self.name, **described, **_author(self.job, self.term)})
 
     @classmethod
     def from_json(cls, text: str) -> Part:
         """The inverse of :meth:`to_json`; KeyError, TypeError or ValueError if it is none."""
         plain = json.loads(text)
-        return cls(plain["name"], FileEntry(**plain["file"]), _operators(plain["operators"]))
+        parts = plain["name"], FileEntry(**plain["file"]), _operators(plain["operators"])
+        return cls(*parts, plain.get("job", ""), _term(plain))
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,9 @@ class Manifest:
     operators: Mapping[str, OperatorEntry]
     layout: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, object] = field(default_factory=dict)
+    run: str = ""
+    job: str = ""
+    term: tuple[int, int] = (0, 0)
 
     @property
     def complete(self) -> bool:
@@ -88,7 +103,9 @@ class Manifest:
     def to_json(self) -> str:
         """The text of ``manifest.json``; not indented, which takes a training process ten times as long."""
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
-        plain = json.loads(json.dumps({"format": FORMAT, **vars(self), **described}))  # as it will be read
+        fields = {name: value for name, value in vars(self).items() if name not in ("run", "job", "term")}
+        author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
+        plain = json.loads(json.dumps({"format": FORMAT, **fields, **described, **author}))  # as it will be read
         return json.dumps({**plain, "xxh3_128": _digest(plain)})
 
     @classmethod
@@ -110,7 +127,8 @@ class Manifest:
             if digest != _digest({"format": written, **plain}):
                 raise CheckpointError(f"{name} is damaged: it does not match its hash")
             files = {file: FileEntry(**entry) for file, entry in plain.pop("files").items()}
-            return cls(files=files, operators=_operators(plain.pop("operators")), **plain)
+            operators, term = _operators(plain.pop("operators")), _term(plain)
+            return cls(files=files, operators=operators, **{**plain, "term": term})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{name} is damaged ({error})") from None
 
@@ -119,9 +137,11 @@ def merge(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, Operat
     """Files and operators of all parts together.
 
     Raises:
-        CheckpointError: two ranks say different things of one operator.
+        CheckpointError: two ranks say different things of one operator, or were not of the same launch.
     """
-    files, operators = {}, {}
+    parts, files, operators = list(parts), {}, {}
+    if len(jobs := {part.job for part in parts}) > 1:
+        raise CheckpointError(f"the parts were written by different launches, {', '.join(sorted(jobs))}")
     for part in parts:
         files[part.name] = part.file
         for name, entry in part.operators.items():
@@ -137,6 +157,15 @@ def _add(name: str, one: OperatorEntry, other: OperatorEntry) -> OperatorEntry:
     for slot, count in other.elements.items():
         elements[slot] = elements.get(slot, 0) + count
     return OperatorEntry(one.detail, steps.pop() if steps else None, elements)
+
+
+def _author(job: str, term: tuple[int, int]) -> dict:
+    return {"job": job, "term": list(term)} if job else {}
+
+
+def _term(plain: dict) -> tuple[int, int]:
+    epoch, generation = plain.get("term", (0, 0))
+    return int(epoch), int(generation)
 
 
 def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:

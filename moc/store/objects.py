@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import secrets
-import socket
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -16,7 +13,9 @@ import fsspec
 import fsspec.asyn
 
 from moc.store.blobs import Blob
-from moc.store.errors import CheckpointError
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError, TakenError
+from moc.store.fence import Holder, refuse_superseded, successors
 from moc.store.places import Place
 
 PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
@@ -51,12 +50,13 @@ class ObjectPlace(Place):
         url: such as ``s3://bucket/prefix``; the bucket has to exist.
         part_bytes: files of at least this size are sent in parts of it, and so are never in memory as a whole; at
             least 5 MiB, and a multiple of 256 KiB.
+        claim: in whose name files are written there.
 
     Raises:
         CheckpointError: the address is none, or the library for it is not installed.
     """
 
-    def __init__(self, url: str, part_bytes: int = _PART):
+    def __init__(self, url: str, part_bytes: int = _PART, claim: Claim | None = None):
         self._protocol, _, rest = url.partition("://")
         if self._protocol not in PROTOCOLS or not rest.strip("/"):
             raise CheckpointError(f"{url} is no place for checkpoints: give a directory, or {_examples()}")
@@ -69,7 +69,7 @@ class ObjectPlace(Place):
         self.name = f"{self._protocol}://{self._root}"
         # fsspec's memory shows a file as soon as it is opened, so it gets every file in one piece
         self._part_bytes = sys.maxsize if self._protocol == "memory" else part_bytes
-        self._job: str | None = None
+        self.claim, self._asks = claim, claim
         self._read_last: weakref.ref[ObjectBlob] | None = None
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
@@ -81,6 +81,15 @@ class ObjectPlace(Place):
                 self._fs.pipe_file(self._key(path), bytes(first))
         else:
             self._write_in_parts(path, itertools.chain([first], chunks))
+
+    def create(self, path: str, parts: Iterable) -> bool:
+        """See :class:`Place`; of two that do it at once, both may think to have been the first."""
+        try:
+            self.read(path)
+        except FileNotFoundError:
+            self.write(path, parts)
+            return True
+        return False
 
     def read(self, path: str) -> bytes:
         """See :class:`Place`."""
@@ -121,6 +130,11 @@ class ObjectPlace(Place):
                 if left := set(found).intersection(self._fs.find(key)):
                     raise PermissionError(f"{len(left)} objects could not be removed: allow it, or remove them")
 
+    def discard(self, directory: str, first: str, mark: str) -> None:
+        """See :class:`Place`; what is removed is gone at once, so that no mark is needed."""
+        self.remove(f"{directory}/{first}")
+        self.remove(directory)
+
     def free_bytes(self) -> None:
         """See :class:`Place`: nobody knows."""
         return None
@@ -129,29 +143,32 @@ class ObjectPlace(Place):
         """Takes the place: from now on, :meth:`check_owner` stops whoever had it before.
 
         Object stores have no locks that go with a process, and a job that was killed must not keep its successor
-        out.  So the job that starts last has the place, and it is the earlier one that is refused.
+        out.  So the launch that starts last has the place, and it is the earlier one that is refused; for good, so
+        that none of its later generations takes the place back.
         """
-        job = secrets.token_hex(8)
-        owner = {"job": job, "host": socket.gethostname(), "pid": os.getpid()}
-        self.write(_OWNER, [json.dumps(owner).encode()])
-        self._job = job
+        claim = self._asks = self._asks or Claim.of_process()
+        try:
+            now = self._owner()
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            now = None
+        holder = Holder.this(claim, successors(claim, now, self.name))
+        self.write(_OWNER, [holder.to_json().encode()])
+        self.taken = True
 
     def check_owner(self) -> None:
-        """See :class:`Place`."""
-        if self._job is None:
+        """See :class:`Place`; asks nothing if the place was never locked."""
+        if not self.taken:
             return
         try:
-            owner = json.loads(self.read(_OWNER))
-            taken = owner["job"] != self._job
+            now = self._owner()
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
+            raise TakenError(
                 f"{self.path(_OWNER)} does not say whose {self.name} is ({error}): start this job again"
             ) from None
-        if taken:
-            raise CheckpointError(
-                f"another job, process {owner.get('pid')} on {owner.get('host')}, has taken {self.name}: "
-                "stop one of them, or give this one another --ckpt-dir"
-            )
+        refuse_superseded(self._asks, now, self.name)
+
+    def _owner(self) -> Holder:
+        return Holder.from_json(self.read(_OWNER).decode())
 
     @property
     def _fs(self) -> fsspec.AbstractFileSystem:

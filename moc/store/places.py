@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
-from weakref import WeakValueDictionary
 
 from moc.store.blobs import Blob, LocalBlob
-from moc.store.durable import sync_directory, write_parts_durably
-from moc.store.errors import CheckpointError
-
-_LOCK = ".lock"
-_held: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
-"""Lock files of this process, by their real paths, as long as a place has them; closing one gives the lock up."""
+from moc.store.claims import Claim
+from moc.store.durable import sync_directory, temporary_of, write_parts_durably
+from moc.store.fence import Fence
 
 
 class Place(ABC):
@@ -27,6 +20,10 @@ class Place(ABC):
 
     name: str
     """What to call it in a message."""
+    claim: Claim | None = None
+    """In whose name files are written; None where nobody asks."""
+    taken = False
+    """It was locked for its claim."""
 
     @abstractmethod
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
@@ -37,7 +34,14 @@ class Place(ABC):
             parts: the buffers.
             final: without it, a crash of the machine may take the file away again until a final one is written beside
                 it; that saves time.
+
+        Raises:
+            SupersededError: somebody else has the place by now.
         """
+
+    @abstractmethod
+    def create(self, path: str, parts: Iterable) -> bool:
+        """The same, unless the file is there already; whether it was not."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -56,6 +60,19 @@ class Place(ABC):
         """Removes a file, or a directory and all that it holds; it need not exist."""
 
     @abstractmethod
+    def discard(self, directory: str, first: str, mark: str) -> None:
+        """Removes a directory of files in a way in which somebody who was superseded does no harm.
+
+        Args:
+            directory: which; it need not exist.
+            first: the file that goes before all others.
+            mark: a file that is there before anything goes, and until all is gone.
+
+        Raises:
+            SupersededError: somebody else has the place by now; nothing is removed.
+        """
+
+    @abstractmethod
     def free_bytes(self) -> int | None:
         """Room that is left; None where that is not known."""
 
@@ -65,17 +82,20 @@ class Place(ABC):
 
     @abstractmethod
     def lock(self) -> None:
-        """Takes the place for this process, as long as it lives.
+        """Takes the place for its claim; without one, for this process, as long as it lives.
+
+        An older term of the same launch loses it at once, whatever has become of it; another launch keeps it.
 
         Raises:
-            CheckpointError: another process has it.
+            TakenError: another launch has it, or a newer term.
         """
 
-    def check_owner(self) -> None:  # noqa: B027 - where a lock lasts as long as its process, there is nothing to ask
-        """Asks whether the place still is this process's, if it was ever locked; before anything is made of it.
+    @abstractmethod
+    def check_owner(self) -> None:
+        """Asks whether nobody else has taken the place, if it has a claim; before anything is made of it.
 
         Raises:
-            CheckpointError: another process has taken it since.
+            SupersededError: another launch has, or a newer term of this one.
         """
 
 
@@ -86,19 +106,38 @@ class LocalPlace(Place):
         root: the directory; made when something is written.
         patience: seconds to wait for a lock, since the job before may still be dying.
         in_memory: it is in a memory file system.
+        claim: in whose name files are written there.
     """
 
-    def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False):
+    def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False, claim: Claim | None = None):
         self.root, self.name, self._in_memory = Path(root), str(root), in_memory
-        self._patience, self._lock_file = patience, None
+        self._patience, self.claim = patience, claim
+        self._fence = claim and Fence(self.root, claim, patience)
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
+        """See :class:`Place`; who has the place is asked when all is written (:mod:`moc.store.fence`)."""
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self._noticing_losses():
+            write_parts_durably(target, parts, name_too=final, tag=self._tag, check=self.check_owner)
+        if final and target.parent != self.root:
+            sync_directory(self.root)  # of which the directory may be new
+
+    def create(self, path: str, parts: Iterable) -> bool:
         """See :class:`Place`."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_parts_durably(target, parts, name_too=final)
-        if final and target.parent != self.root:
-            sync_directory(self.root)  # of which the directory may be new
+        whole = temporary_of(target, self._tag)
+        try:
+            write_parts_durably(whole, parts)
+            os.link(whole, target)
+        except FileExistsError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                whole.unlink(missing_ok=True)
+        sync_directory(target.parent)
+        return True
 
     def read(self, path: str) -> bytes:
         """See :class:`Place`."""
@@ -127,38 +166,72 @@ class LocalPlace(Place):
             return
         sync_directory(target.parent)
 
+    def discard(self, directory: str, first: str, mark: str) -> None:
+        """See :class:`Place`.
+
+        The mark gets its name as publications do.  All else is done to the directory that was open before that, so
+        that it cannot concern another one that somebody has made of the same name since.
+        """
+        path = self.root / directory
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            with contextlib.suppress(FileNotFoundError):  # another worker has removed it
+                with self._noticing_losses():
+                    write_parts_durably(path / mark, [], tag=self._tag, check=self.check_owner)
+                _unlink_all(descriptor, first, mark)
+        finally:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):  # it is gone, or somebody writes into it
+            path.rmdir()
+        sync_directory(self.root)
+
     def free_bytes(self) -> int:
         """See :class:`Place`."""
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
 
     def lock(self) -> None:
-        """See :class:`Place`; the lock goes with the process, and is not inherited by those that it forks."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        path = (self.root / _LOCK).resolve()
-        if _is_current(path):
-            self._lock_file = _held[path]
-            return
-        lock_file = open(path, "a+")
-        deadline = time.monotonic() + self._patience
-        while not _try_lock(lock_file):
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"another job is using {self.name}: stop it, or give this one another --ckpt-dir")
-            time.sleep(0.05)
-        self._lock_file = _held[path] = lock_file
+        """See :class:`Place`; that this process lives is not inherited by those that it forks."""
+        self._fence = self._fence or Fence(self.root, Claim.of_process(), self._patience)
+        self._fence.take()
+        self.taken = True
+
+    def check_owner(self) -> None:
+        """See :class:`Place`."""
+        if self._fence is not None:
+            self._fence.check()
+
+    @property
+    def _tag(self) -> str:
+        return self.claim.tag if self.claim is not None else ""
+
+    @contextlib.contextmanager
+    def _noticing_losses(self):
+        """Who was superseded may find that its temporary file is gone."""
+        try:
+            yield
+        except FileNotFoundError:
+            self.check_owner()
+            raise
 
 
-def _is_current(path: Path) -> bool:
-    """Whether this process holds the lock file that is there now, and not one that was removed."""
-    held = _held.get(path)
-    with contextlib.suppress(FileNotFoundError):
-        return held is not None and os.path.samestat(os.fstat(held.fileno()), path.stat())
-    return False
+def _unlink_all(directory: int, first: str, last: str) -> None:
+    names = [name for name in os.listdir(directory) if name not in (first, last)]
+    for name in filter(None, (first, *names, last)):
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.unlink(name, dir_fd=directory)
+            except (IsADirectoryError, PermissionError):  # systems differ in what they say
+                _remove_directory(directory, name)
 
 
-def _try_lock(lock_file) -> bool:
+def _remove_directory(parent: int, name: str) -> None:
+    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
-        fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # systems differ in what they say
-        return False
-    return True
+        _unlink_all(descriptor, "", "")
+    finally:
+        os.close(descriptor)
+    os.rmdir(name, dir_fd=parent)

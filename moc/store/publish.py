@@ -48,12 +48,13 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
     """The manifest of a checkpoint of which the memory of each node has a part, by the manifests there.
 
     Raises:
-        CheckpointError: two nodes say different things of one operator.
+        CheckpointError: two nodes say different things of one operator, or have the parts of different launches.
     """
     parts = []
     for manifest in manifests:
         operators = [manifest.operators, *[{}] * (len(manifest.files) - 1)]  # those of all files, counted once
-        parts += map(Part, manifest.files, manifest.files.values(), operators)
+        jobs = [manifest.job] * len(manifest.files)
+        parts += map(Part, manifest.files, manifest.files.values(), operators, jobs)
     files, operators = merge(parts)
     return dataclasses.replace(manifests[0], files=files, operators=operators)
 

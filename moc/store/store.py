@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import re
+import threading
 from collections.abc import Iterable
 
 from moc.store import manifest as manifests
 from moc.store.blobs import Blob
+from moc.store.claims import term_in
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError
 from moc.store.manifest import FileEntry, Manifest, Part
 from moc.store.places import Place
 
 _DIRECTORY = re.compile(r"^iter_(\d{7,})$")
+_RANK = re.compile(r"rank_\d{5,}\.safetensors")
 _CHUNK = 16 << 20  # bytes written at once
 _SET_ASIDE = f"{manifests.NAME}.superseded"
+_REMOVED = f"{manifests.NAME}.removed"
 
 
 def directory_of(iteration: int) -> str:
@@ -27,8 +34,15 @@ def file_of(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+def is_of_rank(file: str) -> bool:
+    """Whether a file is one that a rank wrote: of what it saved, all is in it."""
+    return _RANK.fullmatch(file) is not None
+
+
 class Store:
     """The checkpoints in a place.
+
+    What is published and removed is so in the name of the place's claim, if it has one, and not without it.
 
     Args:
         place: where.
@@ -37,6 +51,24 @@ class Store:
 
     def __init__(self, place: Place, slack: bool = False):
         self.place, self._slack = place, slack
+        self._taking = threading.Lock()
+        self._before: set[int] = set()
+
+    def take(self) -> None:
+        """Begins the term of the place's claim, once; what publishes or removes does it, if nobody has before.
+
+        Who goes on from what is here has to do it before looking, so that nothing is published here afterwards by
+        those whom it supersedes.
+
+        Raises:
+            CheckpointError: another launch has the place, or a newer term.
+        """
+        if self.place.claim is None:
+            return
+        with self._taking:
+            if not self.place.taken:
+                self.place.lock()
+                self._before = set(self._directories())
 
     def iterations(self) -> list[int]:
         """Iterations that have a manifest, ascending."""
@@ -53,6 +85,8 @@ class Store:
             text = self.place.read(path).decode()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.place.path(path)} cannot be read ({error})") from None
+        if not self._published(iteration):
+            raise CheckpointError(f"{self.place.path(path)} cannot be read (it is set aside, or being removed)")
         manifest = Manifest.from_json(text, self.place.path(path))
         if manifest.iteration != iteration:
             raise CheckpointError(f"{self.place.path(path)} is of iteration {manifest.iteration}: somebody moved it")
@@ -71,24 +105,22 @@ class Store:
 
     def report(self, iteration: int, rank: int, part: Part) -> None:
         """Leaves word of what a rank has written, for the one that publishes."""
-        self.place.write(self._report(iteration, rank), [part.to_json().encode()], final=False)
+        claim, path = self.place.claim, f"{directory_of(iteration)}/.rank_{rank:05d}.json"
+        if claim is not None:  # each term has its own, so that lives of a job do not write over one another's
+            part = dataclasses.replace(part, job=claim.job, term=claim.term)
+            path = f"{directory_of(iteration)}/.rank_{rank:05d}.{claim.tag}.json"
+        self.place.write(path, [part.to_json().encode()], final=False)
 
     def reported(self, iteration: int, ranks: Iterable[int]) -> list[Part]:
-        """What ranks have written.
+        """What ranks have written; of the place's launch alone, of which each term goes on where the last one was.
 
         Raises:
-            CheckpointError: one of them has left no word.
+            CheckpointError: one of them has left no word, or its file is not what it says.
         """
-        parts = []
-        for rank in ranks:
-            path = self._report(iteration, rank)
-            try:
-                parts.append(Part.from_json(self.place.read(path).decode()))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{self.place.path(path)} cannot be read ({error}): nothing is published"
-                ) from None
-        return parts
+        names = self.place.names(directory_of(iteration))
+        if _REMOVED in names:
+            raise CheckpointError(f"{self.place.path(directory_of(iteration))} is being removed: nothing is published")
+        return [self._reported(iteration, rank, names) for rank in ranks]
 
     def has_all(self, iteration: int, ranks: Iterable[int]) -> bool:
         """Whether a checkpoint is published, or could be, since all these ranks have left word."""
@@ -103,40 +135,69 @@ class Store:
         """Makes a checkpoint of what was written for an iteration, atomically; then removes what it does not name.
 
         Raises:
-            CheckpointError: another job has taken the place; so it is with all that removes.
+            CheckpointError: somebody else has the place, and so it is with all that removes; or a file was written
+                over before the term began.
         """
-        self.place.check_owner()
+        claim = self.place.claim
+        if claim is not None:
+            manifest = dataclasses.replace(manifest, run=claim.run, job=claim.job, term=claim.term)
+        self.rewrite(manifest)
+
+    def rewrite(self, manifest: Manifest) -> None:
+        """The same for files that were published before, in whose name it was: what other nodes have belongs to it."""
+        self._check()
         directory = directory_of(manifest.iteration)
+        if manifest.iteration in self._before:  # whoever was superseded may have written here until then
+            for name, entry in manifest.files.items():
+                if damage := self.damage_in_header(manifest.iteration, name, entry):
+                    raise CheckpointError(f"{damage}: nothing is published")
+        there = self.place.names(directory)  # and not what others write from now on
         self.place.write(f"{directory}/{manifests.NAME}", [manifest.to_json().encode()])
-        for name in self.place.names(directory):
+        for name in there:
             if name != manifests.NAME and name not in manifest.files:
                 self.place.remove(f"{directory}/{name}")
 
     def remove(self, iteration: int) -> None:
         """Removes a checkpoint; its manifest first, so that a kill midway leaves none rather than half of one."""
-        self.place.check_owner()
+        self._check()
+        self.place.discard(directory_of(iteration), manifests.NAME, _REMOVED)
+
+    def move(self, iteration: int, target: Store) -> None:
+        """Moves a checkpoint to another place of the same file system, where it must not be yet."""
+        self._check()
         directory = directory_of(iteration)
-        self.place.remove(f"{directory}/{manifests.NAME}")
-        self.place.remove(directory)
+        os.makedirs(target.place.name, exist_ok=True)
+        os.rename(self.place.path(directory), target.place.path(directory))
 
     def set_aside(self, iteration: int) -> None:
-        """Takes a checkpoint out of the row without deleting its files, which stay until they are written anew."""
-        self.place.check_owner()
-        directory = directory_of(iteration)
+        """Takes a checkpoint out of the row without deleting its files, which stay until they are written anew.
+
+        What says so is a copy of its manifest: another one in its place counts at once.
+        """
+        self._check()
+        directory, claim = directory_of(iteration), self.place.claim
         text = self.place.read(f"{directory}/{manifests.NAME}")
-        self.place.write(f"{directory}/{_SET_ASIDE}", [text])
-        self.place.remove(f"{directory}/{manifests.NAME}")
+        self.place.write(f"{directory}/{_SET_ASIDE}{f'.{claim.tag}' if claim is not None else ''}", [text])
 
     def clear_unpublished(self) -> None:
-        """Removes what killed saves have left behind; what was set aside stays."""
+        """Removes what killed saves have left behind; of what was set aside, files and manifest stay."""
         for iteration in self._directories():
-            names = self.place.names(directory_of(iteration))
-            if manifests.NAME not in names and _SET_ASIDE not in names:
-                self.remove(iteration)
+            self.give_up(iteration)
+
+    def give_up(self, iteration: int) -> None:
+        """The same for one iteration, of which a save did not end well."""
+        directory = directory_of(iteration)
+        names = self.place.names(directory)
+        if _REMOVED in names or not any(name.startswith(manifests.NAME) for name in names):
+            self.remove(iteration)
+        elif hidden := [name for name in names if name.startswith(".")]:
+            self._check()
+            for name in hidden:  # words of what was written over it, and what nobody has finished
+                self.place.remove(f"{directory}/{name}")
 
     def clear(self) -> None:
-        """Removes every checkpoint, and all else that is here but for the lock."""
-        self.place.check_owner()
+        """Removes every checkpoint, and all else that is here but for what tells whose it is."""
+        self._check()
         for iteration in self.iterations():
             self.remove(iteration)
         for name in self.place.names():
@@ -175,12 +236,42 @@ class Store:
             raise DamagedRegionError(f"{blob.name} is damaged: its header does not match its hash")
         return blob
 
-    def _report(self, iteration: int, rank: int) -> str:
-        return f"{directory_of(iteration)}/.rank_{rank:05d}.json"
+    def _check(self) -> None:
+        self.take()
+        self.place.check_owner()
+
+    def _reported(self, iteration: int, rank: int, names: Iterable[str]) -> Part:
+        claim, word = self.place.claim, f".rank_{rank:05d}."
+        name = f"{word}json"
+        if claim is not None:
+            told = [n for n in names if n.startswith(word) and n.endswith(".json") and claim.made(n)]
+            name = max(told, key=term_in, default=f"{word}{claim.tag}.json")
+        path = f"{directory_of(iteration)}/{name}"
+        try:
+            part = Part.from_json(self.place.read(path).decode())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.place.check_owner()  # who has taken the place has tidied it up
+            raise CheckpointError(f"{self.place.path(path)} cannot be read ({error}): nothing is published") from None
+        if claim is not None and part.term != claim.term:
+            if damage := self.damage_in_header(iteration, part.name, part.file):
+                raise CheckpointError(f"{damage}: nothing is published")
+        return part
 
     def _directories(self) -> list[int]:
         matches = map(_DIRECTORY.match, self.place.names())
         return sorted(int(match[1]) for match in matches if match)
 
     def _published(self, iteration: int) -> bool:
-        return manifests.NAME in self.place.names(directory_of(iteration))
+        return self._counts(iteration, self.place.names(directory_of(iteration)))
+
+    def _counts(self, iteration: int, names: Iterable[str]) -> bool:
+        """Whether there is a manifest, of what is neither being removed nor set aside."""
+        if manifests.NAME not in names or _REMOVED in names:
+            return False
+        asides = [name for name in names if name.startswith(_SET_ASIDE)]
+        return not asides or self._text(iteration, manifests.NAME) not in {self._text(iteration, n) for n in asides}
+
+    def _text(self, iteration: int, name: str) -> bytes | None:
+        with contextlib.suppress(OSError):
+            return self.place.read(f"{directory_of(iteration)}/{name}")
+        return None

@@ -36,6 +36,7 @@ class Launched:
         own: flags of the launcher.
         nodes: launchers to start, one for each node.
         spares: launchers beyond these.
+        candidates: nodes that may have the controller.
         launcher: module of the launcher.
         program: of the workers, in the repository.
     """
@@ -48,6 +49,7 @@ class Launched:
         *own: str,
         nodes: int = 1,
         spares: int = 0,
+        candidates: int = 1,
         launcher: str = "moc.launch",
         program: str = PROGRAM,
     ):
@@ -59,10 +61,11 @@ class Launched:
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
         if nodes > 1:
             numbers = ["--nnodes", str(nodes), "--spares", str(spares)] if spares else ["--nnodes", str(nodes)]
-            self._command += [*numbers, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+            addresses = [f"127.0.0.1:{port}" for port in _free_ports(candidates)]
+            self._command += [*numbers, "--rdzv-endpoint", ",".join(addresses)]
         self._program = str(REPOSITORY / program)
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
-        self._token, self.launchers = secrets.token_hex(32), []
+        self._token, self.launchers, self._lost = secrets.token_hex(32), [], set()
         for node in range(nodes + spares):
             self.start(node)
 
@@ -81,6 +84,7 @@ class Launched:
                 start_new_session=True,
             )
         self.launchers[node : node + 1] = [process]
+        self._lost.discard(node)
 
     def __enter__(self) -> Launched:
         return self
@@ -92,8 +96,8 @@ class Launched:
 
     @property
     def process(self) -> subprocess.Popen:
-        """The launcher of the first node."""
-        return self.launchers[0]
+        """The launcher of the first node that was not lost."""
+        return self.launchers[next(node for node in range(len(self.launchers)) if node not in self._lost)]
 
     def children(self, module: str, node: int = 0) -> list[int]:
         """Processes that a node's launcher has started to run a module."""
@@ -160,6 +164,7 @@ class Launched:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.launchers[node].wait()
+        self._lost.add(node)
 
     def wait(self, seconds: float = 240) -> int:
         """The exit code, when it has ended; from now on it may."""
@@ -175,7 +180,9 @@ class Launched:
         return [(iteration, *values) for iteration, values in sorted(found.items())]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as all_at_once:
+        probes = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

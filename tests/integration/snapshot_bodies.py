@@ -38,10 +38,10 @@ def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
     copy, begin, waited = capture._copy, capture.ThreadCapturer.start, threading.Event()
 
     def waiting(method: Callable) -> Callable:
-        def call(*args):
+        def call(*args, **how):
             if threading.current_thread() is threading.main_thread():
                 waited.set()
-            return method(*args)
+            return method(*args, **how)
 
         return call
 
@@ -61,7 +61,7 @@ def train_while_clocks_run_backwards(flags: dict) -> dict:
 
 def train_impatiently(flags: dict) -> dict:
     """As ``bodies.train``, without waiting for a job that may still be dying."""
-    places.LocalPlace.__init__.__defaults__ = (0.2, False)
+    places.LocalPlace.__init__.__defaults__ = (0.2, False, None)
     return bodies.train(flags)
 
 

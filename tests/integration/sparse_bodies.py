@@ -35,9 +35,9 @@ def train(flags: dict) -> dict:
                 state[f"{f.name} {f.slot} {f.region.offset} {f.region.shape}"] = bodies.digest(f.view)
         return code
 
-    def watched_repeat(stepper, record, batches):
+    def watched_repeat(stepper, record, *others):
         learned.append(_learning(stepper.chunks))
-        return repeat(stepper, record, batches)
+        return repeat(stepper, record, *others)
 
     loop.train, Stepper.repeat = watched, watched_repeat
     return bodies.train(flags) | {"state": state, "learned": learned}

@@ -42,6 +42,16 @@ def test_too_few_samples_are_refused(small):
     assert result.exit == 2 and "give each a weight" in result.output and "Traceback" not in result.output
 
 
+def test_an_empty_split_is_refused_by_all_workers(small):
+    """Also by those of the stages in the middle, which read no data: nobody waits for the others."""
+    size, parallel = LAYOUTS["PP4"]
+    flags = FLAGS | parallel | dict(data_path=[str(small / "a")], train_iters=1, eval_iters=1)
+    results = start_world(size, "tests.integration.bodies:train", timeout=120, flags=flags).wait()
+    for result in results:
+        assert result.exit == 2 and "has none of its 10 documents" in result.output, result.output
+        assert "Traceback" not in result.output
+
+
 @pytest.mark.recovery
 def test_resume_skips_without_reading(data, tmp_path):
     """Going on from a checkpoint, or after a kill: nothing is read of what was before, nor worked out anew."""

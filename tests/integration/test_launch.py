@@ -1,6 +1,7 @@
 """Our own launcher: workers are lost, the others live on, and the run ends as if nothing had been."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -62,10 +63,13 @@ def assert_nobody_can_tell(job: Launched, flags: dict, expected: tuple) -> None:
     assert job.processes() == []
 
 
-def test_workers_are_killed(flags, undisturbed, tmp_path):
+def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
     with Launched("PP2xEP2", flags, tmp_path / "job") as job:
         for iteration, ranks in ((3, [1]), (7, [0]), (11, [2, 3])):
             job.reach(iteration)
+            shutil.rmtree(tmp_path / "tmp", ignore_errors=True)
             before = job.pids
             job.kill(*ranks)
             job.reach(iteration + 2)
@@ -86,6 +90,28 @@ def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
         job.reach(8)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
         assert "the controller has died: started again" in job.console
+
+
+def test_the_controller_dies_before_the_workers_are_brought_together_and_while_they_meet(flags, undisturbed, tmp_path):
+    slow = dict(inject="slow rank=1 iteration=0 point=meeting seconds=3 times=99")
+    with Launched("EP2", flags | slow, tmp_path / "job") as job:
+        for iteration, later in ((3, 0.0), (6, 1.0)):
+            job.reach(iteration)
+            before, held = job.pids[1], _injected(job)
+            job.kill(1)
+            deadline = time.monotonic() + 120
+            while job.pids[1] == before or (later and _injected(job) == held):
+                assert time.monotonic() < deadline, job.console[-4000:]
+                time.sleep(0.01)
+            time.sleep(later)  # until the others have begun to connect
+            os.kill(job.children("moc.runtime.controller")[0], signal.SIGKILL)
+            job.reach(iteration + 2)
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+    assert "c10::Error" not in job.console  # torch's own words about the store that has gone
+
+
+def _injected(job: Launched) -> int:
+    return len(list((job.log / "injected").iterdir()))
 
 
 def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):
@@ -126,6 +152,32 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(flag
                 job.start(1)
                 job.tells("node 1 is there, and waits as a spare")
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+
+
+def test_the_first_node_is_lost_like_any_other(flags, undisturbed, tmp_path):
+    flags = flags | dict(ckpt_tier="disk")
+    with Launched("EP2", flags, tmp_path / "job", nodes=2, spares=1, candidates=3) as job:
+        job.reach(4)
+        job.tells("node 2 is there, and waits as a spare")
+        job.lose(0)
+        job.reach(job.iteration + 3)
+        assert "this controller has taken over the job" in job.console
+        assert "node 0 is lost, and node 2 takes its place" in job.console
+        job.start(0)
+        job.tells("node 0 is there, and waits as a spare")
+        job.lose(1)  # which leads now
+        job.tells("node 1 is lost, and node 0 takes its place")
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+
+
+def test_without_a_majority_the_job_ends_and_can_be_started_again(flags, tmp_path):
+    own = ["--patience", "5", "--silence-timeout", "4"]
+    with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", *own, nodes=2) as job:
+        job.reach(2)
+        job.lose(0)
+        assert job.wait() == 75
+        assert "no controller has been there for 5 s" in job.console and "start the job again" in job.console
+        assert job.processes() == []
 
 
 def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
@@ -223,12 +275,42 @@ def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
         assert job.processes() == [] == job.events("generation")
 
 
-def test_nothing_is_left_of_a_node(flags, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "number, sentence",
+    [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "has not answered for 5 s")],
+    ids=["killed", "stopped"],
+)
+def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, flags, tmp_path, monkeypatch):
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job") as job:
+    with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", "--silence-timeout", "5") as job:
         job.reach(2)
         assert psutil.Process(job.pids[1]).environ()["MALLOC_ARENA_MAX"] == "1"
-        os.kill(job.children("moc.runtime.zygote")[0], signal.SIGKILL)
+        os.kill(job.children("moc.runtime.zygote")[0], number)
         assert job.wait() == 70, job.console[-4000:]
-        assert "mocrun: error: the process that workers are forked from has died" in job.console
+        assert f"mocrun: error: the process that workers are forked from {sentence}" in job.console
         assert job.processes() == []
+
+
+def test_a_launcher_that_stands_still_loses_its_workers_before_others_have_their_places(flags, undisturbed, tmp_path):
+    with Launched("EP2", flags, tmp_path / "job", "--spares", "1", "--silence-timeout", "6") as job:
+        job.reach(2)
+        job.tells("node 1 is there, and waits as a spare")
+        before = dict(job.pids)
+        job.process.send_signal(signal.SIGSTOP)  # as by Ctrl-Z
+        job.tells("node 0 is lost, and node 1 takes its place")
+        job.tells("has heard of no controller for too long, and ends itself")
+        deadline = time.monotonic() + 120
+        while any(job.pids[rank] == before[rank] for rank in (0, 1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not any(_runs(pid) for pid in before.values())
+        job.process.send_signal(signal.SIGCONT)
+        job.tells("node 0 is there, and waits as a spare")
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

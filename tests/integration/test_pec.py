@@ -12,7 +12,7 @@ from moc.sharding.pec_sizes import TARGETS, full_size, pec_size
 from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_place
+from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import node_memory
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
@@ -135,7 +135,7 @@ def test_storage_alone_has_what_ranks_hold_alike(target, data, tmp_path):
     newest = max(storage.iterations())
     steps = {entry.step for entry in storage.manifest(newest).operators.values()}
     assert newest > min(storage.iterations()) and steps == {newest}
-    start, hashes = loaded("EP2", flags | dict(ckpt_tier="disk", persist_interval=None))
+    start, hashes = loaded("EP2", flags | dict(ckpt_tier="disk", persist_interval=None, pec_k_persist=4))
     versions = saved(storage)
     assert start == newest
     assert {name.split()[1] for name in hashes} == {name.split()[1] for name in versions}
@@ -150,9 +150,14 @@ def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
         flags |= dict(node_of_rank="0,1", ckpt_memory_dir=memory, ckpt_dir=str(storage), log_dir=str(log))
         kill_when("EP2", flags, lambda: len(Events(log / "events.jsonl").of("persist")) > 1)
         base = max(Store(LocalPlace(storage)).iterations())
-        shutil.rmtree(memory_place(memory, str(storage), "1").root)
+        shutil.rmtree(memory_found(memory, str(storage), "1").root)
+        first, again = loaded("EP2", flags), loaded("EP2", flags)
+        assert first == again  # what is left in memory stays until a new snapshot is safe
         assert train("EP2", flags | dict(exit_interval=base + 2)).start == base
-    resume = Events(log / "events.jsonl").of("resume")[0]
+        assert not [path for path in Path(memory).rglob("*") if path.is_file() and not path.name.startswith(".")]
+    resume, other, last = Events(log / "events.jsonl").of("resume")
+    assert resume["sources"] and {i for i, _ in resume["sources"]} == {i for i, _ in other["sources"]}
+    assert {i for i, _ in last["sources"]} == {i for i, _ in resume["sources"]}
     assert resume["tier"] == "storage" and {tier for _, tier in resume["sources"]} == {"memory", "storage"}
     assert max(i for i, tier in resume["sources"] if tier == "memory") >= base
     assert 0 < Events(log / "events.jsonl").of("lost")[0]["plt"] < 1
@@ -161,9 +166,9 @@ def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
 @pytest.mark.recovery
 def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
     """MoC-System, section 5.3: five faults, and the limit is kept."""
-    limit, faults = 0.32, range(48, 81, 8)
+    limit, faults, trained = 0.0375, range(48, 81, 8), 400  # iterations of the whole training
     log, store = tmp_path / "log", Store(LocalPlace(tmp_path / "c"))
-    flags = data | PEC | SMALL | dict(pec_dynamic_k=True, pec_plt_limit=limit, ckpt_blocking=True)
+    flags = data | PEC | SMALL | dict(pec_dynamic_k=True, ckpt_blocking=True, train_iters=trained)
     flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
     size, parallel = LAYOUTS["EP2"]
     saved = []
@@ -175,14 +180,16 @@ def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
     assert set(train("EP2", flags | dict(exit_interval=84)).codes) == {0}
     ks, booked, share = [1], 0.0, limit / 4  # of K = 1, 2, 4 and 8
     for fault, event in zip(faults, Events(log / "events.jsonl").of("lost"), strict=True):
-        assert event["iteration"] == fault and 0 < event["raised_by"] < share
-        booked += event["raised_by"]
+        assert event["iteration"] == fault and 0 < event["of_training"] < share
+        assert event["of_training"] == pytest.approx(event["raised_by"] * fault / trained)
+        booked += event["of_training"]
         ks.append(2 * ks[-1] if booked > share else ks[-1])
         booked -= share if booked > share else 0.0
     assert ks[-1] >= 4 and saved == ks[:-1]
     told = Events(log / "events.jsonl").of("iteration")
     assert [e["k_persist"] for e in told] == [ks[sum(e["iteration"] > fault for fault in faults)] for e in told]
-    assert 0 < told[-1]["plt"] < max(e["plt"] for e in told) < limit
+    lost = sum(event["of_training"] for event in Events(log / "events.jsonl").of("lost"))
+    assert 0 < lost == pytest.approx(told[-1]["plt"] * told[-1]["iteration"] / trained) and lost < limit
 
 
 @pytest.mark.recovery

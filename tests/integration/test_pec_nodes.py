@@ -17,9 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from moc.state.operators import operator_of
+from moc.store.blobs import LocalBlob
 from moc.store.places import LocalPlace
+from moc.store.regions import read_sources
 from moc.store.store import Store
-from moc.store.tiers import memory_place
+from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import events, node_memory
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS, LAYOUTS
@@ -48,15 +51,16 @@ class Spot:
 
     def node(self, node: str) -> Path:
         """Memory of one node."""
-        return memory_place(self.memory, str(self.storage), node).root
+        return memory_found(self.memory, str(self.storage), node).root
 
     def without(self, lost: Iterable[str], name: str) -> Spot:
         """A copy after some nodes were lost; it shares files, which nobody writes to in place."""
         copy = Spot(self.storage.parent / name, self.memory / name)
         copy.memory.mkdir()
-        pairs = [(self.node(node), copy.node(node)) for node in NODES if node not in lost]
-        for source, target in [(self.storage, copy.storage), *pairs]:
-            shutil.copytree(source, target, copy_function=os.link, ignore=shutil.ignore_patterns("slots", ".lock"))
+        left_out = shutil.ignore_patterns("slots", ".lock.*", ".fence")
+        shutil.copytree(self.storage, copy.storage, copy_function=os.link, ignore=left_out)
+        for node in set(NODES) - set(lost):
+            shutil.copytree(self.node(node), copy.node(node), copy_function=os.link, ignore=left_out)
         return copy
 
 
@@ -75,12 +79,12 @@ def elements(parts: Iterable[dict]) -> dict[str, Counter]:
     return found
 
 
-def newest(spot: Spot, damaged: int | None = None) -> tuple[int, dict[str, Source]]:
+def newest(spot: Spot, damaged: tuple[int, set[str]] = (0, set())) -> tuple[int, dict[str, Source]]:
     """From which iteration a run has to go on, and from where each operator has to come.
 
     Args:
         spot: where the run is.
-        damaged: of this iteration nothing in memory can be used.
+        damaged: an iteration, and the operators of which nothing can be used that memory has of it.
     """
     storage, nodes = manifests(spot.storage), [manifests(spot.node(node)) for node in NODES]
     model = elements([storage[min(storage)]])  # the first one has everything
@@ -88,9 +92,9 @@ def newest(spot: Spot, damaged: int | None = None) -> tuple[int, dict[str, Sourc
     for iteration, manifest in storage.items():
         for name in manifest["operators"]:
             whole[name].add((iteration, "storage"))
-    for iteration in set().union(*nodes) - {damaged}:
+    for iteration in set().union(*nodes):
         for name, counts in elements(node[iteration] for node in nodes if iteration in node).items():
-            if counts == model[name]:
+            if counts == model[name] and not (iteration == damaged[0] and name in damaged[1]):
                 whole[name].add((iteration, "memory"))
     iterations = [{i for i, _ in places} for name, places in whole.items() if ".expert." not in name]
     base = max(set.intersection(*iterations))
@@ -137,8 +141,8 @@ def merged(tables: Iterable[dict[str, dict]]) -> dict[str, dict]:
     return found
 
 
-def damage(spot: Spot, node: str) -> int:
-    """Flips bits all over the data of the newest snapshot in a node's memory; its iteration."""
+def damage(spot: Spot, node: str) -> tuple[int, set[str]]:
+    """Flips bits all over the data of the newest snapshot in a node's memory; its iteration, and what is hit."""
     iteration, manifest = max(manifests(spot.node(node)).items())
     ((name, entry),) = manifest["files"].items()
     path = spot.node(node) / f"iter_{iteration:07d}" / name
@@ -147,7 +151,7 @@ def damage(spot: Spot, node: str) -> int:
         content[position] ^= 1
     path.unlink()  # other copies share it
     path.write_bytes(content)
-    return iteration
+    return iteration, {operator_of(one.entry.name) for one in read_sources(LocalBlob(path)) if one.damage()}
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,8 @@ class Scene:
 
     def reached(self, spot: Spot) -> bool:
         """Whether it is time."""
+        if not Store(LocalPlace(spot.storage)).iterations():  # nor is there a run whose memory could be found
+            return False
         nodes = [spot.node(node) for node in NODES if node != self.behind]
         storage, *memory = (max(Store(LocalPlace(root)).iterations(), default=0) for root in (spot.storage, *nodes))
         return min(memory) >= self.iteration and storage >= self.stored

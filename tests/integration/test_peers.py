@@ -9,7 +9,7 @@ import pytest
 from benchmarks.live.job import Events
 from moc.store.places import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_place
+from moc.store.tiers import memory_found
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_sparse import SMALL
@@ -42,7 +42,13 @@ def sparse(flags):
 
 
 def memory_of(flags: dict, node: str) -> Path:
-    return memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"], node).root
+    return memory_found(flags["ckpt_memory_dir"], flags["ckpt_dir"], node).root
+
+
+def left_in(flags: dict) -> list[Path]:
+    """What nodes have in memory but for whose it is."""
+    files = (path for path in Path(flags["ckpt_memory_dir"]).rglob("*") if path.is_file())
+    return [path for path in files if not path.name.startswith(".")]
 
 
 def lose(job: Launched, node: int, memory: Path) -> None:
@@ -97,7 +103,23 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
     assert job.events("placement")[0]["survival"] == {"1": 1.0, "2": 0.0}
     stored = [contents(Store(LocalPlace(f["ckpt_dir"])), ITERATIONS) for f in (flags, plain)]
     assert stored[0] == stored[1]
-    assert not [path for path in Path(flags["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
+    assert not left_in(flags)
+
+
+def test_each_expert_comes_back_from_memory_in_its_newest_version(flags, data, tmp_path):
+    """Of partial snapshots, the node that keeps copies has what older ones alone have, too."""
+    flags |= dict(ckpt_policy="pec", pec_k=1, persist_interval=100, train_iters=60, max_snapshot_lag=1)
+    with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2, spares=1) as job:
+        job.reach(20)
+        lose(job, 1, memory_of(flags, "1"))
+        assert job.wait() == 0, job.console[-4000:]
+    resumed, lost = job.events("resume")[-1], job.events("lost")[-1]
+    sources = [tuple(source) for source in resumed["sources"]]
+    assert {tier for _, tier in sources} == {"memory"} and len(sources) >= 4, sources
+    assert min(iteration for iteration, _ in sources) >= resumed["iteration"] - 9, sources  # all 8 in turn, and a vote
+    assert 0 < lost["plt"] < 9 / resumed["iteration"]
+    assert {back["of"] for back in job.events("restore")} == {"1"}
+    assert not left_in(flags)
 
 
 def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp_path):
@@ -116,7 +138,7 @@ def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp
     assert most_behind(job) == 1
     assert [event["iteration"] for event in back][:3] == [end - 2, end - 1, end]
     assert [event["exact"] for event in job.events("replay")] == [True] * 2
-    assert not [path for path in Path(sparse["ckpt_memory_dir"]).rglob("*") if path.is_file() and path.name != ".lock"]
+    assert not left_in(sparse)
 
 
 @pytest.mark.parametrize(("nodes", "replicas", "stage"), [((1,), 1, 0), ((2, 3), 2, 1)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.tiers import memory_place
+from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import (
     EVERY,
     events,
@@ -115,7 +115,7 @@ def test_memory_that_another_job_holds(flags, tmp_path):
     first = start("EP2", flags)
     wait_for(lambda: newest_iterations(flags))
     memory = stores(flags)["memory"].place
-    (tmp_path / "snapshots" / ".lock").unlink()
+    (tmp_path / "snapshots" / ".fence").unlink()
     assert_refused(start("EP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently"), memory.name)
     first.kill()
     assert {result.exit for result in first.wait()} == {-9}
@@ -151,7 +151,7 @@ def test_memory_that_one_node_has_lost(data, flags):
     wait_for(lambda: world.ended() or events(flags, "persist"))
     world.kill()
     world.wait()
-    shutil.rmtree(memory_place(flags["ckpt_memory_dir"], flags["ckpt_dir"], "1").root)
+    shutil.rmtree(memory_found(flags["ckpt_memory_dir"], flags["ckpt_dir"], "1").root)
     newest = newest_whole(flags | dict(ckpt_tier="disk"))
     stop = dict(train_iters=1000, exit_interval=newest + 5)
     rest, straight = train("EP2", flags | stop), train("EP2", data | stop)

@@ -59,8 +59,9 @@ def flags(data, tmp_path):
 
 def kill_after(world, iteration: int, flags: dict) -> None:
     """Kills a world once it has published a snapshot of this iteration or a later one."""
-    places = stores(flags).values()
-    wait_for(lambda: world.ended() or any(i >= iteration for store in places for i in store.iterations()))
+    # looked for each time, since memory has a name only when the run has begun
+    saved = lambda: (i for store in stores(flags).values() for i in store.iterations())  # noqa: E731
+    wait_for(lambda: world.ended() or any(i >= iteration for i in saved()))
     world.kill()
     assert {result.exit for result in world.wait()} == {-signal.SIGKILL}
 

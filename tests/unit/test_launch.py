@@ -15,7 +15,7 @@ def parsed(*flags):
 def test_one_machine_needs_no_flags():
     flags = parsed()
     assert (flags.nnodes, flags.nproc_per_node, flags.spares, flags.node_rank) == (1, 1, 0, 0)
-    assert flags.alone and flags.endpoint == "127.0.0.1:0"
+    assert flags.alone and flags.endpoints == ("127.0.0.1:0",) and flags.own_controllers
     assert flags.command == [__file__, "--nnodes", "9"] and flags.hang_caps == CAPS
 
 
@@ -29,7 +29,7 @@ def test_what_spares_of_this_machine_are_started_with():
     flags = parsed("--standalone", "--nproc-per-node", "4", "--spares", "1", "--")
     assert flags.alone and flags.own == ["--nproc-per-node", "4", "--spares", "1"]
     spare = parse([*flags.own, "--node-rank", "1", "--rdzv-endpoint", "127.0.0.1:5", *flags.command])
-    assert not spare.alone and (spare.node_rank, spare.nproc_per_node, spare.endpoint) == (1, 4, "127.0.0.1:5")
+    assert not spare.alone and (spare.node_rank, spare.nproc_per_node, spare.endpoints) == (1, 4, ("127.0.0.1:5",))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,14 @@ def test_what_spares_of_this_machine_are_started_with():
     ],
 )
 def test_where_the_controller_is(given, endpoint):
-    assert parsed("--rdzv-endpoint", given).endpoint == endpoint
-    assert parsed("--rdzv-endpoint", given, "--standalone").endpoint == "127.0.0.1:0"
+    assert parsed("--rdzv-endpoint", given).endpoints == (endpoint,)
+    assert parsed("--rdzv-endpoint", given, "--standalone").endpoints == ("127.0.0.1:0",)
+
+
+def test_several_nodes_may_have_the_controller():
+    flags = parsed("--nnodes", "3", "--rdzv-endpoint", "h0:5,h1,[::1]:6")
+    assert flags.endpoints == ("h0:5", "h1:29400", "[::1]:6")
+    assert not parsed("--nnodes", "3", "--rdzv-endpoint", "ctl:5", "--no-controller").own_controllers
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,8 @@ def test_where_the_controller_is(given, endpoint):
         (("--nnodes", "2"), "--rdzv-endpoint"),
         (("--spares", "1", "--node-rank", "1"), "--rdzv-endpoint"),
         (("--spares", "-1"), "--spares"),
+        (("--nnodes", "2", "--rdzv-endpoint", "a,b,c"), "--rdzv-endpoint names 3 nodes, and the job has 2"),
+        (("--no-controller",), "--no-controller needs --rdzv-endpoint"),
         (("--node-rank", "1"), "--node-rank must be from 0 to 0"),
         (("--hang-timeout", "stop=3"), "there is no section 'stop'"),
         (("--silence-timeout", "0"), "--silence-timeout 0 leaves no time"),

@@ -15,6 +15,12 @@ class Checkpoint(Group):
         None, "Directory to save checkpoints in; without --save-interval, only at the end.", metavar="DIR"
     )
     save_interval: int | None = flag(None, "Iterations between checkpoints.", "--persistent-save-interval", at_least=1)
+    save_failure: str = flag(
+        "continue",
+        "What a save that fails does, of a checkpoint or a snapshot: training goes on and tries again, or stops. A run "
+        "whose last state could not be saved anywhere ends with an error in any case.",
+        choices=("continue", "stop"),
+    )
     save_retain_interval: int | None = flag(
         None,
         "Keep checkpoints at iterations that this divides, and the newest one; delete the others.",

@@ -23,7 +23,8 @@ class Data(Group):
     test_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to test on.", nargs="*", metavar="PREFIX")
     split: str | None = flag(
         None,
-        "Shares of --data-path for training, validation and test, such as 90,5,5; by default 969, 30, 1.",
+        "Shares of --data-path for training, validation and test, such as 90,5,5; by default 969, 30, 1. Each but 0 "
+        "needs a document.",
     )
     mock_data: bool = flag(False, "Made-up samples: for a try, or to measure speed.")
     data_cache_path: str | None = flag(None, "Directory that keeps the index of samples between runs.")
@@ -61,6 +62,10 @@ def split_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
     if len(paths) % 2 == 0:
         weights = [_weight(word) for word in paths[0::2]]
         if paths and None not in weights:
+            refuse(
+                not all(0 < weight < float("inf") for weight in weights),
+                f"the data path {' '.join(paths)!r} has a weight that is not above 0: drop its prefix, or correct it.",
+            )
             return list(paths[1::2]), weights
         refuse(
             any(weight is not None for weight in weights),

@@ -237,6 +237,16 @@ class Snapshot(Group):
             f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower it, or "
             "raise --pec-k-snapshot.",
         )
+        refuse(
+            in_snapshot != to_storage and self.ckpt_tier == "disk",
+            f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with --ckpt-tier "
+            "disk all of them are there: choose --ckpt-tier memory or peers, or --pec-k alone.",
+        )
+        refuse(
+            self.pec_dynamic_k and self.pec_target == "optimizer",
+            "--pec-dynamic-k goes by tokens that weights have lost, and with --pec-target optimizer all weights are "
+            "saved, so it would never act: drop one of them.",
+        )
         chooses = self.chooses_experts or self.ckpt_policy == AUTO
         refuse(
             self.pec_plt_limit != 0.0375 and not (self.pec_dynamic_k or chooses),

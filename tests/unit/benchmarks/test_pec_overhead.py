@@ -8,6 +8,7 @@ from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers.rounds import WARM_UP, Plan
 from moc.store.manifest import FileEntry, Manifest
 from moc.store.places import LocalPlace
+from moc.store.runs import begin_run
 from moc.store.store import Store
 from moc.store.tiers import memory_place
 
@@ -165,7 +166,10 @@ def test_forward_and_backward_are_a_part_of_each_iteration_after_the_first_ones(
 def test_the_watch_remembers_what_is_gone(tmp_path):
     storage, memory = tmp_path / "checkpoints", tmp_path / "memory"
     memory.mkdir()
-    stores = {"storage": Store(LocalPlace(storage)), "memory": Store(memory_place(memory, str(storage)))}
+    stores = {
+        "storage": Store(LocalPlace(storage)),
+        "memory": Store(memory_place(memory, str(storage), begin_run(LocalPlace(storage), str(storage)).run)),
+    }
     watch = Watch(storage, memory)
     for number, store in enumerate(stores.values()):
         files = {f"rank_{rank:05d}.safetensors": FileEntry(100 * number + rank, 8, "") for rank in (1, 0)}

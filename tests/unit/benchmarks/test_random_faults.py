@@ -1,11 +1,13 @@
 """What a campaign of random faults takes for a failure."""
 
+import json
 import random
 
 import pytest
 
-from benchmarks.faults.run import LAYOUTS, TIERS, End
-from benchmarks.random_faults import Row, _differences, _somewhere, computed_again, from_outside, parse, summary
+from benchmarks.faults.recovery import ALONE, SEVERAL, During, Recoveries, Trouble, troubles
+from benchmarks.faults.run import LAYOUTS, TIERS, End, differences
+from benchmarks.random_faults import Row, _somewhere, _write, computed_again, from_outside, parse, summary
 
 EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
 
@@ -22,7 +24,7 @@ EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
     ],
 )
 def test_a_run_that_ends_otherwise_has_failed(ended, wrong):
-    assert _differences(ended, EXPECTED) == wrong
+    assert differences(ended, EXPECTED) == wrong
 
 
 def test_all_faults_are_counted():
@@ -40,6 +42,9 @@ def test_all_faults_are_counted():
     assert summary(rows) == {
         "runs": 2,
         "equal": 1,
+        "wrong": 1,
+        "hangs": 0,
+        "leftovers": 0,
         "faults": 4,
         "by_point": {"start": 2, "loading": 1, "outside": 1},
         "by_action": {"kill": 2, "stop": 1, "keeper": 1},
@@ -70,3 +75,64 @@ def test_what_is_done_from_outside_comes_to_pass(layout, tier):
         assert all(2 <= one.iteration <= 24 - 5 for one in done)
         keepers = [one.node for one in done if one.action == "keeper"]
         assert len(keepers) == ("peers" in tier and layout != "DP4, replicated") and set(keepers) <= {0, 1}
+
+
+class Standing:
+    """A run that recovers when it is told to."""
+
+    def __init__(self):
+        self.iteration, self.met = 0, []
+
+    def reached(self):
+        return self.iteration
+
+    def kill_worker(self, rank):
+        self.met.append(rank)
+        return True
+
+    def disturb_recovery(self, what):
+        self.met.append(what.action)
+        return what.action != "zygote"
+
+
+def test_a_run_is_met_while_it_recovers(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("benchmarks.faults.recovery.time.monotonic", lambda: clock[0])
+    during = During("controller", 0.5, 0, 0), During("zygote", 0.9, 0, 1)
+    run, recoveries = Standing(), Recoveries((Trouble(2, 1, during), Trouble(4, 0, during)))
+    recoveries.look(run)
+    assert run.met == []
+    run.iteration = 4  # the second one waits until the first is over
+    for moment, met in ((0.0, [1]), (1.4, [1]), (1.6, [1, "controller"]), (3.0, [1, "controller", "zygote"])):
+        clock[0] = moment
+        recoveries.look(run)
+        assert run.met == met
+    run.iteration, clock[0] = 5, 10.0
+    recoveries.look(run)
+    assert recoveries.seconds == [10.0]
+    recoveries.look(run)
+    clock[0] = 14.9
+    recoveries.look(run)
+    assert run.met[3:] == [0]  # a recovery takes 10 seconds now
+    assert recoveries.done == ["kill 1 at 2, outside", "controller at 0.50, recovery", "kill 0 at 4, outside"]
+
+
+@pytest.mark.parametrize("nodes, possible", [(1, ALONE), (2, SEVERAL)])
+def test_all_that_can_happen_in_recoveries_does(nodes, possible):
+    drawn = [
+        one for seed in range(40) for trouble in troubles(random.Random(seed), 4, nodes, 24) for one in trouble.during
+    ]
+    assert {one.action for one in drawn} == set(possible)
+    assert all(one.node < nodes and 0 <= one.share < 1 for one in drawn)
+    assert troubles(random.Random(3), 4, nodes, 24) == troubles(random.Random(3), 4, nodes, 24)
+
+
+def test_pieces_of_a_campaign_come_together(tmp_path):
+    own = parse(["--append", str(tmp_path / "all.json"), "--moments", "recoveries"])
+    _write(own, [Row("PP4", "disk", 1, ["kill 1 at 3, outside"])])
+    _write(
+        own, [Row("PP4", "disk", 2, ["kill 1 at 3, outside"], stand=["hangs"], wrong=["no end"], left=["x is left"])]
+    )
+    told = json.loads((tmp_path / "all.json").read_text())
+    counts = {name: told["summary"][name] for name in ("runs", "faults", "equal", "wrong", "hangs", "leftovers")}
+    assert counts == {"runs": 2, "faults": 2, "equal": 1, "wrong": 0, "hangs": 1, "leftovers": 1}

@@ -179,8 +179,20 @@ def test_memory_may_hold_all_where_storage_does_not():
 def test_everything_is_saved_again_when_memory_is_lost():
     policy = Pec(operators(), Every(1))
     take(policy, 1)
-    policy.memory_lost()
+    policy.found(in_memory=False, in_storage=True)
     assert take(policy, 2).complete and not take(policy, 3).complete
+
+
+def test_everything_goes_to_storage_again_when_the_first_could_not():
+    policy = Pec(operators(), Every(1), 2, 1)
+    first = take(policy, 1)
+    policy.stored(policy.for_storage(first))
+    policy.storage_lost()
+    second = take(policy, 2)
+    assert second.complete and policy.for_storage(second) is second
+    policy.stored(second)
+    third = take(policy, 3)
+    assert not third.complete and not policy.for_storage(third).complete
 
 
 @settings(deadline=None)
@@ -204,6 +216,20 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been(snapshots, selection, d
     one.recovered(data.draw(st.sampled_from([0.0, 0.011, 0.05])))
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert go_on(other, 20, loads[snapshots:]) == go_on(one, 20, loads[snapshots:])
+
+
+def test_a_fault_that_loses_nothing_pins_nothing():
+    policy = Pec(operators(experts=16), Every(1), k=4, plt_limit=0.05)
+    policy.recovered(0.0)
+    other = Pec(operators(experts=16), Every(1), k=1, plt_limit=0.05)
+    other.load_state_dict(policy.state_dict())
+    assert other.k_to_persist == 1
+    policy.recovered(0.04)
+    raised, fixed = (Pec(operators(experts=16), Every(1), k=1, plt_limit=limit) for limit in (0.05, 0.0))
+    for one in (raised, fixed):
+        one.load_state_dict(policy.state_dict())
+    assert raised.k_to_persist == policy.k_to_persist > 4
+    assert fixed.k_to_persist == 1  # a run without Dynamic-K has the K of its flags
 
 
 def test_faults_raise_both_numbers():

@@ -124,6 +124,16 @@ def test_faults_are_heeded():
     assert set(list(trainer.run(500).sizes.values())[-2:]) == {policy.k_to_snapshot}
 
 
+def test_a_fault_that_loses_nothing_leaves_the_choice_free():
+    policy = made(plt_limit=0.01)
+    trainer = Trainer(policy, machine(write=1e6)).run(200)
+    assert policy.k_to_persist > 1
+    policy.recovered(0.0)
+    trainer.at = machine()
+    trainer.run(400)
+    assert policy.k_to_persist == 1
+
+
 def test_a_resumed_run_knows_what_was_measured():
     trainer = Trainer(made(), machine()).run(200)
     resumed = made()

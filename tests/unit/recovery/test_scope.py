@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moc.logs.crossings import Pipeline
 from moc.recovery.plan import Inventory, plans
-from moc.recovery.scope import Logs, scope
+from moc.recovery.scope import Logs, Replayed, scope
 from moc.recovery.sources import STORAGE, Held
 from moc.state.operators import Operator
 
@@ -76,7 +76,7 @@ def test_if_all_would_have_to_go_back_nobody_computes_alone():
     none = replace(of, kept={})
     plan = first(alive(none, 1), none)
     assert (plan.iteration, plan.stages, plan.keep) == (6, frozenset(), frozenset())
-    assert scope([0], range(6, 9), none) is None
+    assert scope([0], 5, 8, none) is None
 
 
 def test_whoever_has_missed_the_vote_completes_the_iteration():
@@ -103,13 +103,85 @@ def test_without_a_window_there_is_nothing_to_compute_from():
     assert first(alive(of, 1), of, held=[FIRST]) is None
 
 
+def cut_off(of: Logs, stage: int, iteration: int, *frozen: str, **more) -> Logs:
+    """The same logs, if a stage had come so far with computing again; later iterations it has not logged again yet."""
+    ranks = of.of(stage)
+    replayed = dict.fromkeys(ranks, Replayed(iteration, frozenset(frozen), **more))
+    kept = {rank: [one for one in of.kept[rank] if one <= iteration] for rank in ranks}
+    return replace(of, replayed=of.replayed | replayed, kept=of.kept | kept)
+
+
+def begins(plan) -> dict[int, int]:
+    return {stage: course.begin for stage, course in plan.courses.items()}
+
+
+def test_a_stage_goes_on_when_another_that_is_apart_is_lost():
+    of = cut_off(logs(chain(4), width=2), 1, 7)
+    plan = first(alive(of, 2, 3, 6), of)
+    assert begins(plan) == {1: 7, 3: 5} and plan.keep == {0, 1, 4, 5} and plan.begin == 5
+    assert [plan.computing(iteration) for iteration in (6, 7, 8)] == [{3}, {3}, {1, 3}]
+    assert plan.course(1).goes_on and plan.course(1).way is None and plan.course(3).way is plan.way
+
+
+def test_where_nothing_is_lost_anew_nothing_is_begun_anew():
+    of = cut_off(logs(chain(4)), 1, 7)
+    plan = first(alive(of, 1), of)
+    assert begins(plan) == {1: 7} and plan.way is None and plan.again == range(8, 9)
+
+
+def test_in_the_middle_of_a_window_it_loads_what_did_not_learn_yet():
+    of = cut_off(logs(chain(3)), 0, 6, NAMES[1])
+    course = first(alive(of, 0, 2), of).course(0)
+    assert (course.begin, course.whole, course.moment(6).full) == (6, 6, (NAMES[1],))
+    lacking = replace(of, replayed={0: Replayed(6, frozenset(NAMES))})
+    assert begins(first(alive(lacking, 0, 2), lacking)) == {0: 5, 2: 5}  # of iteration 6 only one is there in full
+
+
+def test_a_worker_that_is_lost_meanwhile_takes_its_stage_back_to_the_begin():
+    of = cut_off(logs(chain(4), width=2), 1, 7)
+    gone = replace(of, replayed={2: of.replayed[2]})
+    assert begins(first(alive(gone, 2, 3, 6), gone)) == {1: 5, 3: 5}
+
+
+def test_workers_of_a_stage_are_one_iteration_apart_where_those_behind_can_complete_it():
+    of = cut_off(logs(chain(4), width=2), 1, 7)
+    apart = replace(of, replayed=of.replayed | {3: Replayed(6, frozenset(), reduced=True)})
+    plan = first(alive(apart, 2, 3, 6), apart)
+    assert begins(plan) == {1: 7, 3: 5} and plan.course(1).behind == {3}
+    without = replace(of, replayed=of.replayed | {3: Replayed(6)})
+    assert begins(first(alive(without, 2, 3, 6), without)) == {1: 5, 3: 5}
+    further = replace(of, replayed=of.replayed | {3: Replayed(5, reduced=True)})
+    assert begins(first(alive(further, 2, 3, 6), further)) == {1: 5, 3: 5}
+
+
+def test_a_neighbour_that_is_lost_is_served_until_both_compute():
+    of = cut_off(logs(chain(4)), 1, 7)
+    assert begins(first(alive(of, 1, 2), of)) == {1: 7, 2: 5}  # 6 and 7 from its logs, and 8 together
+    gone = replace(of, kept=of.kept | {1: [7]})
+    assert begins(first(alive(gone, 1, 2), gone)) == {1: 5, 2: 5}
+
+
+def test_who_has_come_further_than_those_that_are_left_begins_anew():
+    of = cut_off(logs(chain(3)), 1, NEWEST)
+    plan = first({0: NEWEST - 1, 2: NEWEST - 1}, of)
+    assert plan.iteration == NEWEST - 1 and begins(plan) == {1: 5}
+
+
+def test_who_has_arrived_waits_for_the_others():
+    of = cut_off(logs(chain(4)), 1, NEWEST)
+    plan = first(alive(of, 1, 3), of)
+    assert begins(plan) == {1: NEWEST, 3: 5} and plan.computing(NEWEST) == {3}
+
+
 @st.composite
 def losses(draw):
     pipeline, width = chain(draw(st.integers(2, 5)), draw(st.integers(1, 2))), draw(st.integers(1, 2))
     of = logs(pipeline, width, reduced={0: NEWEST, 1: NEWEST})
-    missing = draw(st.dictionaries(st.sampled_from(sorted(of.stages)), st.just([8])))
+    missing = draw(st.dictionaries(st.sampled_from(sorted(of.stages)), st.sampled_from([[8], [6, 7], [6], []])))
     live = draw(st.dictionaries(st.sampled_from(sorted(of.stages)), st.sampled_from([NEWEST - 1, NEWEST])))
-    return live, replace(of, kept=of.kept | missing)
+    state = st.builds(Replayed, st.integers(5, NEWEST), st.frozensets(st.sampled_from(NAMES)), st.booleans())
+    replayed = draw(st.dictionaries(st.sampled_from(sorted(set(of.stages) - set(live)) or [-1]), state))
+    return live, replace(of, kept=of.kept | missing, replayed=replayed)
 
 
 @settings(deadline=None, max_examples=300)
@@ -123,6 +195,42 @@ def test_every_rank_has_a_way_and_every_log_is_there(loss):
         assert not back & (plan.keep | plan.complete) and back | plan.keep | plan.complete == set(of.stages)
         assert all(live[rank] == plan.iteration for rank in plan.keep) and plan.keep | plan.complete
         assert all(live[rank] == plan.iteration - 1 and of.reduced[rank] == plan.iteration for rank in plan.complete)
-        feeding = {feed for stage in plan.stages for feed in of.feeds[stage]} - plan.stages
-        for rank in (rank for rank, stage in of.stages.items() if stage in feeding):
-            assert set(plan.again) <= set(of.kept[rank])
+        for iteration in plan.again:
+            computing = plan.computing(iteration)
+            for feed in {feed for stage in computing for feed in of.feeds[stage]} - computing:
+                assert all(iteration in of.kept[rank] for rank in of.of(feed))
+
+
+@settings(deadline=None, max_examples=300)
+@given(losses())
+def test_every_worker_has_on_its_course_all_that_its_state_lacks(loss):
+    live, of = loss
+    for plan in plans(inventory(live, of), OPERATORS, exact=True):
+        for stage, course in plan.courses.items():
+            moments = () if course.way is None else course.way.moments
+            assert [moment.iteration for moment in moments] == [*range(course.begin, course.begin + len(moments))]
+            assert plan.begin <= course.begin <= course.whole <= plan.iteration
+            for rank in of.of(stage) if course.goes_on else ():
+                at = Replayed(live[rank], reduced=of.reduced.get(rank) == live[rank] + 1) if rank in live else None
+                at = at or of.replayed[rank]
+                assert at.iteration == course.begin - (rank in course.behind) and (
+                    rank not in course.behind or at.reduced
+                )
+                loaded = {name for moment in moments for name in moment.full}
+                assert rank in course.behind or at.frozen <= loaded
+            assert course.goes_on or course.way is plan.way
+            for iteration, moment in zip(range(course.begin, course.whole), moments, strict=False):
+                later = {name for one in moments if one.iteration > iteration for name in one.full}
+                assert later == set(moment.frozen)  # who cannot learn yet can compute
+
+
+@settings(deadline=None, max_examples=300)
+@given(losses())
+def test_nobody_computes_more_for_having_computed_already(loss):
+    live, of = loss
+    again = inventory(live, of), inventory(live, replace(of, replayed={}))
+    plan, anew = (next(plans(one, OPERATORS, exact=True), None) for one in again)
+    assert (plan is None) == (anew is None) and (plan is None or plan.iteration >= anew.iteration)
+    if plan is not None and anew.stages and plan.iteration == anew.iteration:
+        assert plan.stages <= anew.stages and plan.keep >= anew.keep
+        assert all(course.begin >= anew.course(stage).begin for stage, course in plan.courses.items())

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from moc.runtime.addresses import candidates, listening_socket, text_of
+from moc.runtime.addresses import candidates, is_ours, listening_socket, new_name, set_up, text_of
 
 
 @pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
@@ -50,3 +50,18 @@ def test_that_of_a_living_one_and_other_files_are_not(tmp_path):
     with pytest.raises(OSError, match="in use"):
         listening_socket(f"unix:{tmp_path}/file", beyond_loopback=False)
     assert (tmp_path / "file").read_text() == "precious" and os.path.exists(tmp_path / "socket")
+
+
+def test_a_name_is_in_no_directory():
+    address = new_name()
+    with listening_socket(address, beyond_loopback=False) as sock, socket.socket(socket.AF_UNIX) as peer:
+        assert text_of(sock.family, sock.getsockname()) == address
+        peer.connect(candidates(address)[0][1])
+        assert is_ours(peer)
+
+
+def test_a_machine_that_has_vanished_is_noticed():
+    with socket.socket() as sock:
+        set_up(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000

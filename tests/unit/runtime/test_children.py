@@ -93,3 +93,15 @@ def test_what_takes_long_is_not_waited_for_after_a_signal():
             await signals.unless_stopped(asyncio.sleep(3600))
 
     asyncio.run(main())
+
+
+def test_what_has_ended_and_was_not_waited_for_is_dying():
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    with process:
+        process.stdout.readline()
+        assert not children.is_dying(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert children.is_dying(process.pid)
+        process.wait()
+        assert not children.is_dying(process.pid)

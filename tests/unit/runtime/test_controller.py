@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
-import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from moc.runtime import async_connections as wire
+from moc.runtime import job_token
 from moc.runtime.controller import Controller, waiting_for
+from moc.runtime.election import Election, Times
 from moc.runtime.membership import LOST, SAVED, Membership
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError
@@ -18,8 +23,8 @@ from tests.unit.runtime.peers import TOKEN
 class Job:
     """A job of two nodes with a worker each, on real sockets."""
 
-    def __init__(self, directory, silence_s=30.0, max_wait_s=30.0):
-        self.state, self.limits = directory / "controller.json", (silence_s, max_wait_s)
+    def __init__(self, silence_s=30.0, max_wait_s=30.0):
+        self.limits = silence_s, max_wait_s
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -27,7 +32,8 @@ class Job:
     @contextlib.asynccontextmanager
     async def controller(self):
         """A controller that serves, as a task; it is killed at the end of the block."""
-        controller = Controller(Membership(2, 1, 1000), *self.limits, self.state)
+        silence_s, max_wait_s = self.limits
+        controller = Controller(Membership(2, 1, 1000), Election(0, 1, 2, Times(silence_s)), max_wait_s)
         task = asyncio.create_task(controller.run(self.address, TOKEN, beyond_loopback=False))
         try:
             yield task
@@ -35,22 +41,58 @@ class Job:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def agent(self, node, generation=0, workers=(), asked=None):
-        """A connection of an agent, which has said who it is."""
+    async def agent(self, node, generation=0, workers=(), asked=None, state=None, instance="", door=None):
+        """An agent that has said who it is, and is one of the job."""
         while True:
             try:
                 connection = await wire.open(self.address, TOKEN)
                 break
             except PeerGoneError:
                 await asyncio.sleep(0.01)
-        await connection.send(
-            Message(dict(kind="hello", node=node, generation=generation, workers=list(workers), asked=asked))
-        )
-        return connection
+        agent = FakeAgent(connection)
+        hello = dict(node=node, generation=generation, workers=list(workers), asked=asked, state=state, epoch=-1)
+        who = dict(instance=instance or f"the one of node {node}", called="process 1", door=door)
+        await agent.send(Message(dict(kind="hello", free_in=0.0, silent=0.0, at=0.0) | hello | who))
+        return agent
 
-    def known(self):
-        """What is on disk."""
-        return json.loads(self.state.read_text())
+
+class FakeAgent:
+    """Promises whatever it is asked for, and keeps what it is to keep."""
+
+    def __init__(self, connection):
+        self.connection, self.state, self.known = connection, None, {}
+        self.send, self.abort = connection.send, connection.abort
+        self._orders = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
+        self._saying = asyncio.create_task(self._say_alive())
+
+    async def _say_alive(self):
+        with contextlib.suppress(PeerGoneError):
+            while True:
+                await self.send(Message({"kind": "alive", "at": 0.0, "echo": None}))
+                await asyncio.sleep(0.05)
+
+    def falls_silent(self):
+        self._saying.cancel()
+
+    async def _read(self):
+        with contextlib.suppress(PeerGoneError):
+            while True:
+                message = await self.connection.recv()
+                if message.kind == "elect":
+                    await self.send(Message({"kind": "promise", "epoch": message.header["epoch"], "free_in": 0.0}))
+                elif message.kind == "state":
+                    self.state = {name: value for name, value in message.header.items() if name != "kind"}
+                    self.known = self.state["membership"]
+                elif message.kind not in ("beat", "noted"):
+                    self._orders.put_nowait(message)
+        self._orders.put_nowait(None)
+
+    async def recv(self):
+        message = await self._orders.get()
+        if message is None:
+            raise PeerGoneError("the controller is gone")
+        return message
 
 
 async def hears(connection, kind):
@@ -74,15 +116,9 @@ async def tell(agent, kind, **what):
     await agent.send(Message({"kind": kind} | what))
 
 
-async def says_alive(agent):
-    while True:
-        await tell(agent, "alive")
-        await asyncio.sleep(0.05)
-
-
-def test_an_agent_that_was_away_at_the_end_hears_of_it(tmp_path):
+def test_an_agent_that_was_away_at_the_end_hears_of_it():
     async def main():
-        job = Job(tmp_path)
+        job = Job()
         async with job.controller() as serving:
             (first, second), workers = await begun(job)
             second.abort()
@@ -99,16 +135,16 @@ def test_an_agent_that_was_away_at_the_end_hears_of_it(tmp_path):
     asyncio.run(main())
 
 
-def test_a_controller_that_dies_at_the_end_tells_of_it_when_it_is_started_again(tmp_path):
+def test_a_controller_that_dies_at_the_end_tells_of_it_when_it_is_started_again():
     async def main():
-        job = Job(tmp_path)
+        job = Job()
         async with job.controller():
             (first, _), workers = await begun(job)
             await ends(first, workers[0], 3)
             await hears(first, "end")
         async with job.controller() as serving:
             for node in (1, 0):
-                agent = await job.agent(node)
+                agent = await job.agent(node, state=first.state)
                 assert (await hears(agent, "end"))["code"] == 3
                 await tell(agent, "heard")
             await asyncio.wait_for(serving, 60)
@@ -116,48 +152,149 @@ def test_a_controller_that_dies_at_the_end_tells_of_it_when_it_is_started_again(
     asyncio.run(main())
 
 
-def test_what_was_counted_is_on_disk_before_anybody_hears_of_it(tmp_path):
+def test_what_was_counted_is_known_to_agents_before_they_hear_of_what_follows():
     async def main():
-        job = Job(tmp_path)
+        job = Job()
         async with job.controller():
             (first, second), workers = await begun(job)
             await ends(second, workers[1], -9)
             await hears(first, "abort")
-            assert job.known()["restarts"] == 1 and job.known()["generation"] == 1
+            assert first.known["restarts"] == 1 and first.known["generation"] == 1
             await tell(first, "stopping", signal=15)
-            while job.known()["asked"] is None:
+            while second.known["asked"] is None:
                 await asyncio.sleep(0.01)
-        async with job.controller():
-            again = [await job.agent(node, generation=1) for node in (0, 1)]
+        async with job.controller():  # of which only one node knows the newest
+            again = [await job.agent(node, generation=1, state=s) for node, s in ((0, None), (1, second.state))]
             worker = (await hears(again[0], "start"))["worker"]
             await ends(again[0], worker, -15)
             assert (await hears(again[1], "end"))["code"] == 143
-            assert job.known()["restarts"] == 1
+            assert again[0].known["restarts"] == 1
 
     asyncio.run(main())
 
 
-def test_a_node_that_does_not_come_to_a_controller_that_was_started_again_is_lost(tmp_path):
+def test_a_node_that_does_not_come_to_a_controller_that_was_started_again_is_lost():
     async def main():
-        job = Job(tmp_path, silence_s=1.0)
+        job = Job(silence_s=2.0)
         async with job.controller():
-            await begun(job)
+            (first, second), _ = await begun(job)
         async with job.controller():
-            first, spare = await job.agent(0), await job.agent(2)
-            alive = [asyncio.create_task(says_alive(agent)) for agent in (first, spare)]
+            first, spare = await job.agent(0, state=first.state), await job.agent(2, state=first.state)
             assert (await hears(spare, "start"))["rank"] == 1
-            for task in alive:
-                task.cancel()
+
+    asyncio.run(main())
+
+
+def told(node, worker, here=0, built=True, met=-1):
+    return dict(name=worker, node=node, rank=node, together=True, built=built, here=here, met=met)
+
+
+def test_who_waits_to_be_brought_together_does_not_wait_for_a_controller_that_has_died():
+    async def main():
+        job = Job()
+        async with job.controller():
+            (first, second), workers = await begun(job)
+            for agent, worker in zip((first, second), workers, strict=True):
+                await tell(agent, "here", worker=worker, generation=0)
+            await hears(first, "go")
+        async with job.controller():  # nobody knows whether all have heard of it, and where they were to meet is gone
+            there = [await job.agent(n, workers=[told(n, w)], state=first.state) for n, w in enumerate(workers)]
+            assert [(await hears(agent, "abort"))["generation"] for agent in there] == [1, 1]
+        async with job.controller():  # they train
+            there = [await job.agent(n, 1, [told(n, w, 1, met=1)], state=there[0].state) for n, w in enumerate(workers)]
+            await tell(there[0], "here", worker=workers[0], generation=1)  # and one has not heard that they may go on
+            assert (await hears(there[0], "go"))["generation"] == 1
+
+    asyncio.run(main())
+
+
+def test_ends_that_a_controller_has_not_heard_of_are_told_to_the_next():
+    async def main():
+        job = Job()
+        async with job.controller():
+            (first, second), workers = await begun(job)
+        async with job.controller() as serving:
+            there = [await job.agent(n, workers=[told(n, w, met=0)], state=first.state) for n, w in enumerate(workers)]
+            for agent, worker in zip(there, workers, strict=True):
+                await ends(agent, worker, 0)
+            for agent in there:
+                assert (await hears(agent, "end"))["code"] == 0
+                await tell(agent, "heard")
+            assert await asyncio.wait_for(serving, 60) == 0
+
+    asyncio.run(main())
+
+
+def test_a_node_that_has_lost_no_more_than_its_connection_costs_no_generation():
+    async def main():
+        job = Job()
+        async with job.controller():
+            (first, second), workers = await begun(job)
+            second.abort()
+            second = await job.agent(1, workers=[told(1, workers[1], here=-1, built=False)], state=first.state)
+            await ends(first, workers[0], -9)
+            assert (await hears(first, "abort"))["generation"] == 1
+
+    asyncio.run(main())
+
+
+def test_a_node_whose_process_has_died_for_certain_is_lost_at_once():
+    async def main():
+        job = Job(silence_s=3600.0)
+        with socket.socket() as probe:  # a port of this machine where nobody listens
+            probe.bind(("127.0.0.1", 0))
+            door = f"127.0.0.1:{probe.getsockname()[1]}"
+        async with job.controller():
+            _, second, spare = await job.agent(0), await job.agent(1, door=door), await job.agent(2)
+            await hears(second, "start")
+            second.abort()
+            assert (await hears(spare, "start"))["rank"] == 1
+
+    asyncio.run(main())
+
+
+def test_a_second_process_of_a_node_is_refused_while_the_first_is_well_and_taken_when_that_is_lost():
+    async def main():
+        job = Job(silence_s=2.0)
+        async with job.controller():
+            (first, second), _ = await begun(job)
+            other = await job.agent(1, instance="another")
+            why = (await hears(other, "refused"))["why"]
+            assert why == "node 1 is there already, as process 1: give each launcher its own --node-rank"
+            second.abort()
+            other = await job.agent(1, instance="another")
+            assert (await hears(other, "start"))["rank"] == 1
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path):
+    """The process is stopped for longer than anybody may be silent; it can hear nobody meanwhile."""
+
+    async def main():
+        job = Job(silence_s=1.5)
+        flags = ["--listen", job.address, "--nnodes", "2", "--nproc-per-node", "1", "--silence-timeout", "1.5"]
+        environment = os.environ | {job_token.VARIABLE: TOKEN.hex()}
+        with subprocess.Popen([sys.executable, "-m", "moc.runtime.controller", *flags], env=environment) as controller:
+            try:
+                (first, second), _ = await begun(job)
+                controller.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(3.0)
+                controller.send_signal(signal.SIGCONT)
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(first.recv(), 1.0)  # no generation begins
+            finally:
+                controller.kill()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("started, code", [(True, SAVED), (False, LOST)])
-def test_who_is_missing_is_not_waited_for_without_end(started, code, tmp_path, monkeypatch):
+def test_who_is_missing_is_not_waited_for_without_end(started, code, monkeypatch):
     monkeypatch.setattr("moc.runtime.controller.BEGIN_S", 600.0 if started else 0.0)
 
     async def main():
-        job = Job(tmp_path, max_wait_s=0.0 if started else 0.5)
+        job = Job(silence_s=2.0, max_wait_s=0.0 if started else 0.5)
         async with job.controller():
             if started:
                 (first, second), _ = await begun(job)
@@ -170,9 +307,9 @@ def test_who_is_missing_is_not_waited_for_without_end(started, code, tmp_path, m
     asyncio.run(main())
 
 
-def test_a_node_that_was_asked_to_stop_before_it_came_ends_a_job_that_waits(tmp_path):
+def test_a_node_that_was_asked_to_stop_before_it_came_ends_a_job_that_waits():
     async def main():
-        job = Job(tmp_path)
+        job = Job()
         async with job.controller():
             first, second = await job.agent(0), await job.agent(1, asked=2)
             for agent in (first, second):
@@ -181,18 +318,16 @@ def test_a_node_that_was_asked_to_stop_before_it_came_ends_a_job_that_waits(tmp_
     asyncio.run(main())
 
 
-def test_who_is_lost_after_a_signal_is_waited_for_no_longer_than_one_that_is_silent(tmp_path):
+def test_who_is_lost_after_a_signal_is_waited_for_no_longer_than_one_that_is_silent():
     async def main():
-        job = Job(tmp_path, silence_s=1.0, max_wait_s=3600.0)
+        job = Job(silence_s=1.0, max_wait_s=3600.0)
         async with job.controller():
             (first, second), _ = await begun(job)
             await tell(first, "stopping", signal=15)
-            while job.known()["asked"] is None:
+            while first.known["asked"] is None:
                 await asyncio.sleep(0.01)
             second.abort()
-            alive = asyncio.create_task(says_alive(first))
             assert (await hears(first, "end"))["code"] == SAVED
-            alive.cancel()
 
     asyncio.run(main())
 
@@ -207,9 +342,9 @@ def test_who_is_lost_after_a_signal_is_waited_for_no_longer_than_one_that_is_sil
         dict(node=0, generation=1, workers=[]),
     ],
 )
-def test_a_hello_that_cannot_be_understood_costs_a_line(hello, tmp_path, caplog):
+def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
     async def scenario():
-        job = Job(tmp_path)
+        job = Job()
         async with job.controller():
             agents = [await job.agent(node) for node in (0, 1)]
             started = await hears(agents[0], "start")

@@ -1,6 +1,7 @@
 """Generations: whatever is lost, and in whatever order it becomes known, the job becomes whole again or ends."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -176,7 +177,7 @@ def test_a_controller_that_is_started_again_has_counted_what_was_counted():
     membership = restarted(membership)
     assert (membership.generation, membership.restarts, membership.suspicions) == (3, 1, 1)
     membership.stopping(15)
-    told = [Worker(f"3.{rank}", rank // PER_NODE, rank, True, True, here=3) for rank in range(SIZE)]
+    told = [Worker(f"3.{rank}", rank // PER_NODE, rank, True, True, here=3, met=3) for rank in range(SIZE)]
     membership = restarted(membership)
     assert membership.joined(0, told[:2], 3) == [] == membership.joined(1, told[2:], 3)
     assert membership.ended("3.0", -9)[0].code == 137
@@ -203,10 +204,23 @@ def test_what_one_node_has_missed_begins_a_generation():
 
 def test_a_controller_that_is_started_again_learns_what_it_must_know():
     membership = Membership(SIZE, PER_NODE, 1)
-    told = [Worker(f"5.{rank}", rank // PER_NODE, rank, True, True, here=5) for rank in range(SIZE)]
+    told = [Worker(f"5.{rank}", rank // PER_NODE, rank, True, True, here=5, met=5) for rank in range(SIZE)]
     assert membership.joined(1, told[2:], 5) == [] == membership.joined(0, told[:2], 5)
     assert membership.running and membership.generation == 5
     assert [type(order) for order in membership.ended("5.3", -9)] == [Abort, Start]
+
+
+def test_whom_an_earlier_controller_may_not_have_told_to_go_begins_a_generation():
+    membership, names = begun()
+    told = [Worker(name, rank // PER_NODE, rank, True, True, here=0) for rank, name in enumerate(names)]
+    membership = restarted(membership)
+    assert membership.joined(0, told[:2], 0) == []
+    assert membership.joined(1, told[2:], 0)[0].generation == 1
+
+
+def test_who_says_again_that_it_is_here_is_told_again_to_go():
+    membership, names = running()
+    assert membership.here(names[1], 0) == [Go(0)] and membership.generation == 0
 
 
 def test_what_it_has_missed_begins_a_generation():
@@ -318,140 +332,196 @@ NODES = range(4)  # two places, two spares
 
 
 class Job(RuleBasedStateMachine):
-    """Workers that do as they are told, are lost at any time, and whose messages come late; nodes that come and go.
+    """Workers that do as they are told, are lost at any time, and whose messages come late or while nobody hears them.
 
     Attributes:
-        alive: workers, by name.
-        hears: by worker, the newest generation that it has heard of.
-        there: by node that is connected, the newest generation that its agent has heard of.
+        membership: None while there is no controller; then messages are lost, and agents tell them the next one.
+        kept: the newest of what the controller has had its agents keep.
+        agents: by node that is there, what its agent knows: workers by name, and the newest generation.
+        unnoted: by node, ends of workers of which no controller has heard.
+        connected: nodes that the controller hears.
     """
 
     def __init__(self):
         super().__init__()
-        self.membership, self.alive, self.met = Membership(SIZE, PER_NODE, 10**6), {}, None
-        self.hears, self.there = {}, {}
+        self.membership, self.names = Membership(SIZE, PER_NODE, 10**6), set()
+        self.agents, self.generations, self.unnoted, self.connected = {}, {}, {}, set()
         for node in range(SIZE // PER_NODE):
-            self.join(node)
+            self.node_comes(node)
+
+    @property
+    def workers(self):
+        return {name: worker for workers in self.agents.values() for name, worker in workers.items()}
 
     def obey(self, orders):
+        self.kept = json.loads(json.dumps(self.membership.state_dict()))
         for order in orders:
             if isinstance(order, Start):
-                assert order.rank not in {s.rank for s in self.alive.values() if s.node in self.there}
-                assert order.node == self.membership.places.filler(order.rank // PER_NODE) and order.node in self.there
-                assert order.worker not in self.hears
-                self.alive[order.worker], self.hears[order.worker] = order, order.generation
+                taken = {w.rank for node in self.connected for w in self.agents[node].values()}
+                assert order.rank not in taken and order.worker not in self.names
+                assert order.node == self.membership.places.filler(order.rank // PER_NODE)
+                self.names.add(order.worker)
+                self.agents[order.node][order.worker] = Worker(order.worker, order.node, order.rank, order.together)
+                self.generations[order.node] = max(self.generations[order.node], order.generation)
             elif isinstance(order, Kill):
-                del self.alive[order.worker]
+                self.agents[order.node].pop(order.worker, None)
             elif isinstance(order, Go):
-                assert len(self.alive) == SIZE and order.generation == self.membership.generation
-                self.met = order.generation
+                self.go(order.generation)
             elif isinstance(order, Abort):
-                self.met = None
-                self.there = dict.fromkeys(self.there, order.generation)
-                self.hears |= {name: order.generation for name, s in self.alive.items() if s.node in self.there}
+                for node in self.connected:
+                    self.generations[node] = order.generation
 
-    def join(self, node, generation=0, workers=()):
-        self.there[node] = generation
-        self.obey(self.membership.joined(node, workers, generation))
+    def go(self, generation):
+        there = [worker for node in self.connected for worker in self.agents[node].values()]
+        assert len(there) == SIZE and all(worker.here == generation for worker in there)
 
-    def leave(self, node):
-        del self.there[node]
-        self.met = None
-        self.obey(self.membership.left(node))
+    def tell(self, node, what, *arguments):
+        """A message, which is lost where nobody hears it."""
+        if self.membership is not None and node in self.connected:
+            self.obey(getattr(self.membership, what)(*arguments))
+            return True
+        return False
 
-    def told_by(self, node):
-        """What an agent tells of its workers; the membership's own record stands for what the agent knows."""
-        return [worker for worker in self.membership.workers.values() if worker.node == node]
+    def joins(self, node):
+        """As an agent says hello: workers that live, those whose end nobody has heard of, and then these ends."""
+        self.connected.add(node)
+        mine = [replace(worker) for worker in self.agents[node].values()]
+        there = {worker.rank for worker in mine}
+        dead = {name: end for name, end in self.unnoted[node].items() if end[0].rank not in there}
+        mine += [replace(worker) for worker, _ in dead.values()]
+        self.obey(self.membership.joined(node, mine, self.generations[node]))
+        for name, (_, code) in dead.items():
+            self.obey(self.membership.ended(name, code))
+        self.unnoted[node] = {}
 
     def some(self, data):
-        return data.draw(st.sampled_from(sorted(self.alive)))
+        return data.draw(st.sampled_from(sorted(self.workers)))
 
-    @rule(data=st.data(), late=st.integers(0, 2))
-    @precondition(lambda self: self.alive)
-    def is_here(self, data, late):
-        self.obey(self.membership.here(self.some(data), max(0, self.membership.generation - late)))
+    @rule(data=st.data(), again=st.booleans())
+    @precondition(lambda self: self.workers)
+    def is_here(self, data, again):
+        """In the newest generation that its agent has heard of."""
+        worker = self.workers[self.some(data)]
+        worker.here = self.generations[worker.node]
+        self.tell(worker.node, "here", worker.name, worker.here)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.alive)
+    @precondition(lambda self: self.membership is not None and self.membership.running)
+    def has_met(self, data):
+        worker = self.workers[self.some(data)]
+        if worker.here == self.membership.generation:
+            worker.met = worker.here
+            self.tell(worker.node, "met", worker.name, worker.met)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.workers)
     def has_built(self, data):
-        name = self.some(data)
-        if self.met is not None or not self.alive[name].together:
-            self.obey(self.membership.built(name))
+        worker = self.workers[self.some(data)]
+        running = self.membership is not None and self.membership.running
+        if running or not worker.together:
+            worker.built = True
+            self.tell(worker.node, "built", worker.name)
 
     @rule(data=st.data(), code=st.sampled_from([-9, -11, START_OVER]))
-    @precondition(lambda self: self.alive)
+    @precondition(lambda self: self.workers)
     def is_lost(self, data, code):
-        name = self.some(data)
-        del self.alive[name]
-        self.obey(self.membership.ended(name, code))
+        worker = self.workers[self.some(data)]
+        del self.agents[worker.node][worker.name]
+        if not self.tell(worker.node, "ended", worker.name, code):
+            self.unnoted[worker.node][worker.name] = worker, code
 
     @rule(node=st.sampled_from(NODES))
     def node_is_lost(self, node):
-        if node in self.there:
-            self.alive = {name: start for name, start in self.alive.items() if start.node != node}
-            self.leave(node)
+        if node in self.agents:
+            for of in (self.agents, self.generations, self.unnoted):
+                of.pop(node, None)
+            if self.membership is not None and node in self.connected:
+                self.connected.discard(node)
+                self.obey(self.membership.left(node))
+            self.connected.discard(node)
 
     @rule(node=st.sampled_from(NODES))
     def node_comes(self, node):
-        if node not in self.there:
-            self.join(node)
+        if node not in self.agents:
+            self.agents[node], self.generations[node], self.unnoted[node] = {}, 0, {}
+            if self.membership is not None:
+                self.joins(node)
 
-    @rule(node=st.sampled_from(NODES))
-    def node_loses_its_connection_for_a_while(self, node):
-        if node in self.there:
-            generation, workers = self.there[node], self.told_by(node)
-            self.leave(node)
-            self.join(node, generation, workers)
+    @rule(node=st.sampled_from(NODES), taken_for_lost=st.booleans())
+    @precondition(lambda self: self.membership is not None)
+    def node_loses_its_connection_for_a_while(self, node, taken_for_lost):
+        if node in self.agents:
+            self.connected.discard(node)
+            if taken_for_lost:
+                self.obey(self.membership.left(node))
+            self.joins(node)
 
-    @rule(data=st.data(), lost=st.sets(st.sampled_from(NODES)))
-    def controller_is_started_again(self, data, lost):
-        """And some nodes are lost meanwhile."""
-        there = {node: (self.there[node], self.told_by(node)) for node in self.there if node not in lost}
-        seated = set(self.membership.places.filled_by.values())
-        self.alive = {name: start for name, start in self.alive.items() if start.node in there}
-        self.membership, self.met, self.there = restarted(self.membership), None, {}
-        for node in data.draw(st.permutations(sorted(there))):
-            self.join(node, *there[node])
-        for node in sorted(seated - set(self.there)):
-            self.obey(self.membership.left(node))
-        if self.membership.running:
-            self.met = self.membership.generation
+    @rule()
+    @precondition(lambda self: self.membership is not None)
+    def controller_dies(self):
+        """What happens from now on, nobody hears."""
+        self.membership = None
+        self.connected.clear()
 
     @rule(data=st.data())
-    @precondition(lambda self: self.alive and self.membership.suspicions < MAX_SUSPICIONS)
+    @precondition(lambda self: self.membership is None)
+    def controller_is_started_again(self, data):
+        """And takes those for lost that have not come."""
+        self.membership = Membership(SIZE, PER_NODE, 10**6)
+        self.membership.load_state_dict(self.kept)
+        seated = set(self.membership.places.filled_by.values())
+        for node in data.draw(st.permutations(sorted(self.agents))):
+            self.joins(node)
+        for node in sorted(seated - set(self.agents)):
+            self.obey(self.membership.left(node))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.membership is not None and self.workers and self.membership.suspicions < 9)
     def suspects(self, data):
-        self.obey(self.membership.suspected(self.some(data), self.membership.generation))
+        worker = self.workers[self.some(data)]
+        self.tell(worker.node, "suspected", worker.name, self.membership.generation)
 
     @invariant()
     def becomes_whole(self):
         """If nothing more is lost, all meet, and if nodes are missing, all wait for them."""
-        assert set(self.membership.workers) == set(self.alive)
-        assert bool(self.membership.waits_for()) == (len(self.there) < SIZE // PER_NODE)
-        if not self.membership.waits_for():
-            assert sorted(start.rank for start in self.alive.values()) == list(range(SIZE))
-
-    @invariant()
-    def all_hear_of_every_generation(self):
-        if not self.membership.waits_for():
-            assert {self.hears[name] for name in self.alive} == {self.membership.generation}
+        if self.membership is not None:
+            assert set(self.membership.workers) == set(self.workers)
+            assert bool(self.membership.waits_for()) == (len(self.agents) < SIZE // PER_NODE)
+            if not self.membership.waits_for():
+                assert sorted(worker.rank for worker in self.workers.values()) == list(range(SIZE))
+                assert {self.generations[worker.node] for worker in self.workers.values()} == {
+                    self.membership.generation
+                }
 
     @invariant()
     def workers_are_where_their_places_are(self):
-        for start in self.alive.values():
-            assert self.membership.places.filler(start.rank // PER_NODE) == start.node
+        if self.membership is not None:
+            for worker in self.workers.values():
+                assert self.membership.places.filler(worker.rank // PER_NODE) == worker.node
 
     @invariant()
     def nobody_builds_in_step_with_one_who_builds_alone(self):
-        unbuilt = [w for w in self.membership.workers.values() if not w.built and w.here != self.membership.generation]
-        assert len({worker.together for worker in unbuilt}) <= 1
+        if self.membership is not None:
+            there, generation = self.membership.workers.values(), self.membership.generation
+            unbuilt = [worker for worker in there if not worker.built and worker.here != generation]
+            assert len({worker.together for worker in unbuilt}) <= 1
 
     def teardown(self):
+        if self.membership is None:
+            self.membership = Membership(SIZE, PER_NODE, 10**6)
+            self.membership.load_state_dict(self.kept)
+            seated = set(self.membership.places.filled_by.values())
+            for node in sorted(self.agents):
+                self.joins(node)
+            for node in sorted(seated - set(self.agents)):
+                self.obey(self.membership.left(node))
         for node in NODES:
-            if self.membership.waits_for() and node not in self.there:
-                self.join(node)
-        for name in list(self.alive):
-            self.obey(self.membership.here(name, self.membership.generation))
-        assert self.met == self.membership.generation and self.membership.running
+            if self.membership.waits_for():
+                self.node_comes(node)
+        for name, worker in list(self.workers.items()):
+            worker.here = self.generations[worker.node]
+            self.tell(worker.node, "here", name, worker.here)
+        assert self.membership.running
 
 
 TestJob = Job.TestCase

@@ -27,6 +27,13 @@ sys.exit(75)
 """
 
 
+def wait_until(ready, what, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
 def wait_until_exist(process, *paths, seconds=240):
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
@@ -57,9 +64,9 @@ SLURM_NODEID=1 exec "$@"
 """
 TWO_TASKS = """
 echo "$*" >flags
-while [ "$1" != bash ]; do shift; done
-SLURM_NODEID=0 "$@" & echo $! >>pids
-SLURM_NODEID=1 "$@" & echo $! >>pids
+while [ "$1" != scripts/slurm/node.sh ]; do shift; done
+SLURM_NODEID=0 setsid "$@" & echo $! >>pids
+SLURM_NODEID=1 setsid "$@" & echo $! >>pids
 wait
 exit 137 # of a node that was lost, as it may be
 """
@@ -74,6 +81,8 @@ class Slurm:
             "srun": srun,
             "scontrol": 'echo "scontrol $*" >>calls\n[ "$1" = show ] && echo 127.0.0.1 && echo node1; true',
             "scancel": 'echo "scancel $*" >>calls\nkill -TERM $(cat pids)',
+            "squeue": "cat state 2>/dev/null || echo RUNNING",
+            "sinfo": "seq 9",
             "scripts/train_it.sh": training,
         }
         for name, text in commands.items():
@@ -81,10 +90,12 @@ class Slurm:
             path.parent.mkdir(exist_ok=True)
             path.write_text(f"#!/usr/bin/env bash\n{text}\n")
             path.chmod(0o755)
+        if not (directory / "scripts" / "slurm").exists():
+            (directory / "scripts" / "slurm").symlink_to(ROOT / "scripts" / "slurm")
 
-    def submit(self, **environment: str) -> subprocess.Popen:
+    def submit(self, *command: object, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            ["bash", ROOT / "scripts" / "slurm" / self._template, "train_it.sh", "a b", "c"],
+            ["bash", ROOT / "scripts" / "slurm" / self._template, *(command or ("train_it.sh", "a b", "c"))],
             cwd=self.directory,
             env={
                 **os.environ,
@@ -93,6 +104,9 @@ class Slurm:
                 "SLURM_JOB_NUM_NODES": "2",
                 "SLURM_JOB_NODELIST": "node[0-1]",
                 "SLURM_GPUS_ON_NODE": "4",
+                "SLURM_JOB_PARTITION": "main",
+                "LOST_S": "10",
+                "BEAT_S": "1",
                 **environment,
             },
             stdout=subprocess.DEVNULL,
@@ -131,28 +145,135 @@ def with_mocrun(directory: Path, training: str) -> Slurm:
     return Slurm(directory, training, "mocrun.sbatch", TWO_TASKS)
 
 
-@pytest.mark.parametrize("code, requeued", [(0, False), (1, False), (75, True)])
-def test_with_mocrun_the_first_node_decides(tmp_path, code, requeued):
-    slurm = with_mocrun(tmp_path, f"exit $((NODE_RANK ? 9 : {code}))")
-    assert slurm.submit().wait(120) == (0 if requeued else code)
+@pytest.mark.parametrize(
+    "codes, requeued",
+    [((0, 0), False), ((75, 0), False), ((0, 75), False), ((1, 1), False), ((75, 1), False), ((75, 75), True),
+     ((137, 75), True), ((75, 70), True), ((70, 70), False)],
+)  # fmt: skip
+def test_with_mocrun_those_that_lost_sight_of_the_others_do_not_decide(tmp_path, codes, requeued):
+    slurm = with_mocrun(tmp_path, f"codes=({codes[0]} {codes[1]}); exit ${{codes[NODE_RANK]}}")
+    decisive = [code for code in codes if code not in (70, 75, 137)] or [70]
+    assert slurm.submit().wait(120) == (0 if requeued else decisive[0])
     assert slurm.requeued == requeued
     assert "--no-kill --kill-on-bad-exit=0 --wait=0" in (tmp_path / "flags").read_text()
 
 
-def test_with_mocrun_the_loss_of_the_first_node_requeues(tmp_path):
-    slurm = with_mocrun(tmp_path, "kill -KILL $((NODE_RANK ? $$ : PPID))")
+@pytest.mark.parametrize("code, requeued", [(75, True), (0, False)])
+def test_with_mocrun_a_lost_node_is_not_waited_for(tmp_path, code, requeued):
+    slurm = with_mocrun(tmp_path, f"[ $NODE_RANK = 0 ] && kill -KILL -$PPID $PPID\nsleep 1; exit {code}")
+    assert slurm.submit().wait(120) == 0
+    assert slurm.requeued == requeued
+    excluded = "scontrol update JobId=7 ExcNodeList=127.0.0.1"  # as the stand-in calls the first node
+    assert (excluded in (tmp_path / "calls").read_text()) == requeued
+
+
+def test_with_mocrun_the_loss_of_all_nodes_requeues(tmp_path):
+    slurm = with_mocrun(tmp_path, "kill -KILL -$PPID $PPID")
     assert slurm.submit().wait(120) == 0
     assert slurm.requeued
 
 
+@pytest.mark.parametrize("code, asked", [(75, "scontrol requeue 7"), (0, "scancel 7"), (1, "scancel 7")])
+def test_with_mocrun_who_is_left_ends_the_job_if_the_batch_script_is_gone(tmp_path, code, asked):
+    slurm = with_mocrun(tmp_path, f"touch $NODE_RANK\nwhile [ ! -e gone ]; do sleep 0.05; done; exit {code}")
+    job = slurm.submit()
+    wait_until_exist(job, tmp_path / "0", tmp_path / "1")
+    job.kill()
+    job.wait()
+    (tmp_path / "gone").touch()
+    calls = tmp_path / "calls"
+    wait_until(lambda: asked in calls.read_text(), "nobody ends the job")
+    tasks = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in tasks), "tasks are left")
+    assert calls.read_text().count(asked) == 1
+    assert not list(tmp_path.glob(".mocrun-7-*"))
+
+
+def test_with_mocrun_a_job_that_was_canceled_stays_so(tmp_path):
+    (tmp_path / "state").write_text("COMPLETING\n")
+    slurm = with_mocrun(tmp_path, "exit 75")
+    assert slurm.submit().wait(120) == 75
+    assert not slurm.requeued
+
+
+def test_with_mocrun_circles_without_a_checkpoint_end(tmp_path):
+    slurm = with_mocrun(tmp_path, "exit 75")
+    codes = [slurm.submit(SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) for life in range(3)]
+    assert codes == [0, 0, 75]
+    assert (tmp_path / "calls").read_text().count("scontrol requeue 7") == 2
+
+
+@pytest.mark.parametrize("saved", ["c/latest_checkpointed_iteration.txt", "snapshots/iter_0000002/manifest.json"])
+def test_with_mocrun_a_checkpoint_is_progress(tmp_path, saved):
+    slurm = with_mocrun(tmp_path, f"sleep 0.1; mkdir -p $(dirname {saved}); echo 2 >{saved}; exit 75")
+    command = "train_it.sh", "a", "b", "c", "--ckpt-dir", "snapshots"
+    for life in range(4):
+        assert slurm.submit(*command, SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) == 0
+    assert (tmp_path / "calls").read_text().count("scontrol requeue 7") == 4
+
+
+def test_with_mocrun_a_step_that_does_not_start_is_not_tried_for_ever(tmp_path):
+    failing = 'echo "srun: error: Task launch for StepId=7.0 failed on node node1: Connection refused" >&2; exit 1'
+    slurm = Slurm(tmp_path, "exit 0", "mocrun.sbatch", failing)
+    codes = [slurm.submit(SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) for life in range(3)]
+    assert codes == [0, 0, 70]
+    assert "scontrol update JobId=7 ExcNodeList=node1" in (tmp_path / "calls").read_text()
+
+
 @pytest.mark.parametrize("code, requeued", [(75, True), (0, False)])
-def test_with_mocrun_the_warning_is_forwarded(tmp_path, code, requeued):
+def test_with_mocrun_the_warning_reaches_the_launchers(tmp_path, code, requeued):
     slurm = with_mocrun(tmp_path, f"trap 'exit {code}' TERM\ntouch $NODE_RANK\nwhile true; do sleep 0.02; done")
     job = slurm.submit()
     wait_until_exist(job, tmp_path / "0", tmp_path / "1")
-    job.send_signal(signal.SIGUSR1)
+    for pid in (tmp_path / "pids").read_text().split():  # --signal=USR1 goes to the tasks
+        os.kill(int(pid), signal.SIGUSR1)
     assert job.wait(120) == 0
     assert slurm.requeued == requeued
+
+
+def test_with_mocrun_a_command_line_of_ones_own_is_told_where_nodes_are(tmp_path):
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$*" >"seen$NODE_RANK"\n')
+    (tmp_path / "python").chmod(0o755)
+    job = with_mocrun(tmp_path, "").submit("--silence-timeout", "9", "my own.py", "--lr", "1", SPARES="1", CONTAINER="")
+    assert job.wait(120) == 0
+    where = "--nnodes 1 --spares 1 --nproc-per-node 4 --node-rank 1 --rdzv-endpoint 127.0.0.1:20007,node1:20007"
+    assert (tmp_path / "seen1").read_text() == f"-m moc.launch {where} --silence-timeout 9 my own.py --lr 1\n"
+
+
+@pytest.mark.parametrize(
+    "container, flags",
+    [("apptainer:a.sif", "apptainer exec --nv --bind"), ("pyxis:a.sqsh", "srun --overlap --nodes=1 --ntasks=1")],
+)
+def test_with_mocrun_launchers_run_in_a_container(tmp_path, container, flags):
+    enter = (
+        'echo "$(basename "$0") $*" >"entered$NODE_RANK"\nwhile [ "$1" != ./scripts/train_it.sh ]; do shift; done; "$@"'
+    )
+    slurm = Slurm(
+        tmp_path, 'echo "$1" >seen', "mocrun.sbatch", f"case $* in *overlap*) {enter};; *) {TWO_TASKS};; esac"
+    )
+    (tmp_path / "apptainer").write_text(f"#!/usr/bin/env bash\n{enter}\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    job = slurm.submit(CONTAINER=container, CONTAINER_FLAGS="--with this", SLURMD_NODENAME="node1")
+    assert job.wait(120) == 0
+    entered = (tmp_path / "entered0").read_text()
+    assert entered.startswith(flags) and container.partition(":")[2] in entered and "--with this" in entered
+    assert (tmp_path / "seen").read_text() == "a b\n"
+
+
+@pytest.mark.parametrize("code, keep, cleaned", [(0, "yes", True), (75, "yes", False), (75, "no", True)])
+def test_with_mocrun_nodes_are_tidied_up(tmp_path, code, keep, cleaned):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "clean_memory.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).touch()")
+    (tmp_path / "temporary").mkdir()
+    training = f"touch $TMPDIR/there; exit {code}"
+    job = with_mocrun(tmp_path, training).submit(TMPDIR=str(tmp_path / "temporary"), KEEP_MEMORY=keep)
+    assert job.wait(120) == 0
+    assert not list((tmp_path / "temporary").iterdir())
+    assert (tmp_path / "--remove").exists() == cleaned
+
+
+def test_a_container_of_another_kind_is_refused(tmp_path):
+    assert with_mocrun(tmp_path, "exit 0").submit(CONTAINER="docker:x").wait(120) == 1
 
 
 def test_with_mocrun_each_node_has_the_token_and_spares_are_beyond_the_nodes(tmp_path):
@@ -180,7 +301,7 @@ def test_launchers_meet_under_slurm_and_a_spare_takes_over(tmp_path):
     (tmp_path / "work.py").write_text(WORK)
     training = (
         'exec python -m moc.launch --nnodes "$NNODES" --spares "$SPARES" --node-rank "$NODE_RANK" --nproc-per-node 1 '
-        '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" work.py 2>"console$NODE_RANK"'
+        '--rdzv-endpoint "127.0.0.1:$MASTER_PORT" work.py 2>"console$NODE_RANK"'
     )
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = dict(SPARES="1", SLURM_JOB_ID=str(free_port() - 20000), PYTHONPATH=str(ROOT), PATH=path)

@@ -55,8 +55,8 @@ def data(tmp_path):
 def test_shellcheck_has_nothing_to_say():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed; it comes with the extra [dev]")
-    files = [ROOT / ".ci" / "run", *(ROOT / "scripts").glob("*.sh"), *BATCH_SCRIPTS]
-    result = run("shellcheck", *files, cwd=ROOT)
+    files = [ROOT / ".ci" / "run", *(ROOT / "scripts").rglob("*.sh"), *BATCH_SCRIPTS]
+    result = run("shellcheck", "--external-sources", *files, cwd=ROOT)
     assert result.returncode == 0, result.stdout
 
 
@@ -96,6 +96,12 @@ def test_several_nodes_find_each_other_by_the_environment(data):
     result = run(TRAIN_SCRIPTS[0], "--dry-run", *data, NNODES="3", NODE_RANK="2", MASTER_ADDR="n0", MASTER_PORT="5")
     options, _ = flags_of(result.stdout)
     assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--master-addr": "n0", "--master-port": "5"}.items()
+
+
+def test_several_nodes_may_have_the_controller(data):
+    nodes = {"NNODES": "3", "SPARES": "1", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:5,b:5,c:5"}
+    options, _ = flags_of(run(TRAIN_SCRIPTS[0], "--dry-run", *data, LAUNCHER="mocrun", **nodes).stdout)
+    assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--rdzv-endpoint": "a:5,b:5,c:5"}.items()
 
 
 @pytest.mark.parametrize(

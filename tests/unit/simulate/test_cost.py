@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from moc.sharding import Layout
-from moc.simulate.cluster import CLUSTERS, cluster_named
+from moc.simulate.cluster import CLUSTERS, EXPLAINED, FITTED, cluster_named
 from moc.simulate.cost import Work, estimate, measured_timing, message_s
 from moc.simulate.stages import split_stages
 from tests.unit.simulate.setups import OPERATORS, small_cluster
@@ -70,6 +70,15 @@ def test_what_does_not_fit_is_refused():
         measured_timing(0)
     with pytest.raises(ValueError, match="overlap is a share"):
         Work(overlap=2)
+
+
+def test_only_a_name_that_says_so_has_bandwidths_that_were_fitted():
+    """A GPU reaches no less than tens of GB/s over PCIe, whatever makes a paper's figures come out."""
+    for name in ("a100-80gb", "h100-80gb"):
+        assert 20e9 <= CLUSTERS[name].host_bandwidth <= 64e9 and CLUSTERS[name].replay_slowdown == 1
+    assert all(name.endswith("-fitted") for name in FITTED) and set(FITTED) < set(CLUSTERS)
+    slow = {name for name, cluster in CLUSTERS.items() if cluster.host_bandwidth < 1e9}
+    assert slow == set(FITTED) and all(name in EXPLAINED for name in CLUSTERS)
 
 
 def test_clusters_by_name():

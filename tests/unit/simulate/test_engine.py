@@ -26,7 +26,7 @@ def run(saving: Saving, *events: Event, wall_s: float = 100, **job):
 
 
 def assert_adds_up(result):
-    parts = (result.useful_s, result.saving_s, result.recovery_s, result.idle_s)
+    parts = (result.useful_s, result.saving_s, result.slower_s, result.recovery_s, result.idle_s)
     assert sum(parts) == pytest.approx(result.wall_s, abs=1e-6)
     assert min(parts) >= -1e-6
     assert sum(result.goodput) * result.wall_s / len(result.goodput) == pytest.approx(result.samples, rel=1e-6, abs=1)
@@ -116,6 +116,19 @@ def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
     assert run(pairs, Event(20.0, lost=1), available=4).samples == pytest.approx(512 * (20 + 75 / 2), rel=0.01)
 
 
+def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
+    """So a job that goes on with half of its nodes is not as good as one that has all of them."""
+    elastic = Saving("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, elastic=1)
+    halved = run(elastic, Event(0.0, lost=2), available=4, wall_s=1000)
+    whole = run(elastic, wall_s=1000)
+    assert whole.slower_s == 0 and whole.useful_s == pytest.approx(1000 / 1.2)
+    assert halved.useful_s == pytest.approx((1000 - 5) / 1.2 / 2) and halved.slower_s == pytest.approx((1000 - 5) / 2)
+    for result in (halved, whole):
+        assert result.useful_s == pytest.approx(result.samples / 512)
+        assert result.overhead == pytest.approx(0.2)
+    assert_adds_up(halved)
+
+
 def test_lost_nodes_come_back_after_repair():
     faults = Faults(trace=(Event(10**9, lost=1),))
     one = Job(1.0, nodes=4, wall_s=1000, spares=0, repair_s=50, seed=3)
@@ -155,7 +168,9 @@ def test_traces_add_up_too(name, gaps, changes, available):
     times = itertools.accumulate(gaps)
     events = [Event(at, max(0, -n), max(0, n)) for at, n in zip(times, changes, strict=False)]
     job = Job(2.0, nodes=4, stages=4, wall_s=20_000, available=available)
-    assert_adds_up(simulate(job, Faults(trace=tuple(events)), POLICIES[name](small_setup(), Options())))
+    result = simulate(job, Faults(trace=tuple(events)), POLICIES[name](small_setup(), Options()))
+    assert_adds_up(result)
+    assert result.useful_s == pytest.approx(2.0 * result.samples / 512, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

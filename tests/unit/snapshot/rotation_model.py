@@ -13,6 +13,7 @@ Snapshots may be those of windows, which are whole when all of their snapshots a
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class Setting:
         peers: each node keeps a copy of what the node before it has published; a snapshot is complete when all have,
             and then any node may be lost with its memory.
         impatient: with peers, a snapshot is complete when it is published.
+        fails: storage may refuse what ranks write, or the manifest; then all give that snapshot up.
+        waits_for_storage: with a memory tier, too, who has no buffer waits for what is being written.
+        carries: snapshots are partial: what one lacks, the leader of a node carries out of the one before it, which
+            has been published by then, and its own part does not count as sealed before that.
     """
 
     nodes: tuple[tuple[int, ...], ...] = ((0, 1),)
@@ -59,6 +64,9 @@ class Setting:
     waits: bool = True
     peers: bool = False
     impatient: bool = False
+    fails: bool = False
+    waits_for_storage: bool = False
+    carries: bool = False
 
     @property
     def leaders(self) -> set[int]:
@@ -183,14 +191,16 @@ def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
         Violation: a step writes what is not whole, or the ranks disagree.
     """
     for number, rank in enumerate(state.ranks):
-        for what, after in _beside(rank):
+        for what, after in _beside(rank, _lacks(state, setting, number)):
             yield f"{number} {what}", _with(state, number, after)
     for node in range(len(state.copies)):
         yield from _copied(state, setting, node)
     if state.to_publish:
         first, *others = state.to_publish
         yield "stored", state._replace(to_publish=tuple(others), stored=first, begun=state.begun or not setting.memory)
-    if all(rank.at == "vote" and not (rank.waiting and not _has_waited(rank)) for rank in state.ranks):
+        if setting.fails:
+            yield "not published", state._replace(to_publish=tuple(others))
+    if all(rank.at == "vote" and not (rank.waiting and not _has_waited(rank, setting)) for rank in state.ranks):
         yield from _votes(state, setting)
     for number, rank in enumerate(state.ranks):
         if rank.at in ("remove", "publish"):
@@ -199,10 +209,10 @@ def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
             yield f"{number} {rank.then}", _acted(state, setting, number)
 
 
-def _beside(rank: Rank) -> Iterator[tuple[str, Rank]]:
+def _beside(rank: Rank, lacks: bool) -> Iterator[tuple[str, Rank]]:
     """What threads of a rank do: each at any time, and in the order in which it was asked for."""
-    unsealed = next((taken for taken in rank.copying if not _sealed(rank, taken)), None)
-    if unsealed:
+    unsealed = _unsealed(rank)
+    if unsealed and not lacks:
         yield "sealed", _filled(rank, unsealed, WHOLE)
     if rank.written < len(rank.writing):
         number, slot, _ = rank.writing[rank.written]
@@ -211,6 +221,34 @@ def _beside(rank: Rank) -> Iterator[tuple[str, Rank]]:
             raise Violation("storage gets what is not whole")
         if stage == WHOLE:
             yield "written", rank._replace(written=rank.written + 1)
+
+
+def _unsealed(rank: Rank) -> Taken | None:
+    return next((taken for taken in rank.copying if not _sealed(rank, taken)), None)
+
+
+def _lacks(state: State, setting: Setting, number: int) -> bool:
+    """Whether the snapshot before the one that a leader is about to seal is not published yet, so that nothing can be
+    carried out of it.
+
+    Raises:
+        Violation: it is not there any more, or its buffers are written over.
+    """
+    rank = state.ranks[number]
+    unsealed = _unsealed(rank)
+    if not setting.carries or number not in setting.leaders or unsealed is None:
+        return False
+    which, before = next(i for i, node in enumerate(setting.nodes) if node[0] == number), unsealed.number - 1
+    files = next((one.files for one in state.manifests[which] if one.number == before), None)
+    if files is not None:
+        if any(state.ranks[other].buffers[slot] != (before, WHOLE) for other, slot in files):
+            raise Violation("what is to be carried is written over")
+        return False
+    if any(taken.number == before for taken in (*rank.copying, *filter(None, [rank.publishes]))):
+        return True
+    if state.begun:
+        raise Violation("what is to be carried is given up")
+    return False  # it is the first one
 
 
 def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, State]]:
@@ -257,7 +295,8 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
             choices += ["store"] * (own and setting.stores and setting.window == 1)
     for says_copied in {copied, copied and (first.waiting or not written)}:
         to_publish = (first.writing[0].number,) if written else state.to_publish  # others come before it
-        for then in choices:
+        kept = {to_publish} | ({state.to_publish} if written and setting.fails else set())
+        for to_publish, then in itertools.product(kept, choices):
             ranks = tuple(
                 _heard(rank._replace(then=then), says_copied, replicated, written, number in setting.leaders, setting)
                 for number, rank in enumerate(state.ranks)
@@ -364,11 +403,13 @@ def _acted(state: State, setting: Setting, number: int) -> State:
     return _with(state, number, _filled(rank, taken, COPYING))
 
 
-def _has_waited(rank: Rank) -> bool:
+def _has_waited(rank: Rank, setting: Setting) -> bool:
     if rank.copying:
         return _sealed(rank, rank.copying[0])
     if rank.replicating:
         return True  # it votes now and then, to hear of losses
+    if setting.memory and not setting.waits_for_storage:
+        return True
     return rank.written > 0 or not rank.writing
 
 
@@ -479,12 +520,23 @@ def explore(setting: Setting, most: int = 400_000) -> set[State]:
     return set(came_from)
 
 
-def takes_what_is_due(state: State, setting: Setting) -> bool:
-    """Whether ranks that wait for a buffer get one, when threads are quick and no other snapshot becomes due."""
+_BY_STORAGE = (" written", "stored", "not published")
+
+
+def takes_what_is_due(state: State, setting: Setting, frozen: bool = False) -> bool:
+    """Whether ranks that wait for a buffer get one, when threads are quick and no other snapshot becomes due.
+
+    Args:
+        state: in which they wait.
+        setting: of it.
+        frozen: storage does nothing any more.
+    """
     for _ in range(60):
         if not any(rank.waiting for rank in state.ranks):
             return True
-        state = next(after for _, after in following(state, setting))
+        steps = (after for what, after in following(state, setting) if not (frozen and what.endswith(_BY_STORAGE)))
+        if (state := next(steps, None)) is None:
+            return False
     return False
 
 

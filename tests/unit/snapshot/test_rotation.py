@@ -1,6 +1,7 @@
 """Which buffer may be written to: all that can happen to a small job, and random runs of a larger one."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -17,9 +18,12 @@ SETTINGS = {
     "memory of two nodes": Setting(nodes=TWO_NODES),
     "memory of two nodes, after an earlier job": Setting(nodes=TWO_NODES, recovered=True),
     "memory, and some to storage": Setting(stores=True),
+    "memory, where experts are carried": Setting(nodes=TWO_NODES, carries=True),
+    "memory, where experts are carried, and some to storage": Setting(stores=True, carries=True),
     "disk": Setting(memory=False),
     "peers": Setting(nodes=TWO_NODES, peers=True),
     "windows": Setting(window=2, recovered=True),
+    "a disk that fails": Setting(memory=False, fails=True),
 }
 
 
@@ -32,6 +36,33 @@ def test_there_is_always_a_whole_snapshot(name):
     assert all(any(rank.at == where for state in states for rank in state.ranks) for where in ("vote", "act"))
     waiting = [s for s in states if all(rank.waiting and rank.at == "vote" for rank in s.ranks)]
     assert waiting and all(model.takes_what_is_due(state, setting) for state in waiting)
+
+
+def test_storage_that_hangs_costs_nothing_but_age():
+    """Whenever it stops, snapshots that become due are taken, in no more buffers than were promised."""
+    setting = Setting(stores=True, fails=True)
+    waiting = [s for s in model.explore(setting) if any(rank.waiting and rank.writing for rank in s.ranks)]
+    assert waiting and all(model.takes_what_is_due(state, setting, frozen=True) for state in waiting)
+
+
+def test_the_model_finds_who_waits_for_storage():
+    setting, chance = Setting(stores=True, waits_for_storage=True), Random(1)
+    state = setting.begin()
+    while model.takes_what_is_due(state, setting, frozen=True):  # as long as the test may take
+        state = chance.choice([new for _, new in model.following(state, setting)] or [setting.begin()])
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_the_same_with_peers_and_windows_in_random_runs(peers, window, random):
+    setting = Setting(TWO_NODES, stores=True, window=window, peers=peers, spare=2 + peers, fails=True)
+    state = setting.begin()
+    for _ in range(200):
+        assert model.takes_what_is_due(state, setting, frozen=True)
+        after = [new for _, new in model.following(state, setting)]
+        if not after:
+            return
+        state = random.choice(after)
 
 
 class WithoutRetiring(Rotation):

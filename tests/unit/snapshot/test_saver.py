@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from moc.snapshot.contents import share
-from moc.snapshot.saver import Saver
+from moc.snapshot.saver import GivenUpError, Saver
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import Region
@@ -287,7 +287,9 @@ def test_what_is_copied_when_it_is_closed_is_sealed_and_what_is_not_being_writte
     for snapshot in taken:
         snapshot.capture.wait()
         saver.persist(snapshot)
-    closing = threading.Thread(target=saver.close)
+    while not taken[0].persisted.running():  # or it would be given up, too
+        time.sleep(0.001)
+    closing = threading.Thread(target=saver.close, args=(60,))
     closing.start()
     while not taken[2].persisted.cancelled():
         time.sleep(0.001)
@@ -295,3 +297,56 @@ def test_what_is_copied_when_it_is_closed_is_sealed_and_what_is_not_being_writte
     closing.join()
     assert [memory.has_all(iteration, [1]) for iteration in (5, 6, 7)] == [True] * 3
     assert storage.has_all(5, [1]) and taken[1].persisted.cancelled() and not storage.has_all(7, [1])
+
+
+def test_a_write_that_hangs_is_given_up_and_never_reported(storage, memory, monkeypatch):
+    """It keeps its memory; what the next generation writes of the same iteration comes after it, and is not mixed."""
+    written, goes_on = threading.Event(), threading.Event()
+
+    def hangs(point: str) -> None:
+        if point == "persisting" and not goes_on.is_set():
+            written.set()
+            goes_on.wait()
+
+    monkeypatch.setattr("moc.snapshot.saver.reach", hangs)
+    first, second = state_of(6, 2), state_of(6, 2)
+    lost = Saver(1, CPU, memory, storage)
+    given_up = lost.take(0, 5, share(first), OPERATORS)
+    lost.persist(given_up)
+    written.wait()
+    lost.close()  # returns although the write has not
+    assert not given_up.persisted.done()
+    saver = Saver(1, CPU, memory, storage)
+    snapshot = saver.take(0, 5, share(second), OPERATORS)
+    snapshot.sealed.result()
+    saver.persist(snapshot)
+    assert not storage.has_all(5, [1])
+    goes_on.set()
+    snapshot.persisted.result()
+    assert isinstance(given_up.persisted.exception(), GivenUpError)
+    (part,) = storage.reported(5, [1])
+    path = storage.place.root / "iter_0000005" / part.name
+    assert_holds(path, part, second, values(second))
+    assert {name.name for name in path.parent.iterdir()} == {path.name, ".rank_00001.json"}
+    saver.close()
+
+
+def test_what_was_given_up_writes_no_more(storage, monkeypatch):
+    """Between two pieces of a file it notices; nothing of it is left."""
+    begun, goes_on = threading.Event(), threading.Event()
+    fragments, write = state_of(6, 2), storage.write_file
+
+    def waits(*args) -> None:
+        begun.set()
+        goes_on.wait()
+        write(*args)
+
+    saver = Saver(1, CPU, None, storage)
+    monkeypatch.setattr(storage, "write_file", waits)
+    snapshot = saver.take(0, 5, share(fragments), OPERATORS)
+    saver.persist(snapshot)
+    begun.wait()
+    saver.close()
+    goes_on.set()
+    assert isinstance(snapshot.persisted.exception(), GivenUpError)
+    assert list((storage.place.root / "iter_0000005").iterdir()) == []

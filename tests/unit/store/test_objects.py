@@ -19,7 +19,8 @@ import torch
 
 from moc.state.region import Region
 from moc.store import objects
-from moc.store.errors import CheckpointError
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError, SupersededError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.objects import ObjectPlace
 from moc.store.regions import DamagedRegionError, FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
@@ -300,6 +301,24 @@ def test_the_job_that_starts_last_has_the_place(any_place):
     assert any_place.names("iter_0000007") == [file_of(0), file_of(1)]  # perhaps the second one's, being written
     save(second, 7)
     assert second.iterations() == first.iterations() == [7]
+
+
+def test_of_one_launch_the_newest_term_has_the_place_and_no_other_launch_takes_it_back(any_place):
+    def store(job, generation):
+        return Store(type(any_place)(any_place.name, claim=Claim(job, (0, generation), "run")))
+
+    old, new = store("first", 3), store("first", 4)
+    save(old, 6)
+    save(new, 7)
+    assert (old.manifest(7).run, old.manifest(7).job, old.manifest(7).term) == ("run", "first", (0, 4))
+    given_up = r"generation 0\.4 of this job.* worker of generation 0\.3 was given up for lost"
+    for action in (lambda: save(old, 8), lambda: store("first", 3).take(), lambda: old.remove(6)):
+        with pytest.raises(SupersededError, match=given_up):
+            action()
+    save(store("second", 0), 8)
+    with pytest.raises(SupersededError, match="another job, process"):
+        store("first", 5).take()
+    assert new.iterations() == [6, 7, 8]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"host": "elsewhere"}'])

@@ -205,6 +205,23 @@ def test_what_was_set_aside_stays_and_does_not_count(store):
         store.manifest(20)
 
 
+def test_word_of_a_life_that_ended_is_not_taken_for_the_next_ones(store):
+    """A rank writes over what was set aside, and all are killed; in the next life another rank does."""
+    store.set_aside(20)
+    for rank in range(WORLD):
+        parts, part = file_parts(20, rank)
+        store.write_file(20, rank, parts)
+        store.report(20, rank, part)
+        store.clear_unpublished()
+        assert not store.has_all(20, range(WORLD))
+        assert file_of(0) in store.place.names(directory_of(20))
+    with pytest.raises(CheckpointError, match=r"\.rank_00000\.json cannot be read.*: nothing is published"):
+        publish(store, 20)
+    saved(store, 20)
+    assert store.iterations() == [10, 20]
+    assert files(store) == files_of(10, 20)
+
+
 def test_clearing_keeps_the_lock(store):
     (store.place.root / ".lock").touch()
     (store.place.root / "slots").mkdir()

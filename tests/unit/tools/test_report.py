@@ -60,6 +60,17 @@ def spent(run):
     return parts
 
 
+def test_what_could_not_be_written_is_counted():
+    story = Story().start().usual().tell("save_skipped", iteration=4).tell("log_failed", what="events", lost=0)
+    for what in ("snapshot", "snapshot", "checkpoint"):
+        story.tell("save_failed", what=what, iteration=5)
+    run = story.report
+    assert run.not_written == {"snapshot": 2, "checkpoint": 1, "skipped": 1, "log": 1}
+    told = dict(dict(rows([run]))["could not be written"])
+    assert told["snapshots"] == ["2"] and told["snapshots, storage being too slow"] == ["1"]
+    assert told["checkpoints"] == ["1"] and told["logs, for a while"] == ["1"]
+
+
 def test_a_run_without_faults():
     story = Story().start().usual(9).tell("stall", seconds=0.25).train(1.5)
     story.tell("evaluation", 2.0, split="valid", loss=5.0, iteration=10).tell("save", 3.0, elapsed_s=3.0)

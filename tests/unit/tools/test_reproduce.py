@@ -9,12 +9,13 @@ import _reproduce
 import _reproduce_lazarus as lazarus
 import _reproduce_moc as moc
 import pytest
+from _reproduction import Reproduction, Row
 
 from moc.simulate.cluster import CLUSTERS
 from moc.simulate.engine import Job, simulate
 from moc.simulate.saving import Saving
 
-A100 = CLUSTERS["a100-80gb"]
+A100 = CLUSTERS["a100-moevement-fitted"]
 
 
 @pytest.mark.parametrize("model", [*papers.TABLE_3, *papers.TABLE_7], ids=lambda model: model.name)
@@ -90,5 +91,43 @@ def test_figure_13_of_moc():
     expert_bytes = 14 * 24 * 3 * 2048 * 8192  # of a GPU's experts, with a gate
     assert moc._busiest(2048, "Base-Async") == pytest.approx(expert_bytes + 2 / 14 * others, rel=0.02)
     assert moc._busiest(2048, "MoC-Async") == pytest.approx(expert_bytes / 8 + others / 64, rel=0.02)
-    rows = _reproduce.REPRODUCTIONS["moc-fig13"]().rows
-    assert [row.error for row in rows if row.counted] == [0.0] * 16
+    found = _reproduce.REPRODUCTIONS["moc-fig13"]()
+    assert [holds for row in found.rows for holds in row.bounds()] == [True] * 10
+    assert sum(bool(row.excluded) for row in found.rows) == 7 and not any(row.errors() for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "errors", "bounds", "told"),
+    [
+        (Row("", 0.9, 0.85), [5.0], [], "-5.0"),
+        (Row("", 29, 59, "percent"), [30.0], [], "+30.0"),
+        (Row("", 2, 4, "factor"), [2.0], [], "x 2.00"),
+        (Row("", 29, 59, "percent", "least"), [], [True], "holds"),
+        (Row("", 29, 19, "percent", "least"), [], [False], "fails"),
+        (Row("", 29, 19, "percent", "most"), [], [True], "holds"),
+        (Row("", 0, 0, "percent", "above"), [], [False], "fails"),
+        (Row("", 29, 59, "percent", "least", "fitted to"), [], [], "(holds)"),
+        (Row("", 0.9, 0.85, excluded="damaged"), [], [], "(-5.0)"),
+    ],
+)
+def test_a_headline_counts_what_could_fail(row, errors, bounds, told):
+    assert row.errors() == pytest.approx(errors) and row.bounds() == bounds
+    assert row.cells(common=False)[-1] == told
+    headline = " ".join(Reproduction("", (row,), ()).summary())
+    assert ("mean absolute error" in headline) == (bool(errors) and row.kind != "factor")
+    assert ("bounds hold, which have no error" in headline) == bool(bounds)
+    assert ("Nothing here could fail" in headline) == (not errors and not bounds)
+    assert ("not counted: 1" in headline) == bool(row.excluded)
+
+
+def test_the_common_law_has_a_headline_of_its_own():
+    rows = (Row("", 0.9, 0.89, common=0.7), Row("", 0.9, 0.95, bound="least", common=0.8), Row("", 2, 3, "factor"))
+    chosen, common = Reproduction("", rows, (), law="as chosen", fitted=("a", "b")).summary()[1::2][:2]
+    assert "worst 1.0, of 1 figures" in chosen and "1 of 1 bounds" in chosen and "factors up to 1.50" in chosen
+    assert "worst 20.0, of 1 figures" in common and "0 of 1 bounds" in common and "factors" not in common
+
+
+@pytest.mark.parametrize("name", ["moc-fig10", "moc-fig13", "moc-fig15", "moetion-fig9", "lazarus-fig8"])
+def test_every_headline_names_its_law_and_its_constants(name):
+    first, *_, last = _reproduce.REPRODUCTIONS[name]().summary()
+    assert first.startswith("Failures: ") and last.startswith("Fitted or chosen: ") and "nothing" not in last

@@ -1,6 +1,7 @@
 """Directories of checkpoints: whole or not there, wherever a kill cuts a save in two."""
 
 import itertools
+import json
 import os
 import shutil
 
@@ -8,6 +9,10 @@ import pytest
 
 from megatron.training import checkpoint_files as files
 from megatron.training.checkpoint_files import CheckpointError
+from moc.store.claims import Claim
+from moc.store.errors import SupersededError
+from moc.store.fence import Fence
+from tests.unit.store.turns import Actor
 
 
 def save(root, iteration, content):
@@ -100,3 +105,51 @@ def test_a_damaged_tracker(tmp_path):
     (tmp_path / files.TRACKER).write_text("release")
     with pytest.raises(CheckpointError, match="holds 'release' instead of an iteration"):
         files.latest_iteration(tmp_path)
+
+
+OLD, NEW = (Claim("launch", (0, generation)) for generation in (3, 4))
+
+
+def saves(root, claim, iteration, content):
+    """What the first worker of a generation does, as one action."""
+    fence = Fence(root, claim)
+
+    def action():
+        staging = files.start(root, iteration, fence)
+        (staging / "optimizer").mkdir()
+        (staging / "optimizer" / "a").write_text(content)
+        entries = {"optimizer/a": files.describe(staging / "optimizer" / "a")}
+        return files.publish(root, iteration, entries, fence)
+
+    return action
+
+
+@pytest.mark.parametrize("iteration", [1, 2], ids=["the same iteration again", "a new iteration"])
+def test_a_generation_that_was_superseded_anywhere_in_a_save_completes_nothing(iteration, tmp_path):
+    done = refused = 0
+    for step in itertools.count():
+        root = tmp_path / str(step)
+        saves(root, OLD, 1, "first")()
+        old, begins = Actor(saves(root, OLD, iteration, "old")), Fence(root, NEW)
+        old.step(step)
+        over = old.over
+        begins.take()
+        files.restore_replaced(root)  # as the next start does
+        before = newest(root)
+        old.step(None)
+        files.restore_replaced(root)
+        assert newest(root) == before
+        if old.error is None:
+            done += 1
+        else:
+            assert isinstance(old.error, (SupersededError, FileNotFoundError)), old.error
+            refused += 1
+        saves(root, NEW, iteration, "new")()
+        assert newest(root) == (iteration, "new")
+        assert not list(root.glob(".iter_*"))
+        with pytest.raises(SupersededError, match="generation 0.4 of this job"):
+            saves(root, OLD, 5, "old")()
+        assert json.loads((files.directory_of(root, iteration) / files.MANIFEST).read_text())["term"] == [0, 4]
+        if over:
+            break
+    assert refused > 10 and done > 0

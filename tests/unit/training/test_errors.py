@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+import torch.distributed as dist
 
 from megatron.training import cpu
 
@@ -12,6 +13,7 @@ from megatron.training import first_worker  # noqa: E402
 from megatron.training.checkpoint_files import CheckpointError  # noqa: E402
 from megatron.training.config import ConfigError  # noqa: E402
 from megatron.training.errors import reported  # noqa: E402
+from moc.runtime.groups import Aborted, Suspicion  # noqa: E402
 
 
 @pytest.fixture
@@ -29,6 +31,19 @@ def test_the_sentence_and_the_code(error, code, capsys, monkeypatch, handled):
         raise error
     assert ended.value.code == code
     assert capsys.readouterr().err == f"pretrain_gpt_moe.py: error (worker 0): {error}\n"
+
+
+@pytest.mark.parametrize("kind", [Suspicion, Aborted, dist.DistNetworkError, dist.DistStoreError])
+def test_a_lost_connection_is_one_sentence(kind, capsys, monkeypatch, handled):
+    monkeypatch.setenv("RANK", "0")
+    gloo = (
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:40934\nException raised from ... (most recent call first)"
+    )
+    with pytest.raises(SystemExit) as ended, reported():
+        raise kind(gloo)
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.count("\n") == 1
+    assert "cannot be reached ([pair.cc:553] Connection closed by peer [127.0.0.1]:40934)" in said
 
 
 def test_the_launcher_can_end_a_worker_that_lets_the_first_one_speak(monkeypatch, handled):

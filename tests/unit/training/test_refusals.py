@@ -301,6 +301,9 @@ def test_blends():
     assert split_blend(("0.3", "a", "0.7", "b")) == (["a", "b"], [0.3, 0.7])
     with pytest.raises(ConfigError, match="mixes weights and prefixes"):
         split_blend(("0.3", "a", "b", "c"))
+    for weight in ("0", "-1", "inf", "nan"):
+        with pytest.raises(ConfigError, match="not above 0"):
+            split_blend(("0.3", "a", weight, "b"))
 
 
 def test_tokenizers_that_may_exist(monkeypatch, tmp_path):

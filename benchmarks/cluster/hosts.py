@@ -1,0 +1,221 @@
+"""Several machines on one: each has its own network, mounts (with an own ``/dev/shm``), name and process numbers.
+
+A host is a set of Linux namespaces, held by its first process; a switch, which is a network namespace of its own, joins
+them.  Nothing of it can be seen in this machine's own network, and all of it ends with the process that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+NETWORK = "10.77.0"
+PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount")
+_INIT = "trap : TERM INT; while :; do sleep 86399 & wait; done"  # and it buries whoever has lost his parent
+_START_S = 30.0
+
+
+def unusable() -> str:
+    """Why this machine cannot be several; empty if it can."""
+    if os.geteuid() != 0:
+        return "several machines on one need root, for namespaces"
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        return f"several machines on one need {', '.join(missing)} (packages iproute2 and util-linux)"
+    tried = subprocess.run(["unshare", "--mount", "--uts", "--pid", "--fork", "--net", "true"], capture_output=True)
+    if tried.returncode:
+        return f"namespaces cannot be made here: {tried.stderr.decode().strip()}"
+    return ""
+
+
+def address(number: int) -> str:
+    """Where a host is."""
+    return f"{NETWORK}.{number + 1}"
+
+
+class Host:
+    """One machine; :class:`Cluster` makes it.
+
+    Attributes:
+        number: from 0.
+        name: ``h`` and the number.
+    """
+
+    def __init__(self, number: int, switch: _Namespaces, names: Path):
+        self.number, self.name = number, f"h{number}"
+        self._switch, self._names, self._self = switch, names, None
+
+    @property
+    def on(self) -> bool:
+        """Whether it has power."""
+        return self._self is not None
+
+    def power_on(self) -> None:
+        """Boots: nothing runs, and nothing is in its memory."""
+        self._self = _Namespaces("--net", "--mount", "--uts", "--pid", "--mount-proc")
+        port = f"p{self.number}"
+        self._switch.call("ip", "link", "delete", port, check=False)  # of the life before, if the kernel still has it
+        self._switch.call(
+            *("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(self._self.pid))
+        )
+        self._switch.call("ip", "link", "set", port, "master", "together", "up")
+        shell = (
+            f"hostname {self.name} && mount -t sysfs sysfs /sys && mount -t tmpfs -o size=2g tmpfs /dev/shm && "
+            f"mount --bind {self._names} /etc/hosts && ip address add {address(self.number)}/24 dev eth0 && "
+            "ip link set eth0 up && ip link set lo up"
+        )
+        self._self.call("bash", "-c", shell)
+
+    def power_off(self) -> None:
+        """Loses its power: nobody hears of the end of any connection."""
+        self._switch.call("ip", "link", "set", f"p{self.number}", "down")
+        self._self.end()
+        self._self = None
+
+    def start(self, command: Sequence[object], **how) -> subprocess.Popen:
+        """Starts a command on it; the process given back stands for it, and has it as its only child."""
+        return self._self.start(command, **how)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run on it."""
+        return self._self.processes() if self.on else []
+
+    def process(self, number: int) -> psutil.Process | None:
+        """The process that has a number on this host, if it lives."""
+        for process in self.processes():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                if f"NSpid:\t{process.pid}\t{number}\n" in status:
+                    return process
+        return None
+
+    @property
+    def memory(self) -> Path:
+        """Its ``/dev/shm``, as this machine sees it."""
+        return Path(f"/proc/{self._self.pid}/root/dev/shm")
+
+
+class Cluster:
+    """Hosts on one network, as a context manager; all are on, and hear each other.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size: int):
+        self.hosts: list[Host] = []
+        self._size = size
+
+    def __enter__(self) -> Cluster:
+        with contextlib.ExitStack() as undo:
+            directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="moc-cluster-")))
+            names = directory / "hosts"
+            lines = ["127.0.0.1 localhost", *(f"{address(i)} h{i}" for i in range(self._size))]
+            names.write_text("\n".join([*lines, f"{NETWORK}.254 switch"]) + "\n")
+            self.switch = _Namespaces("--net", "--mount", "--uts", "--pid")
+            undo.callback(self.switch.end)
+            self.switch.call("bash", "-c", f"hostname switch && mount --bind {names} /etc/hosts && ip link set lo up")
+            self._bridge("together")
+            self.switch.call("ip", "address", "add", f"{NETWORK}.254/24", "dev", "together")
+            self.hosts = [Host(i, self.switch, names) for i in range(self._size)]
+            undo.callback(self._all_off)
+            for host in self.hosts:
+                host.power_on()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._undo.close()
+
+    def cut(self, numbers: Iterable[int]) -> None:
+        """These hosts hear each other, and nobody else; packets vanish in between, and no connection is reset."""
+        self._bridge("apart")
+        for number in numbers:
+            self.switch.call("ip", "link", "set", f"p{number}", "master", "apart")
+
+    def mend(self) -> None:
+        """All hosts that are on hear each other."""
+        for host in filter(lambda host: host.on, self.hosts):
+            self.switch.call("ip", "link", "set", f"p{host.number}", "master", "together")
+
+    def _bridge(self, name: str) -> None:
+        if self.switch.call("ip", "link", "show", name, check=False).returncode:
+            self.switch.call("ip", "link", "add", name, "type", "bridge")
+            self.switch.call("ip", "link", "set", name, "up")
+
+    def _all_off(self) -> None:
+        for host in filter(lambda host: host.on, self.hosts):
+            host.power_off()
+
+
+class _Namespaces:
+    """Namespaces that a process of ours holds, and that end with it, or with this process.
+
+    Args:
+        kinds: flags of ``unshare``.
+    """
+
+    def __init__(self, *kinds: str):
+        self._enter = [kind for kind in kinds if kind != "--mount-proc"]
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds, "--fork", "--kill-child", "bash", "-c", _INIT]
+        nowhere = subprocess.DEVNULL
+        self._holder = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        self.pid = self._first_process()
+
+    def start(self, command: Sequence[object], cwd: Path | None = None, **how) -> subprocess.Popen:
+        inside = [
+            "env",
+            f"--chdir={cwd or Path.cwd()}",
+            *map(str, command),
+        ]  # other mounts: nsenter ends up at the root
+        return subprocess.Popen(["nsenter", "--target", str(self.pid), *self._enter, *inside], **how)
+
+    def call(self, *command: str, check: bool = True) -> subprocess.CompletedProcess:
+        kinds = [kind for kind in self._enter if kind != "--pid"]  # processes are named as this machine names them
+        entered = ["nsenter", "--target", str(self.pid), *kinds, *command]
+        done = subprocess.run(entered, capture_output=True, text=True)
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live in them but the first and what that sleeps with."""
+        mine = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            with contextlib.suppress(OSError):
+                own = process.pid == self.pid or process.info["cmdline"] == ["sleep", "86399"]
+                if not own and os.readlink(f"/proc/{process.pid}/ns/pid") == mine:
+                    found.append(process)
+        return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
+
+    def end(self) -> None:
+        """Kills the first process, with which the kernel ends all others, and their network."""
+        inside = self.processes()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, 9)
+        self._holder.kill()
+        self._holder.wait()
+        left = psutil.wait_procs(inside, timeout=_START_S)[1]
+        if left:
+            raise RuntimeError(f"processes outlive their host: {left}")
+
+    def _first_process(self) -> int:
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self._holder.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.name() == "bash":
+                        return child.pid
+            if self._holder.poll() is not None:
+                break
+            time.sleep(0.01)
+        raise RuntimeError(f"namespaces did not come to be; unshare ended with {self._holder.poll()}")

@@ -1,0 +1,84 @@
+"""Whether two worlds were there at a time, from what was seen of a job; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_BEGINS = ("generation", "resume", "start", "replay")
+
+
+@dataclass(frozen=True)
+class Life:
+    """How long a worker was seen.
+
+    Attributes:
+        rank: its number.
+        host: where it ran.
+        begin: Unix seconds.
+        end: the last moment at which it lived, and was not stopped.
+    """
+
+    rank: int
+    host: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A manifest that was seen for the first time, or with another content.
+
+    Attributes:
+        time: Unix seconds.
+        iteration: of the snapshot.
+        generation: that it carries; None if it carries none.
+    """
+
+    time: float
+    iteration: int
+    generation: int | None
+
+
+def overlaps(lives: Sequence[Life]) -> list[tuple[int, float, float]]:
+    """When a rank lived on two hosts: rank, from and to."""
+    found = []
+    for i, one in enumerate(lives):
+        for other in lives[i + 1 :]:
+            begin, end = max(one.begin, other.begin), min(one.end, other.end)
+            if one.rank == other.rank and one.host != other.host and begin < end:
+                found.append((one.rank, begin, end))
+    return found
+
+
+def told_twice(events: Iterable[dict]) -> list[int]:
+    """Iterations that were told though a later one, or the same, had been, and nobody had begun anew in between."""
+    found, last = [], 0
+    for event in events:
+        if event["type"] in _BEGINS:
+            last = 0
+        elif event["type"] == "iteration":
+            if event["iteration"] <= last:
+                found.append(event["iteration"])
+            last = event["iteration"]
+    return found
+
+
+def two_worlds(events: Sequence[dict], lives: Sequence[Life], publications: Sequence[Publication]) -> list[str]:
+    """Every sign that two generations trained or published at a time; a sentence each."""
+    wrong = []
+    if twice := told_twice(events):
+        wrong.append(f"two worlds told iterations {twice[:5]}")
+    for rank, begin, end in overlaps(lives):
+        during = [e["iteration"] for e in events if e["type"] == "iteration" and begin < e["time"] < end]
+        published = [p.iteration for p in publications if begin < p.time < end]
+        if during or published:
+            wrong.append(
+                f"rank {rank} lived twice for {end - begin:.1f} s; told {during[:5]}, published {published[:5]}"
+            )
+    known = [one for one in publications if one.generation is not None]
+    for before, after in zip(known, known[1:], strict=False):
+        if after.generation < before.generation:
+            names = f"generation {after.generation} after generation {before.generation}"
+            wrong.append(f"{names} published iteration {after.iteration}")
+    return wrong

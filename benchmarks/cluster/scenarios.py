@@ -1,0 +1,126 @@
+"""What is done to a cluster while a job trains on it, as tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CONTROLLER = -1
+"""In place of a host's number: the one that the controller is on."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that is done.
+
+    Attributes:
+        action: ``cut`` (these hosts from all others), ``mend`` (all links), ``off`` (hosts lose their power), ``on``
+            (they boot, and start their command again), ``freeze`` and ``thaw`` (storage), ``stop`` and ``cont``
+            (launchers, as by Ctrl-Z and ``fg``), ``stop controller``, ``cont controller``, ``kill controller``.
+        hosts: numbers.
+        more: it is done when so many more iterations are complete than at the step before.
+        seconds: and so much later.
+    """
+
+    action: str
+    hosts: tuple[int, ...] = ()
+    more: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One row of the table.
+
+    Attributes:
+        what: in words.
+        steps: in order.
+        ends: whether the job ends with 75, for want of a majority, and goes on when it is started again.
+        aside: hosts that may end with 75 while the others go on, and must say why.
+    """
+
+    what: str
+    steps: tuple[Step, ...]
+    ends: bool = False
+    aside: tuple[int, ...] = ()
+
+
+def _off(hosts: tuple[int, ...], back: float | None = None) -> tuple[Step, ...]:
+    return Step("off", hosts, more=10), *([Step("on", hosts, seconds=back)] if back is not None else [])
+
+
+def _cut(hosts: tuple[int, ...], seconds: float) -> tuple[Step, ...]:
+    return Step("cut", hosts, more=10), Step("mend", seconds=seconds)
+
+
+def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
+    """All rows, by name.
+
+    Args:
+        nnodes: hosts that have places; further ones are spares.
+        size: all hosts.
+        silence: seconds after which whoever says nothing is lost.
+    """
+    minority, majority = (size - 1) // 2, size // 2 + 1
+    places, last = tuple(range(nnodes)), nnodes - 1
+    others = tuple(range(nnodes, size))
+    short, long = silence / 3, 3 * silence
+    lost = tuple(range(minority))  # the first node among them
+    return {
+        "host lost": Scenario("a host loses its power", _off((last,))),
+        "host returns": Scenario("a host loses its power, and boots", _off((last,), back=long)),
+        "first lost": Scenario("the first host loses its power", _off((0,))),
+        "first returns": Scenario("the first host loses its power, and boots", _off((0,), back=silence)),
+        "controller's host lost": Scenario("the controller's host loses its power", _off((CONTROLLER,))),
+        "controller's hosts lost": Scenario(
+            "the controller's host, and then the next one's", (*_off((CONTROLLER,)), *_off((CONTROLLER,)))
+        ),
+        "most lost": Scenario(
+            "all but a minority lose their power, and boot",
+            (Step("off", tuple(range(majority)), more=10), Step("on", tuple(range(majority)), seconds=long)),
+            ends=True,
+        ),
+        "cut for a moment": Scenario("a host is cut off for less than the silence timeout", _cut((last,), short)),
+        "cut for long": Scenario("a host is cut off for longer", _cut((last,), long), aside=(last,)),
+        "first cut for a moment": Scenario("the first host is cut off for less", _cut((0,), short)),
+        "first cut for long": Scenario("the first host is cut off for longer", _cut((0,), long), aside=(0,)),
+        "cut for good": Scenario("a host is cut off for good", (Step("cut", (last,), more=10),), aside=(last,)),
+        "first cut for good": Scenario("the first host is cut off for good", (Step("cut", (0,), more=10),), aside=(0,)),
+        "minority cut": Scenario("as many as can be spared, and the first", _cut(lost, long), aside=lost),
+        "world cut": Scenario(
+            "all that train, from the spares", _cut(places, long), aside=places if nnodes <= minority else others
+        ),
+        "spares cut": Scenario("a spare is cut off", _cut((size - 1,), long), aside=(size - 1,)),
+        "flapping": Scenario(
+            "a link that comes and goes",
+            tuple(
+                step
+                for _ in range(5)
+                for step in (Step("cut", (last,), seconds=1.0, more=2), Step("mend", seconds=short))
+            ),
+            aside=(last,),
+        ),
+        "first flapping": Scenario(
+            "the first host's link comes and goes",
+            tuple(
+                step for _ in range(5) for step in (Step("cut", (0,), seconds=1.0, more=2), Step("mend", seconds=short))
+            ),
+            aside=(0,),
+        ),
+        "storage frozen": Scenario(
+            "storage hangs, for 15 iterations", (Step("freeze", more=10), Step("thaw", more=15)), aside=()
+        ),
+        "storage frozen, worker lost": Scenario(
+            "storage hangs, and a host is lost",
+            (Step("freeze", more=10), Step("off", (last,), more=5), Step("thaw", more=5)),
+        ),
+        "launcher stopped": Scenario(
+            "a launcher is stopped, and goes on later",
+            (Step("stop", (last,), more=10), Step("cont", (last,), seconds=long)),
+            aside=(last,),
+        ),
+        "controller killed": Scenario("the controller is killed", (Step("kill controller", more=10),)),
+        "controller stopped": Scenario(
+            "the controller stands still for longer than the silence timeout",
+            (Step("stop controller", more=10), Step("cont controller", seconds=long)),
+        ),
+    }

@@ -1,0 +1,338 @@
+"""Hosts, links and storage that fail under a job of several machines, and whether it ends as if nothing had been.
+
+    python benchmarks/cluster_faults.py --list
+    python benchmarks/cluster_faults.py --only "first lost" --keep /tmp/there     # one row; consoles and events stay
+    python benchmarks/cluster_faults.py --output docs/results/cluster_faults_cpu.json
+
+The machines are namespaces of this one (benchmarks/cluster/hosts.py): each has its own network, memory and processes;
+loss of power is the end of all its processes, of which nobody hears, and a cut link loses packets without a word.  All
+see the same storage, a file system that can be frozen.  It needs root; elsewhere it says so, and ends with 0.
+
+A row has failed if the job has not ended; if losses, gradient norms or the hash of any region of the last snapshot
+differ from those of the run without faults; if a host ended with another code than it should; if a host that was cut
+off says nothing of it; if processes, temporary files or memory are left where a job has ended well; and if there were
+two worlds at any moment: an iteration told by two, a rank that lived on two hosts while something was told or
+published, or a manifest of an older generation after one of a newer one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.cluster.hosts import Cluster, unusable  # noqa: E402
+from benchmarks.cluster.job import PORT, ClusterJob  # noqa: E402
+from benchmarks.cluster.judge import overlaps, two_worlds  # noqa: E402
+from benchmarks.cluster.scenarios import CONTROLLER, Scenario, Step, scenarios  # noqa: E402
+from benchmarks.cluster.storage import Storage  # noqa: E402
+from benchmarks.faults.run import EP2, LAYOUTS, MODEL, TIERS, ZERO, End, differences, end_of  # noqa: E402
+from benchmarks.faults.standing import standing  # noqa: E402
+
+AGAIN = 75
+_ALONE = "MOC_CLUSTER_FAULTS_ALONE"
+HERE = {"EP2": (2, f"{ZERO} {EP2}"), **LAYOUTS}
+
+
+@dataclass
+class Row:
+    """What became of one scenario.
+
+    Attributes:
+        wrong: what is not as it should be; empty if all is.
+        codes: exit codes by host.
+        generations: memberships that began after the first one.
+        lived_twice_s: how long a rank lived on two hosts, whether or not anything was told then.
+        stood_still_s: the longest time between two iterations.
+        stand: if it did not end, what its processes did.
+    """
+
+    scenario: str
+    tier: str
+    wrong: list[str] = field(default_factory=list)
+    codes: dict[int, int | None] = field(default_factory=dict)
+    generations: int = 0
+    lived_twice_s: float = 0.0
+    stood_still_s: float = 0.0
+    seconds: float = 0.0
+    stand: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Trial:
+    """One job in one scenario.
+
+    Args:
+        own: flags of this benchmark.
+        directory: for its files; made.
+        cluster: all hosts on.
+        storage: that they see.
+        tier: of snapshots.
+    """
+
+    def __init__(self, own: argparse.Namespace, directory: Path, cluster: Cluster, storage: Storage, tier: str):
+        workers, parallel = HERE[own.layout]
+        hosts = own.nnodes + own.spares
+        candidates = ",".join(f"h{i}:{PORT}" for i in range(min(own.candidates, hosts)))
+        launcher = ["--nnodes", own.nnodes, "--nproc-per-node", workers // own.nnodes, "--spares", own.spares]
+        launcher += ["--rdzv-endpoint", candidates, "--silence-timeout", own.silence]
+        launcher += ["--max-wait", own.max_wait, "--patience", own.patience]
+        program = [*MODEL, "--train-iters", own.iterations, *parallel.split(), *TIERS[tier].split()]
+        self._own, self._cluster, self._storage, self._directory = own, cluster, storage, directory
+        self._snapshots = storage.path / "snapshots"
+        self.job = ClusterJob(cluster, launcher, program, directory, self._snapshots)
+        self._deadline = time.monotonic() + own.limit
+        self.wrong: list[str] = []
+        self._said: dict[int, int] = {}  # by host that was set aside, what it had written before
+        self._scenario = Scenario("", ())
+
+    def run(self, scenario: Scenario) -> None:
+        """Until all launchers have ended, or time is over; ``wrong`` says what happened on the way."""
+        self._scenario = scenario
+        for host in self._cluster.hosts:
+            self.job.start(host.number)
+        for step in scenario.steps:
+            if not self._wait_for(step):
+                break
+            getattr(self, f"_{step.action.replace(' ', '_')}")(self._hosts(step))
+        while not self._over() and time.monotonic() < self._deadline:
+            time.sleep(0.1)
+            if AGAIN in self.job.codes().values() and self._ended_for_now():
+                self._start_again()
+
+    def end(self) -> End:
+        """What it has come to."""
+        return end_of(self._snapshots, self._own.iterations, self.job.events)
+
+    def codes(self) -> list[str]:
+        """What is wrong with how launchers ended, and with what those say that were set aside."""
+        wrong = []
+        for number, code in self.job.codes().items():
+            aside = number in self._scenario.aside
+            if code is not None and code not in ((0, AGAIN) if aside else (0,)):
+                wrong.append(f"host {number} ended with {code}")
+        for number, before in self._said.items():
+            if number in self._scenario.aside and "mocrun: " not in self.job.said(number)[before:]:
+                wrong.append(f"host {number} says nothing of what became of it")
+        return wrong
+
+    def _start_again(self) -> None:
+        """What a scheduler does with a job that has ended with 75."""
+        if not self._scenario.ends:
+            self.wrong.append("the job ended with 75, though a majority was left")
+        for number in self.job.codes():
+            self.job.start(number)
+
+    def _over(self) -> bool:
+        codes = self.job.codes().values()
+        return None not in codes and (self.job.iteration() >= self._own.iterations or AGAIN not in codes)
+
+    def _ended_for_now(self) -> bool:
+        return None not in self.job.codes().values()
+
+    def _wait_for(self, step: Step) -> bool:
+        aim, limit = self.job.iteration() + step.more, time.monotonic() + self._own.still
+        while self.job.iteration() < aim and not self._ended_for_now():
+            if time.monotonic() > limit:
+                self.wrong.append(f"{self._own.still:g} s, and iteration {aim} is not there before '{step.action}'")
+                return step.action in ("thaw", "mend")
+            time.sleep(0.02)
+        time.sleep(step.seconds)
+        return True
+
+    def _hosts(self, step: Step) -> tuple[int, ...]:
+        if CONTROLLER not in step.hosts:
+            return step.hosts
+        return tuple({host.number for host, _ in self.job.controllers()})[:1]
+
+    def _cut(self, hosts: tuple[int, ...]) -> None:
+        self._listen_to(hosts)
+        self._cluster.cut(hosts)
+
+    def _mend(self, _) -> None:
+        self._cluster.mend()
+
+    def _off(self, hosts: tuple[int, ...]) -> None:
+        for number in hosts:
+            self._cluster.hosts[number].power_off()
+
+    def _on(self, hosts: tuple[int, ...]) -> None:
+        for number in hosts:
+            shutil.rmtree(self._directory / f"tmp{number}")  # it was on a disk of its own
+            self._cluster.hosts[number].power_on()
+            self.job.start(number)
+
+    def _freeze(self, _) -> None:
+        self._storage.freeze()
+
+    def _thaw(self, _) -> None:
+        self._storage.thaw()
+
+    def _listen_to(self, hosts: tuple[int, ...]) -> None:
+        for number in hosts:
+            self._said.setdefault(number, len(self.job.said(number)))
+
+    def _stop(self, hosts: tuple[int, ...]) -> None:
+        self._listen_to(hosts)
+        for number in hosts:
+            self.job.signal_launcher(number, signal.SIGSTOP)
+
+    def _cont(self, hosts: tuple[int, ...]) -> None:
+        for number in hosts:
+            self.job.signal_launcher(number, signal.SIGCONT)
+
+    def _kill_controller(self, _) -> None:
+        for _, process in self.job.controllers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _stop_controller(self, _) -> None:
+        self._stopped = [process for _, process in self.job.controllers()]
+        for process in self._stopped:
+            process.suspend()
+
+    def _cont_controller(self, _) -> None:
+        for process in self._stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):  # its launcher has ended it
+                process.resume()
+
+
+def trial(own: argparse.Namespace, scenario: Scenario, name: str, tier: str, directory: Path) -> tuple[Row, End]:
+    """Runs one scenario, and judges all of it but the end itself."""
+    directory.mkdir(parents=True)
+    begun, row = time.monotonic(), Row(name, tier)
+    with Storage(directory) as storage, Cluster(own.nnodes + own.spares) as cluster:
+        tried = Trial(own, directory, cluster, storage, tier)
+        with tried.job.watch as watch:
+            tried.run(scenario)
+        row.wrong, row.codes = tried.wrong, tried.job.codes()
+        if None in row.codes.values():
+            row.wrong.append(f"no end after {own.limit:g} s")
+            row.stand = {host.name: standing(host.processes()) for host in cluster.hosts}
+        row.wrong += tried.codes()
+        row.wrong += two_worlds(tried.job.events.all(), watch.lives, watch.publications)
+        row.wrong += [] if row.stand else _leftovers(cluster, row.codes, directory)
+        ended = tried.end()
+    row.generations = len(tried.job.events.of("generation"))
+    row.lived_twice_s = round(sum(end - begin for _, begin, end in overlaps(watch.lives)), 2)
+    moments = [event["time"] for event in tried.job.events.of("iteration")]
+    row.stood_still_s = round(max((b - a for a, b in zip(moments, moments[1:], strict=False)), default=0.0), 2)
+    row.seconds = round(time.monotonic() - begun, 1)
+    return row, ended
+
+
+def _leftovers(cluster: Cluster, codes: dict[int, int | None], directory: Path) -> list[str]:
+    """Where a job has ended well, nothing of it is left."""
+    time.sleep(0.5)  # the kernel takes a moment to end what has lost its parent
+    wrong = [f"{process} is left on {host.name}" for host in cluster.hosts for process in host.processes()]
+    for host in cluster.hosts:
+        if codes.get(host.number) == 0:
+            files = [path for path in host.memory.rglob("*") if path.is_file() and path.stat().st_size]
+            wrong += [f"{len(files)} files are left in {host.name}'s memory"] if files else []
+            wrong += [f"{path} is left" for path in directory.glob(f"tmp{host.number}/mocrun-*")]
+    return wrong
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the rows, and stop")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows alone")
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=["peers"], metavar="TIER")
+    parser.add_argument("--layout", choices=HERE, default="EP2")
+    parser.add_argument("--nnodes", type=int, default=2, help="hosts that train")
+    parser.add_argument("--spares", type=int, default=3, help="hosts that wait")
+    parser.add_argument("--candidates", type=int, default=3, help="hosts that the controller may be on, the first ones")
+    parser.add_argument("--iterations", type=int, default=80, help="of each run")
+    parser.add_argument("--silence", type=float, default=15.0, help="--silence-timeout of the launcher")
+    parser.add_argument("--max-wait", type=float, default=90.0, help="--max-wait of the launcher")
+    parser.add_argument("--patience", type=float, default=30.0, help="--patience of the launcher")
+    parser.add_argument("--still", type=float, default=240.0, help="seconds that iterations are waited for at a step")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run hangs")
+    parser.add_argument("--keep", type=Path, help="directory for the files of runs; by default a temporary one")
+    parser.add_argument("--append", action="store_true", help="keep the rows that --output has, but those run now")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    own = parser.parse_args(arguments)
+    rows = scenarios(own.nnodes, own.nnodes + own.spares, own.silence)
+    if unknown := set(own.only or ()) - rows.keys():
+        parser.error(f"--only: no row {', '.join(sorted(unknown))}; see --list")
+    own.rows = {name: rows[name] for name in own.only or rows}
+    return own
+
+
+def _without_faults(own: argparse.Namespace, directory: Path) -> End:
+    """How the job ends if nothing happens; remembered where the files of runs are kept."""
+    known = directory / f"expected_{own.layout}_{own.iterations}.json"
+    if not known.exists():
+        nothing, ended = trial(own, Scenario("nothing", ()), "nothing", "disk", directory / "nothing")
+        if nothing.wrong or not ended.hashes:
+            raise RuntimeError(
+                f"the run without faults failed: {nothing.wrong or 'no last snapshot'} (see {directory})"
+            )
+        known.write_text(json.dumps(vars(_plain(ended))))
+    return End(**json.loads(known.read_text()))
+
+
+def _plain(end: End) -> End:
+    """The same in what JSON knows."""
+    losses = {str(iteration): list(values) for iteration, values in end.losses.items()}
+    return End(losses, {str(box): digest for box, digest in end.hashes.items()})
+
+
+def _write(own: argparse.Namespace, rows: list[Row]) -> None:
+    told = [asdict(row) for row in rows]
+    if own.append and own.output.exists():
+        mine = {(row.scenario, row.tier) for row in rows}
+        old = json.loads(own.output.read_text())["rows"]
+        told = [row for row in old if (row["scenario"], row["tier"]) not in mine] + told
+    flags = {
+        n: v for n, v in vars(own).items() if n not in ("rows", "output", "keep", "append", "list", "only", "tiers")
+    }
+    failed = sum(bool(row["wrong"]) for row in told)
+    whole = {"machine": {"cpus": os.cpu_count()}, "flags": flags, "rows": told, "failed": failed}
+    own.output.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def main() -> int:
+    """Runs the rows; 1 if one has failed."""
+    own = parse()
+    if own.list:
+        print("\n".join(f"{name:28} {row.what}" for name, row in own.rows.items()))
+        return 0
+    if reason := unusable():
+        print(f"skipped: {reason}")
+        return 0
+    if _ALONE not in os.environ:  # so that mounts end with this process, however it ends
+        os.execvpe("unshare", ["unshare", "--mount", sys.executable, *sys.argv], os.environ | {_ALONE: "1"})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and that storage is thawed
+    directory = own.keep or Path(tempfile.mkdtemp(prefix="cluster-faults-"))
+    expected, rows = _without_faults(own, directory), []
+    for tier in own.tiers:
+        for name, scenario in own.rows.items():
+            row, ended = trial(own, scenario, name, tier, directory / f"{tier}, {name}".replace(" ", "_"))
+            row.wrong += differences(_plain(ended), expected)
+            rows.append(row)
+            what = "EQUAL" if not row.wrong else f"FAILED: {'; '.join(row.wrong)}"
+            print(
+                f"{name:28} {tier:8} {row.seconds:6.1f} s, stood still {row.stood_still_s:5.1f} s  {what}", flush=True
+            )
+            if own.output is not None:
+                _write(own, rows)
+    if own.keep is None and not any(row.wrong for row in rows):
+        shutil.rmtree(directory)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What is done to a job at random moments of a recovery: a worker is killed, and more follows before all go on."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+GUESS_S = 3.0
+"""How long the first recovery of a run is thought to take; later ones as long as the one before."""
+
+SHORT, LONG = 0.4, 1.6
+"""How long something is paused, in silence timeouts."""
+
+ALONE = ("controller", "controller pauses", "controller pauses for long", "keeper", "worker")
+SEVERAL = (*ALONE, "keeper pauses", "zygote", "zygote pauses")
+"""What can happen during a recovery, on one node and on several: without its zygote a node is lost."""
+
+
+@dataclass(frozen=True)
+class During:
+    """Something that happens while a job recovers.
+
+    Attributes:
+        action: one of :data:`SEVERAL`.
+        share: when, as a share of how long a recovery takes.
+        rank: of the worker, for ``worker``.
+        node: whose keeper or zygote.
+    """
+
+    action: str
+    share: float
+    rank: int
+    node: int
+
+    def __str__(self) -> str:
+        whose = {"worker": f" {self.rank}", "controller": ""}.get(self.action.split()[0], f" {self.node}")
+        return f"{self.action.replace(' ', '_')}{whose} at {self.share:.2f}, recovery"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A worker that is killed when an iteration is complete, and what else happens until all go on."""
+
+    iteration: int
+    rank: int
+    during: tuple[During, ...]
+
+
+class Disturbed(Protocol):
+    """A run, as far as it is met in its recoveries."""
+
+    def reached(self) -> int:
+        """The last iteration that is complete."""
+
+    def kill_worker(self, rank: int) -> bool:
+        """Whether there was one."""
+
+    def disturb_recovery(self, what: During) -> bool:
+        """Whether there was somebody to do it to."""
+
+
+def troubles(chance: random.Random, size: int, nodes: int, iterations: int, every: int = 4) -> tuple[Trouble, ...]:
+    """What happens in the recoveries of a run, as chance has it; not in its last iterations."""
+    drawn = []
+    for iteration in range(2, iterations - 4, every):
+        actions = [chance.choice(SEVERAL if nodes > 1 else ALONE) for _ in range(chance.choice((1, 1, 2, 3)))]
+        during = [
+            During(
+                action,
+                chance.random(),
+                chance.randrange(size),
+                nodes - 1 if action.startswith("zygote") else chance.randrange(nodes),
+            )
+            for action in actions
+        ]
+        at = iteration + chance.randrange(every // 2)
+        drawn.append(Trouble(at, chance.randrange(size), tuple(sorted(during, key=lambda one: one.share))))
+    return tuple(drawn)
+
+
+class Recoveries:
+    """Meets a run in its recoveries.
+
+    Args:
+        planned: what is to happen, in order.
+
+    Attributes:
+        done: what has happened.
+        seconds: how long each recovery took, from the kill to a further iteration.
+    """
+
+    def __init__(self, planned: tuple[Trouble, ...]):
+        self._waiting, self._during, self._begun, self._from = list(planned), [], 0.0, 0
+        self._recovering, self.done, self.seconds = False, [], []
+
+    def look(self, run: Disturbed) -> None:
+        """Does what is due."""
+        if self._recovering:
+            self._go_on(run)
+        elif self._waiting and run.reached() >= self._waiting[0].iteration:
+            trouble = self._waiting.pop(0)
+            if run.kill_worker(trouble.rank):
+                self._begun, self._from, self._during = time.monotonic(), run.reached(), list(trouble.during)
+                self._recovering = True
+                self.done.append(f"kill {trouble.rank} at {trouble.iteration}, outside")
+
+    def _go_on(self, run: Disturbed) -> None:
+        usual, spent = self.seconds[-1] if self.seconds else GUESS_S, time.monotonic() - self._begun
+        while self._during and spent >= self._during[0].share * usual:
+            if run.disturb_recovery(what := self._during.pop(0)):
+                self.done.append(str(what))
+        if run.reached() > self._from:
+            self.seconds.append(round(spent, 2))
+            self._recovering = False

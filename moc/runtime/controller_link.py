@@ -1,0 +1,259 @@
+"""An agent's way to the controller: finds the candidate that leads, follows one at a time, and keeps the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+from moc.runtime import async_connections as wire
+from moc.runtime.addresses import interface_towards
+from moc.runtime.election import Allegiance, Times, lease_end
+from moc.runtime.lease import Lease
+from moc.runtime.message import Message
+from moc.runtime.signals import StoppedError
+from moc.runtime.wire import PeerGoneError, WireError
+
+_AGAIN_S = 0.1
+_LOOK_S = 2.0
+
+_log = logging.getLogger("moc")
+
+
+class LostError(RuntimeError):
+    """What the agent cannot do without is gone."""
+
+
+class NoControllerError(LostError):
+    """No candidate for the controller has been heard of for too long."""
+
+
+class RefusedError(LostError):
+    """The controller does not want this agent."""
+
+
+class ControllerLink:
+    """One at a time, in an event loop.
+
+    Args:
+        candidates: addresses.
+        token: the job's secret.
+        times: how long silence is borne.
+        patience_s: how long a controller may be gone.
+        lease: of this node's workers.
+        leased: whether it ends; not so where there is no other node.
+        hello: what the agent has to say first, each time, and which messages follow that.
+        obey: called with every order.
+
+    Attributes:
+        joined: a controller has heard of this node.
+        over: the job is, and nobody is to be found any more.
+        follows: number of the candidate that leads, or led last.
+        door: a port that is open as long as this process lives; None until it is.
+    """
+
+    def __init__(
+        self,
+        candidates: list[str],
+        token: bytes,
+        times: Times,
+        patience_s: float,
+        lease: Lease,
+        leased: bool,
+        hello: Callable[[], tuple[dict, list[dict]]],
+        obey: Callable[[dict], None],
+    ):
+        self._candidates, self._token, self._times, self._patience_s = candidates, token, times, patience_s
+        self._lease, self._leased, self._hello, self._obey = lease, leased, hello, obey
+        self._allegiance = Allegiance(len(candidates), times.promise_s, time.monotonic())
+        self._connection: wire.AsyncConnection | None = None
+        self._state: dict | None = None
+        self._echo: float | None = None
+        self._instance, self._called = secrets.token_hex(8), f"process {os.getpid()} of {socket.gethostname()}"
+        self._turn = 0
+        self._promised_here = self._is_led = False
+        self.joined, self.over, self.follows, self.door = False, False, 0, None
+        self.asked: int | None = None  # by a signal, to stop
+
+    async def run(self) -> None:
+        """Follows whoever leads, until the job is over.
+
+        Raises:
+            NoControllerError: none was there for longer than patience allows.
+            RefusedError: this node is not wanted.
+            StoppedError: the node was asked to stop before it had found one.
+            WireError: who is there is not of this job.
+        """
+        async with await self._open_door():
+            while not self.over and (found := await self._find()):
+                await self._follow(*found)
+
+    def tell(self, kind: str, **what) -> None:
+        """Says something to the controller, if there is one; the next hello tells what is true then."""
+        try:
+            if self._connection is not None:
+                self._connection.post(Message({"kind": kind} | what))
+        except WireError:
+            pass
+
+    def close(self) -> None:
+        """Closes the connection, as soon as all is said, and looks for no other."""
+        self.over = True
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _open_door(self) -> asyncio.Server:
+        """It says to a controller that has lost this process whether it lives."""
+        while True:
+            try:
+                host = (await asyncio.to_thread(interface_towards, self._candidates[self._turn])).strip("[]")
+                server = await asyncio.start_server(lambda _, writer: writer.close(), host, 0)
+                break
+            except OSError:  # its name may not be known yet; if it never is, that is said below
+                self._turn = (self._turn + 1) % len(self._candidates)
+                if self._turn == 0:
+                    return contextlib.AsyncExitStack()
+        self._turn = 0
+        host, port = server.sockets[0].getsockname()[:2]
+        self.door = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return server
+
+    async def _find(self) -> tuple[int, wire.AsyncConnection] | None:
+        since = time.monotonic()
+        while not self.over:
+            failed = ""
+            for index in self._in_turn():
+                address = self._candidates[index]
+                try:
+                    connection = await wire.open(address, self._token, timeout=self._most_s)
+                    self._turn = 0
+                    return index, connection
+                except PeerGoneError as error:
+                    failed = failed or str(error)
+                    if isinstance(error.__cause__, ConnectionRefusedError):
+                        self._allegiance.died(index)
+            self._turn = 0
+            if self.asked is not None and not self.joined:
+                raise StoppedError(self.asked)
+            most, limit = self._patience_s, "--patience"
+            if self.asked is not None and most > self._times.lease_s:
+                most, limit = self._times.lease_s, "--silence-timeout"
+            if time.monotonic() - since > most:
+                raise NoControllerError(f"no controller has been there for {most:g} s ({limit}): {failed}")
+            await asyncio.sleep(_AGAIN_S)
+        return None
+
+    @property
+    def _most_s(self) -> float:
+        return wire.HANDSHAKE_SECONDS if len(self._candidates) == 1 else min(2.0, self._times.promise_s / 2)
+
+    def _in_turn(self) -> list[int]:
+        count = len(self._candidates)
+        return [(self._turn + further) % count for further in range(count)]
+
+    async def _follow(self, index: int, connection: wire.AsyncConnection) -> None:
+        """Until this candidate is gone, or says nothing, or another one leads."""
+        begun, self._echo = time.monotonic(), None
+        self._promised_here = self._is_led = False
+        hello, following = self._hello()
+        who = {"instance": self._instance, "called": self._called, "door": self.door, "state": self._state}
+        vote = {
+            "epoch": self._allegiance.epoch,
+            "free_in": self._allegiance.free_in(index, begun),
+            "silent": begun - self._allegiance.heard,
+            "at": begun,
+        }
+        beside = []
+        try:
+            await connection.send(Message({"kind": "hello"} | hello | who | vote))
+            for message in following:
+                connection.post(Message(message))
+            self._connection = connection
+            beside = [asyncio.create_task(self._say_alive(connection))]
+            if len(self._candidates) > 1:
+                beside.append(asyncio.create_task(self._look_around(index, connection)))
+            while not self.over:  # to be cancelled in the moment in which something comes is not heard of
+                said = (await connection.recv(silence=self._times.promise_s)).header
+                self._hear(index, said)
+        except PeerGoneError:
+            pass  # it may be started again, or another one leads; training goes on meanwhile
+        except TimeoutError:
+            self._turn = (index + 1) % len(self._candidates)  # it may only stand still; then it is not the first to try
+        finally:
+            self._connection = None
+            for task in beside:
+                task.cancel()
+            connection.abort()
+
+    def _hear(self, index: int, said: dict) -> None:
+        now, kind = time.monotonic(), said["kind"]
+        if kind == "beat":
+            self._is_led = said["leads"] and self._promised_here
+            self._echo = said["sent"]
+            if self._is_led:
+                self.follows = index
+                self._allegiance.beat(now)
+                self._renew(lease_end(said["at"], said["age"], self._times.runs_s))
+        elif kind == "elect":
+            free_in = self._allegiance.asked(said["epoch"], said["sure"], now)
+            self._promised_here = self._promised_here or free_in is not None
+            self.tell("promise", epoch=self._allegiance.epoch, free_in=free_in or 0.0)
+        elif kind == "refused":
+            raise RefusedError(said["why"])
+        elif kind == "state":
+            self._state = {name: value for name, value in said.items() if name != "kind"}
+            self._promised_here, self.joined = True, True
+        else:
+            self._obey(said)
+
+    def _renew(self, end: float) -> None:
+        if self._leased:
+            before = self._lease.end
+            self._lease.end = end if math.isinf(before) else max(before, end)
+
+    async def _say_alive(self, connection: wire.AsyncConnection) -> None:
+        while True:
+            with contextlib.suppress(WireError):
+                connection.post(Message({"kind": "alive", "at": time.monotonic(), "echo": self._echo}))
+            await asyncio.sleep(self._times.says_s)
+
+    async def _look_around(self, index: int, connection: wire.AsyncConnection) -> None:
+        """While this candidate does not lead, another one may; else all turn to the first that they can reach."""
+        came, stays = time.monotonic(), self._times.lease_s * (1 + random.random())
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self._times.promise_s / 4))
+            if self._is_led:
+                came = time.monotonic()
+                continue
+            others = {other: await self._leads(other) for other in range(len(self._candidates)) if other != index}
+            better = [other for other, leads in others.items() if leads]
+            better += [other for other, leads in others.items() if leads is not None and other < index]
+            if not better and time.monotonic() - came > stays:  # those that the others reach may be other ones
+                better = [(index + 1) % len(self._candidates)]
+            if better:
+                self._turn = better[0]
+                connection.abort()
+                return
+
+    async def _leads(self, index: int) -> bool | None:
+        """Whether a candidate leads; None if it cannot be reached."""
+        try:
+            connection = await wire.open(self._candidates[index], self._token, timeout=self._most_s)
+        except WireError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                self._allegiance.died(index)
+            return None
+        try:
+            await connection.send(Message({"kind": "ask"}))
+            return bool((await connection.recv(silence=self._most_s)).header["leads"])
+        except (WireError, TimeoutError):
+            return None
+        finally:
+            connection.abort()

@@ -1,0 +1,142 @@
+"""The controller as a launcher has it: a process of its own, which is started again when it dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import time
+from typing import Protocol
+
+from moc.runtime import async_connections as wire
+from moc.runtime import children
+from moc.runtime.addresses import listening_socket, text_of
+from moc.runtime.controller import STEPS_DOWN
+from moc.runtime.controller_link import LostError
+from moc.runtime.election import Times
+from moc.runtime.message import Message
+from moc.runtime.wire import WireError
+
+_LIVES_S, _MOST_S = 5.0, 10.0
+
+_log = logging.getLogger("moc")
+
+
+class JobFlags(Protocol):
+    """What a controller is told of its job; the launcher's flags."""
+
+    nnodes: int
+    nproc_per_node: int
+    spares: int
+    node_rank: int
+    endpoints: tuple[str, ...]
+    max_restarts: int
+    silence_s: float
+    max_wait_s: float
+
+
+class ControllerProcess:
+    """An asynchronous context manager, at the end of which nothing of it is left.
+
+    Args:
+        flags: of the job; the candidate is that of this node's number.
+        token: the job's secret.
+
+    Attributes:
+        endpoints: of all candidates, with the port that this one has.
+    """
+
+    def __init__(self, flags: JobFlags, token: bytes):
+        self._flags, self._token = flags, token
+        self._times = Times(flags.silence_s)
+        self._process: asyncio.subprocess.Process | None = None
+        self._listener: socket.socket | None = None
+        self.endpoints = list(flags.endpoints)
+
+    async def __aenter__(self) -> ControllerProcess:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._listener is not None:
+            self._listener.close()
+
+    @property
+    def _address(self) -> str:
+        return self.endpoints[self._flags.node_rank]
+
+    async def start(self) -> None:
+        """Starts it.
+
+        Raises:
+            LostError: it does not start.
+            OSError: it cannot be listened at its address.
+        """
+        host = self._address.rpartition(":")[0]
+        beyond = host not in ("127.0.0.1", "localhost", "[::1]")
+        if self._listener is None:  # it stays open here, so that nobody else gets the port meanwhile
+            self._listener = await asyncio.to_thread(listening_socket, self._address, beyond)
+            port = text_of(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
+            self.endpoints[self._flags.node_rank] = f"{host}:{port}"
+        flags, descriptor = self._flags, self._listener.fileno()
+        self._process = await children.start(
+            *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
+            *("--nnodes", str(flags.nnodes), "--nproc-per-node", str(flags.nproc_per_node)),
+            *("--spares", str(flags.spares), "--max-restarts", str(flags.max_restarts)),
+            *("--silence-timeout", str(flags.silence_s), "--max-wait", str(flags.max_wait_s)),
+            *("--candidate", f"{flags.node_rank}/{len(self.endpoints)}"),
+            *(["--beyond-loopback"] if beyond else []),
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor],
+        )
+        if not (await self._process.stdout.readline()).strip():
+            raise LostError(f"the controller does not start at {self._address}: see what it wrote above")
+
+    async def keep(self) -> None:
+        """Starts it again when it dies or hangs, until the job is over; the agents tell it what it must know."""
+        pause = 0.0
+        while True:
+            begun = time.monotonic()
+            why = await self._end()
+            if why is None:
+                return
+            if why:
+                _log.warning("the controller %s: started again", why)
+            # not again and again as fast as it goes, where something keeps it from living
+            pause = 0.0 if time.monotonic() - begun > _LIVES_S else min(_MOST_S, 2 * pause + 0.1)
+            await asyncio.sleep(pause if pause > 0.1 else 0)
+            try:
+                await self.start()
+            except LostError as error:
+                _log.error("%s", error)
+
+    async def _end(self) -> str | None:
+        """Waits until it has died, or hangs; which of them, in words, or None if the job is over."""
+        died = asyncio.create_task(self._process.wait())
+        try:
+            while not (await asyncio.wait([died], timeout=self._times.hangs_s / 2))[0]:
+                try:
+                    await asyncio.wait_for(self._is_well(), self._times.hangs_s)
+                except (WireError, TimeoutError, asyncio.TimeoutError):
+                    if not died.done():
+                        self._process.kill()
+                        await died
+                        return f"has not answered for {self._times.hangs_s:g} s"
+            code = await died
+        finally:
+            died.cancel()
+        return None if code == 0 else "" if code == STEPS_DOWN else "has died"
+
+    async def _is_well(self) -> None:
+        """One that is well answers at once."""
+        connection = await wire.open(self._address, self._token, timeout=self._times.hangs_s)
+        try:
+            await connection.send(Message({"kind": "ask"}))
+            await connection.recv()
+        finally:
+            connection.abort()

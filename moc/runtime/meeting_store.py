@@ -1,0 +1,73 @@
+"""The store where process groups find each other: a process of its own, which dies with the controller.
+
+Importing torch keeps an interpreter busy for seconds, in which a controller that was started again would hear nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from datetime import timedelta
+
+from moc.runtime import children
+
+_AGAIN_S = 1.0
+
+
+class MeetingStore:
+    """A ``TCPStore`` in a child process, which is started again when it dies.
+
+    Args:
+        host: the interface to listen at.
+        on_opened: called whenever it is there.
+
+    Attributes:
+        address: ``host:port``; empty while it is not there.
+    """
+
+    def __init__(self, host: str, on_opened: Callable[[], None]):
+        self._host, self._on_opened = host, on_opened
+        self.address = ""
+
+    async def keep(self) -> None:
+        """Has it as long as this is not cancelled."""
+        while True:
+            process = await children.start("moc.runtime.meeting_store", "--host", self._host, stdout=subprocess.PIPE)
+            try:
+                self.address = (await process.stdout.readline()).decode().strip()
+                if self.address:
+                    self._on_opened()
+                await process.wait()
+            finally:
+                self.address = ""
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+            await asyncio.sleep(_AGAIN_S)
+
+
+def main() -> None:
+    """Serves until its parent dies."""
+    children.belong()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", required=True)
+    host = parser.parse_args().host
+    from torch.distributed import TCPStore
+
+    with socket.create_server((host.strip("[]"), 0)) as listener:  # by itself torch would listen on all interfaces
+        port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
+    how = dict(is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(host, port, master_listen_fd=descriptor, **how)
+    print(f"{host}:{port}", flush=True)
+    while store is not None:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

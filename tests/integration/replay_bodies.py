@@ -1,0 +1,90 @@
+"""What workers of a test's world do while iterations are computed again."""
+
+from __future__ import annotations
+
+import re
+
+from megatron.training import replay
+from megatron.training.replay import Reached, Repetition
+from megatron.training.snapshot_replay import Rebuilder
+from megatron.training.step import Records
+from moc.recovery.going_on import Course
+from moc.recovery.sources import MASTER, STORAGE, Held, Moment, Recovery
+from moc.state.detail import Detail
+from moc.state.training_state import TrainingState
+from tests.integration.bodies import with_run
+from tests.integration.state_bodies import _copies, _steps, _told, label
+
+
+class _CalledAway(Exception):
+    pass
+
+
+def complete_late(flags: dict, pattern: str) -> dict:
+    """From one state, an iteration is computed again while some operators are frozen: ``at once``, and ``late``.
+
+    Late is that this worker is called away when gradients are reduced, forgets what was frozen, and completes the
+    iteration afterwards.
+
+    Returns:
+        For each way digests and steps, the schedule, and ``told``, how far it has come; also ``called away``, the same
+        in between; and ``frozen``, the operators.
+    """
+
+    def use(run) -> dict:
+        state = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+        _steps(run, 1)
+        position, kept, steps = run.position, _copies(state), state.steps()
+        schedule = run.stepper.scheduler.state_dict()
+        (record,) = _steps(run, 1)
+        frozen = [name for name in state.operators() if re.fullmatch(pattern, name)]
+        answers = {"frozen": frozen}
+        for way, go in (("at once", _at_once), ("late", _late)):
+            for fragment in state.fragments(state.operators(), Detail.FULL):
+                state.load(fragment, kept[label(fragment)])
+            state.gather_weights()
+            state.set_steps(steps)
+            run.stepper.scheduler.num_steps = 0
+            run.stepper.scheduler.load_state_dict(schedule)
+            repetition = Repetition(run.stepper, run.streams["train"])
+            repetition.progress.move_to(Reached(position))
+            answers |= go(run, state, repetition, record, frozen) or {}
+            told = repetition.progress.told
+            answers[way] = _told(state) | {
+                "schedule": run.stepper.scheduler.state_dict(),
+                "told": [told.iteration, sorted(told.frozen), told.reduced],
+            }
+        return answers
+
+    return with_run(flags, use)
+
+
+def _at_once(run, state, repetition, record, frozen) -> None:
+    state.freeze(frozen)
+    repetition.compute(repetition.progress.at.position, record, frozen, ())
+    state.activate(frozen)
+
+
+def _late(run, state, repetition, record, frozen) -> dict:
+    def called_away(device) -> None:
+        raise _CalledAway
+
+    waits, replay.wait_for_stage = replay.wait_for_stage, called_away
+    state.freeze(frozen)
+    try:
+        repetition.compute(repetition.progress.at.position, record, frozen, ())
+    except _CalledAway:
+        told = repetition.progress.told
+    finally:
+        replay.wait_for_stage = waits
+        state.activate(frozen)
+    records = Records()
+    records.add(record)
+    parts = run.world, state, run.stepper.optimizer, run.stepper.scheduler, None, repetition, records, None, run.log
+    whole = Held(record.iteration, STORAGE, dict.fromkeys(frozen, "full"))
+    way = Recovery((Moment(record.iteration, {(name, MASTER): whole for name in frozen}),))
+    behind = frozenset(range(run.world.size))
+    Rebuilder(*parts)._complete(Course(record.iteration, way, goes_on=True, behind=behind))
+    state.activate(frozen)
+    state.gather_weights()
+    return {"called away": [told.iteration, sorted(told.frozen), told.reduced]}

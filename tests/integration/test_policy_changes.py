@@ -1,0 +1,70 @@
+"""A job is killed, and goes on with another policy, on either tier; or it says in one sentence what to do."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from benchmarks.live.job import Events
+from moc.policy import POLICIES
+from tests.integration.snapshot_files import node_memory, start, stores
+from tests.integration.test_pec import SMALL, kill_at
+from tests.integration.tiny import train
+
+SETTINGS = {
+    "full": dict(snapshot_interval=1),
+    "pec": dict(snapshot_interval=1, pec_k=1),
+    "sparse": dict(sparse_window=2),
+}
+CHANGES = [(old, new) for old, new in itertools.product(SETTINGS, repeat=2) if old != new]
+
+
+def flags_of(policy, tier, tmp_path, memory):
+    flags = SMALL | SETTINGS[policy] | dict(ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=str(tmp_path / "c"))
+    in_memory = dict(ckpt_memory_dir=memory, persist_interval=4) if tier == "memory" else {}
+    return flags | in_memory | dict(log_dir=str(tmp_path / "log"))
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("tier", ["disk", "memory"])
+@pytest.mark.parametrize(("old", "new"), CHANGES, ids=lambda policy: policy)
+def test_a_killed_job_goes_on_with_another_policy_or_says_what_to_do(old, new, tier, data, tmp_path):
+    with node_memory() as memory:
+        before, after = (data | flags_of(policy, tier, tmp_path, memory) for policy in (old, new))
+        kill_at("1", before, iteration=12)
+        at = max(iteration for store in stores(before).values() for iteration in store.iterations())
+        if not POLICIES[old].exact and POLICIES[new].exact:
+            (result,) = start("1", after).wait()
+            (said,) = (line for line in result.output.splitlines() if "pretrain_gpt_moe.py: error" in line)
+            assert result.exit == 1 and "Traceback" not in result.output
+            assert f"start once more with --ckpt-policy {old} and end in good order" in said, said
+            assert set(train("1", before | dict(exit_interval=at + 2)).codes) == {0}  # as it says
+            assert train("1", after | dict(exit_interval=at + 4)).start == at + 2
+            return
+        kill_at("1", after, iteration=at + 10)  # it persists some, and goes on from its own
+        assert at - 2 <= Events(tmp_path / "log" / "events.jsonl").of("resume")[0]["iteration"] <= at
+        rest = train("1", after | dict(exit_interval=at + 14))
+        assert set(rest.codes) == {0} and at + 7 <= rest.start <= at + 14
+        assert stores(after)["storage"].iterations()[-1] == at + 14
+
+
+@pytest.mark.recovery
+def test_an_exact_policy_does_not_go_back_behind_partial_snapshots(data, tmp_path):
+    """The first one of everything still is there, when few were taken after it."""
+    flags = data | SMALL | dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"), snapshot_interval=1)
+    kill_at("1", flags | dict(ckpt_policy="pec", ckpt_keep=50), iteration=4)
+    assert 1 in stores(flags)["storage"].iterations()
+    (result,) = start("1", flags | dict(ckpt_policy="full")).wait()
+    assert result.exit == 1 and "then change the policy" in result.output
+    assert train("1", flags | dict(ckpt_policy="full", ckpt_step=1, exit_interval=2)).start == 1  # if it is meant
+    assert Path(flags["ckpt_dir"]).is_dir()
+
+
+def test_what_a_fault_will_cost_is_said_before_training(data, tmp_path):
+    with node_memory() as memory:
+        flags = data | flags_of("pec", "memory", tmp_path, memory) | dict(persist_interval=None, exit_interval=1)
+        said = start("1", flags).wait()[0].output
+        (line,) = (line for line in said.splitlines() if "with experts equally busy" in line)
+        assert "3.500% of the tokens" in line and "7 iterations behind" in line and "add --persist-interval" in line
+        (event,) = Events(tmp_path / "log" / "events.jsonl").of("expected")
+        assert event["plt"] == pytest.approx(0.035) and event["oldest"] == 7

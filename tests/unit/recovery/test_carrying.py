@@ -1,0 +1,221 @@
+"""Memory keeps each expert's newest version: real files of real snapshots, carried, reduced and dropped."""
+
+import itertools
+import os
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.policy import Every, policy_named
+from moc.recovery.carrying import CARRIED, Carrier, file_of_operator
+from moc.recovery.inventory import in_memory, look
+from moc.recovery.sources import MEMORY, Held, recoveries
+from moc.state.detail import Detail
+from moc.state.operators import Operator, operator_of
+from moc.state.region import Region
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry
+from moc.store.places import LocalPlace
+from moc.store.regions import Entry, FileLayout, RegionReader, digest_of
+from moc.store.store import Store, directory_of, file_of
+
+EXPERTS, ROWS = 8, 64
+OPERATORS = [Operator(f"layers.0.expert.{e}", "expert", 0, e, 2 * ROWS) for e in range(EXPERTS)]
+OPERATORS.append(Operator("output", "output", None, None, 2 * ROWS))
+NAMES = frozenset(one.name for one in OPERATORS if one.expert is not None)
+PARAMETERS = {name: f"decoder.layers.0.mlp.experts.experts.{name.split('.')[-1]}.linear_fc1.weight" for name in NAMES}
+PARAMETERS["output"] = "output_layer.weight"
+
+
+def save(store: Store, iteration: int, operators: dict[str, Detail], ranks: int = 2) -> None:
+    """A snapshot of which each rank has some rows of everything; values tell operator and iteration."""
+    files, elements = {}, {name: Counter() for name in operators}
+    for rank in range(ranks):
+        entries = [
+            Entry(
+                PARAMETERS[name], slot, (ROWS, 2), Region((rank * ROWS // ranks, 0), (ROWS // ranks, 2)), torch.float32
+            )
+            for name, detail in operators.items()
+            for slot in ("master", "exp_avg")
+            if detail.holds(slot)
+        ]
+        layout = FileLayout(entries)
+        data = [torch.full(entry.region.shape, float(iteration)).numpy().tobytes() for entry in layout.entries]
+        header = layout.header(list(map(digest_of, data)))
+        store.write_file(iteration, rank, [header, *data])
+        files[file_of(rank)] = FileEntry(layout.nbytes, len(header), digest_of(header))
+        for entry in entries:
+            elements[operator_of(entry.name)][entry.slot] += entry.region.numel
+    entries = {name: OperatorEntry(operators[name].value, iteration, dict(its)) for name, its in elements.items()}
+    store.publish(Manifest(iteration, "pec", ranks, files, entries, {}, {"ledger": iteration}))
+
+
+def held_of(iteration, operators):
+    return Held(iteration, MEMORY, {name: detail.value for name, detail in operators.items()})
+
+
+def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail]) -> int:
+    """What a run does for one snapshot; the bytes that it has carried."""
+    carried = carrier.carry(held_of(iteration, operators))
+    save(store, iteration, operators)
+    carrier.retire(iteration)
+    carrier.drop(iteration)
+    return carried
+
+
+def in_full(*experts):
+    return {"output": Detail.FULL} | {f"layers.0.expert.{e}": Detail.FULL for e in experts}
+
+
+def newest(store: Store) -> dict[str, tuple[int, int]]:
+    """By operator, the iterations of master weights and moments that a run goes on with; all files are compared."""
+    held = in_memory([look(store)[0]], OPERATORS)
+    way = next(recoveries(held, OPERATORS, exact=False))
+    for one in way.used():
+        manifest = store.manifest(one.iteration)
+        reader = RegionReader(
+            (store.blob(one.iteration, name, entry) for name, entry in manifest.files.items()), verify=True
+        )
+        for name, slot in (
+            (n, s) for n, p in way.sources for s in ("master", "exp_avg") if (p == "master") == (s == "master")
+        ):
+            if way.sources[name, "master" if slot == "master" else "moments"].key == one.key:
+                values = reader.get(PARAMETERS[name], slot, Region((0, 0), (ROWS, 2)))
+                assert (values == one.iteration).all()
+    return {name: tuple(way.sources[name, part].iteration for part in ("master", "moments")) for name in PARAMETERS}
+
+
+def bytes_in(store: Store, iteration: int) -> int:
+    return sum(
+        path.stat().st_size for path in (store.place.root / directory_of(iteration)).iterdir() if path.suffix != ".json"
+    )
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(LocalPlace(tmp_path / "memory", in_memory=True), slack=True)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.sets(st.integers(0, EXPERTS - 1), max_size=4), min_size=1, max_size=7),
+    st.sampled_from([None, Detail.MOMENTS, Detail.MASTER]),
+)
+def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_path_factory, chosen, rest):
+    store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
+    carrier, wanted, saved = Carrier(store, NAMES), {}, {}
+    for iteration, experts in enumerate([range(EXPERTS), *chosen], start=1):
+        operators = dict.fromkeys(NAMES, rest) if rest else {}
+        saved[iteration] = operators | in_full(*experts)
+        take(store, carrier, iteration, saved[iteration])
+        for name, detail in saved[iteration].items():
+            before = wanted.get(name, (0, 0))
+            wanted[name] = tuple(
+                iteration if detail.holds(slot) else then
+                for slot, then in zip(("master", "exp_avg"), before, strict=True)
+            )
+    assert newest(store) == wanted
+    last = len(saved)
+    state = 2 * ROWS * 2 * 4  # bytes of an expert
+    data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}
+    assert sum(nbytes for i, nbytes in data.items() if i != last) <= EXPERTS * state
+    if rest is None:
+        assert sum(data.values()) == (EXPERTS + 1) * state  # one full state, to the byte
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
+def test_what_is_carried_is_what_the_next_snapshot_lacks(store, k):
+    policy, carrier = policy_named("pec")(OPERATORS, Every(1), k=k), Carrier(store, NAMES)
+    expert, moved, partial = 2 * ROWS * 2 * 4, [], False
+    for iteration in range(1, 2 * EXPERTS):
+        plan = policy.plan(iteration)
+        policy.taken(plan)
+        moved.append(take(store, carrier, iteration, dict(plan.operators)) // (expert + 4096))  # files with headers
+        partial |= not plan.complete
+    if k == EXPERTS:
+        assert not partial and not any(moved)
+        return
+    assert moved[:2] == [0, EXPERTS - k]  # all that the second one lacks of the first
+    assert max(moved[2:]) <= k
+
+
+def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypatch):
+    """The process ends at each system call in turn that changes a name; the next life goes on from what there is."""
+
+    class Killed(BaseException):
+        """Not to be caught."""
+
+    def life(root, dies_after):
+        store = Store(LocalPlace(root, in_memory=True), slack=True)
+        carrier, left = Carrier(store, NAMES), itertools.count()
+        real = {name: getattr(os, name) for name in ("replace", "unlink")}
+
+        def dying(name):
+            def call(*args, **kwargs):
+                if next(left) == dies_after:
+                    raise Killed
+                return real[name](*args, **kwargs)
+
+            return call
+
+        for iteration, experts in enumerate([range(EXPERTS), (0, 1), (2, 3), (0, 4)], start=1):
+            operators = in_full(*experts)
+            if iteration == 4:
+                for name in real:
+                    monkeypatch.setattr(os, name, dying(name))
+            try:
+                carrier.carry(held_of(iteration, operators))
+                for name in real:
+                    monkeypatch.setattr(os, name, real[name])
+                save(store, iteration, operators)
+                if iteration == 4:
+                    for name in real:
+                        monkeypatch.setattr(os, name, dying(name))
+                carrier.retire(iteration)
+                carrier.drop(iteration)
+            except Killed:
+                return newest_after(store), iteration in store.iterations()
+            finally:
+                for name in real:
+                    monkeypatch.setattr(os, name, real[name])
+        return None
+
+    def newest_after(store):
+        for name in ("replace", "unlink"):
+            monkeypatch.setattr(os, name, getattr(os, name))
+        monkeypatch.undo()
+        Carrier(store, NAMES).forget()
+        return {int(name.split(".")[-1]): of[0] for name, of in newest(store).items() if name in NAMES}
+
+    before = {0: 2, 1: 2, 2: 3, 3: 3} | dict.fromkeys(range(4, 8), 1)
+    after = before | {0: 4, 4: 4}
+    kills = 0
+    for dies_after in itertools.count():
+        found = life(store.place.root / str(dies_after), dies_after)
+        if found is None:
+            break
+        kills += 1
+        assert found == (after if found[1] else before, found[1])
+    assert kills > 6
+
+
+def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
+    carrier = Carrier(store, NAMES)
+    take(store, carrier, 1, in_full(*range(EXPERTS)))
+    carrier.carry(held_of(2, in_full(0, 1)))
+    again = Carrier(store, NAMES)
+    again.forget()
+    assert CARRIED not in store.place.names(directory_of(1))
+    take(store, again, 2, in_full(6, 7))  # other experts than before
+    assert newest(store)["layers.0.expert.0"] == (1, 1)
+
+
+def test_an_expert_that_is_not_carried_is_told(store):
+    carrier = Carrier(store, NAMES)
+    take(store, carrier, 1, in_full(*range(EXPERTS)))
+    (store.place.root / directory_of(1) / file_of(1)).unlink()
+    with pytest.raises(Exception, match="rank_00001"):
+        carrier.carry(held_of(2, in_full(0)))
+    assert file_of_operator("layers.0.expert.1") not in store.place.names(directory_of(1))

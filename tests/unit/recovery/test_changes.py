@@ -1,0 +1,60 @@
+"""What one policy makes of another's checkpoints, and what stays in memory when a run has come back by partial ones."""
+
+import pytest
+
+from moc.policy import Every, policy_named
+from moc.recovery.changes import in_storage_alone, is_of, refusal
+from moc.recovery.retention import Experts, experts_staying
+from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, recoveries
+from moc.state.shape import ModelShape, model_operators
+
+OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256))
+POLICIES = {name: policy_named(name)(OPERATORS, Every(1)) for name in ("full", "pec")}
+POLICIES["sparse"] = policy_named("sparse")(OPERATORS, Every(1), window=2)
+
+
+def saved(name, tier, upto):
+    """What a policy has saved by some iteration, all of it in one tier."""
+    kind, settings = policy_named(name), {"sparse": dict(window=2), "pec": dict(k=1)}.get(name, {})
+    policy, held = kind(OPERATORS, Every(1), **settings), []
+    for iteration in range(1, upto + 1):
+        plan = policy.plan(iteration)
+        policy.taken(plan)
+        details = {operator: detail.value for operator, detail in plan.operators.items()}
+        held.append(Held(iteration, tier, details, name))
+    return held
+
+
+@pytest.mark.parametrize("tier", [MEMORY, STORAGE])
+@pytest.mark.parametrize("new", POLICIES)
+@pytest.mark.parametrize("old", POLICIES)
+def test_there_is_a_way_on_or_a_sentence(old, new, tier):
+    policy, held = POLICIES[new], saved(old, tier, upto=8)
+    way = next(recoveries(held, OPERATORS, policy.exact))
+    why = refusal(held, policy, way.iteration)
+    if old == "pec" and new != "pec":
+        assert f"--ckpt-policy {new} cannot go on from it: start once more with --ckpt-policy pec" in why
+        assert refusal(held, policy) == why and way.iteration == 1  # the first one of everything
+        return
+    assert why is None and way.iteration >= 7  # the end of a window
+    assert is_of(policy, way) == (old == new)
+    assert in_storage_alone(held, policy) == (old == new and tier == STORAGE)
+
+
+def test_everything_that_a_partial_policy_saved_last_is_no_reason_to_refuse():
+    everything = dict.fromkeys((one.name for one in OPERATORS), "full")
+    held = [*saved("pec", STORAGE, 5), Held(6, STORAGE, everything, "pec")]
+    assert refusal(held, POLICIES["full"], 6) is None
+
+
+def test_experts_in_memory_stay_and_newer_ones_make_room():
+    used = [Held(6, STORAGE, {}), Held(4, MEMORY, {}), Held(6, MEMORY, {}), Held(9, MEMORY, {}), Held(8, BEFORE, {})]
+    assert experts_staying(used, in_memory=(), iteration=6) == Experts((4, 6), (9,), (8,))
+    assert experts_staying(used, in_memory=(6,), iteration=6) == Experts((4,), (9,), (8,))
+
+
+def test_damage_takes_what_is_damaged():
+    held = Held(3, MEMORY, {"a": "full", "b": "full"})
+    assert held.without({"a"}) == Held(3, MEMORY, {"b": "full"})
+    assert held.without(None) is held.without({"a", "b"}) is None
+    assert held.without({"c"}) is None  # what nobody can name is not tried for ever

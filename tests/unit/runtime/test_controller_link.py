@@ -1,0 +1,175 @@
+"""Agents find the controller that leads, wherever it is; real controllers and sockets, without workers."""
+
+import asyncio
+import contextlib
+import math
+import socket
+import time
+
+import pytest
+
+from moc.runtime import async_connections as wire
+from moc.runtime.controller import Controller
+from moc.runtime.controller_link import ControllerLink, NoControllerError
+from moc.runtime.election import Election, Times
+from moc.runtime.lease import Lease
+from moc.runtime.membership import Membership
+from tests.unit.runtime.peers import TOKEN
+
+NODES, SPARES = 2, 1
+SILENCE_S = 4.0
+
+
+class Job:
+    """Candidates on three nodes, and what there is of their agents."""
+
+    def __init__(self, candidates=3):
+        with contextlib.ExitStack() as all_at_once:
+            probes = [all_at_once.enter_context(socket.socket()) for _ in range(candidates)]
+            for probe in probes:
+                probe.bind(("127.0.0.1", 0))
+            self.addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+        self.controllers, self.agents = {}, {}
+
+    def start_controller(self, index):
+        election = Election(index, len(self.addresses), NODES + SPARES, Times(SILENCE_S))
+        controller = Controller(Membership(NODES, 1, 1000), election, max_wait_s=60.0)
+        serving = controller.run(self.addresses[index], TOKEN, beyond_loopback=False)
+        self.controllers[index] = controller, asyncio.create_task(serving)
+
+    def start_agent(self, node, patience_s=60.0):
+        self.agents[node] = Agent(node, self.addresses, patience_s)
+
+    async def lose(self, node):
+        """Its agent and its controller die, and its workers with them."""
+        agent = self.agents.pop(node)
+        agent.link.over = True
+        tasks = [agent.following]
+        if node in self.controllers:
+            tasks.append(self.controllers.pop(node)[1])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def leaders(self):
+        return [index for index, (controller, _) in self.controllers.items() if controller._election.leads]
+
+    async def end(self):
+        for node in list(self.agents):
+            await self.lose(node)
+        for _, task in self.controllers.values():
+            task.cancel()
+        await asyncio.gather(*(task for _, task in self.controllers.values()), return_exceptions=True)
+
+
+class Agent:
+    """A link, with what an agent would do with orders."""
+
+    def __init__(self, node, addresses, patience_s):
+        self.node, self.orders, self.generation, self.workers = node, [], 0, {}
+        self.lease = Lease.make()
+        self.link = ControllerLink(
+            addresses, TOKEN, Times(SILENCE_S), patience_s, self.lease, True, self.hello, self.obey
+        )
+        self.following = asyncio.create_task(self.link.run())
+
+    def hello(self):
+        workers = [dict(name=name, node=self.node, rank=rank, together=True, built=True, here=self.generation,
+                        met=self.generation) for name, rank in self.workers.items()]  # fmt: skip
+        return dict(node=self.node, generation=self.generation, workers=workers, asked=None), []
+
+    def obey(self, order):
+        self.orders.append(order)
+        if order["kind"] == "start":
+            self.workers[order["worker"]] = order["rank"]
+            self.generation = order["generation"]
+        elif order["kind"] == "abort":
+            self.generation = order["generation"]
+
+
+async def becomes(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def begun(candidates=3):
+    job = Job(candidates)
+    for index in range(candidates):
+        job.start_controller(index)
+    for node in range(NODES + SPARES):
+        job.start_agent(node)
+    try:
+        await becomes(lambda: all(job.agents[node].workers for node in range(NODES)))
+        yield job
+    finally:
+        await job.end()
+
+
+def test_the_first_candidate_leads_and_the_next_one_takes_over_before_any_lease_has_ended():
+    async def main():
+        async with begun() as job:
+            assert job.leaders() == [0]
+            names = dict(job.agents[1].workers)
+            await job.lose(0)
+            await becomes(lambda: job.leaders() == [1])
+            await becomes(lambda: job.agents[2].workers)  # the spare has the place of the node that is lost
+            assert job.agents[1].workers == names and job.agents[1].lease.left > 0
+            job.start_controller(0)
+            job.start_agent(0)
+            await becomes(lambda: job.agents[0].link.joined)
+            assert job.leaders() == [1]
+            await job.lose(1)
+            end = job.agents[2].lease.end
+            await becomes(lambda: job.leaders() and job.agents[2].link.follows in job.leaders())
+            assert job.agents[2].lease.end > end and time.monotonic() < end
+            await becomes(lambda: job.agents[0].workers)
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_is_started_again_at_the_same_place_goes_on():
+    async def main():
+        async with begun(candidates=1) as job:
+            _, serving = job.controllers[0]
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            job.start_controller(0)
+            await becomes(lambda: job.leaders() == [0])
+            await becomes(lambda: all(agent.link._is_led for agent in job.agents.values()))
+            assert not any(order["kind"] == "abort" for agent in job.agents.values() for order in agent.orders)
+
+    asyncio.run(main())
+
+
+def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
+    async def main():
+        job = Job()
+        silent = await wire.serve(job.addresses[0], TOKEN, lambda connection: asyncio.sleep(3600))
+        job.start_controller(1)
+        for node in range(NODES + SPARES):
+            job.start_agent(node)
+        await becomes(lambda: job.leaders() == [1] and all(job.agents[node].workers for node in range(NODES)))
+        await job.end()
+        await silent.close()
+
+    asyncio.run(main())
+
+
+def test_the_lease_ends_where_nobody_is_heard_of_and_patience_after_that():
+    async def main():
+        job = Job(candidates=1)
+        job.start_controller(0)
+        for node in range(NODES):
+            job.start_agent(node, patience_s=2.0)
+        await becomes(lambda: job.agents[1].workers and not math.isinf(job.agents[1].lease.end))
+        _, serving = job.controllers.pop(0)
+        serving.cancel()
+        with pytest.raises(NoControllerError, match="no controller has been there for 2 s"):
+            await asyncio.wait_for(job.agents[1].following, 60)
+        await becomes(lambda: job.agents[1].lease.left < 0)
+        await job.end()
+
+    asyncio.run(main())

@@ -1,0 +1,57 @@
+"""The controller as a launcher has it: started again, where it was."""
+
+import asyncio
+import os
+import signal
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from moc.runtime import async_connections as wire
+from moc.runtime import job_token
+from moc.runtime.controller_process import ControllerProcess
+from moc.runtime.message import Message
+from moc.runtime.wire import WireError
+from tests.unit.runtime.peers import TOKEN
+
+FLAGS = dict(nnodes=1, nproc_per_node=1, spares=0, node_rank=0, endpoints=("127.0.0.1:0",), max_restarts=1)
+
+
+async def answers(address):
+    """The number of the process that is there, when it does."""
+    while True:
+        try:
+            connection = await wire.open(address, TOKEN)
+            await connection.send(Message({"kind": "ask"}))
+            assert (await connection.recv()).header["leads"] is False
+            connection.abort()
+            return
+        except WireError:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypatch, caplog):
+    monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
+
+    async def main():
+        async with ControllerProcess(SimpleNamespace(**FLAGS, silence_s=8.0, max_wait_s=60.0), TOKEN) as controller:
+            await controller.start()
+            (address,) = controller.endpoints
+            keeping = asyncio.create_task(controller.keep())
+            await asyncio.wait_for(answers(address), 60)
+            first = controller._process.pid
+            os.kill(first, number)
+            with socket.socket() as other, pytest.raises(OSError):
+                while controller._process.pid == first:
+                    await asyncio.sleep(0)
+                    other.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+            while controller._process.pid == first:
+                await asyncio.sleep(0.05)
+            await asyncio.wait_for(answers(address), 60)
+            keeping.cancel()
+
+    asyncio.run(main())
+    why = "has died" if number == signal.SIGKILL else "has not answered for 4 s"
+    assert f"the controller {why}: started again" in caplog.text

@@ -1,0 +1,225 @@
+"""Candidates for the controller: whatever is cut off, delayed or stopped, one leads at most, and one can lead again."""
+
+import math
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from moc.runtime.election import Allegiance, Election, Times, lease_end
+
+TIMES = Times(8.0)  # a promise holds for 4
+
+
+def elected(voters=3, candidates=3, index=0, there=(0, 1), silent=100.0):
+    election = Election(index, candidates, voters, TIMES)
+    for node in there:
+        election.comes(node, -1, 0.0, silent, now=10.0)
+    return election
+
+
+def test_a_majority_elects_and_one_vote_less_does_not():
+    election = elected(there=[0])
+    assert election.stands(10.0) is None
+    election.comes(1, -1, 0.0, 100.0, now=10.0)
+    assert election.stands(10.0) == 0
+    assert not election.promised(0, 0, 0.0, 10.0) and election.promised(1, 0, 0.0, 10.0)
+    assert election.leads and election.may_order(10.0)
+
+
+def test_a_single_candidate_leads_whoever_comes():
+    election = elected(voters=5, candidates=1, there=[4])
+    assert election.promised(4, election.stands(10.0), 0.0, 10.0)
+    assert election.may_order(1e9) and not election.is_over(1e9)
+
+
+def test_an_epoch_belongs_to_one_candidate_and_is_newer_than_all_that_are_known():
+    for index in range(3):
+        election = elected(index=index)
+        election.comes(2, 7, 0.0, 100.0, now=10.0)
+        epoch = election.stands(10.0)
+        assert epoch > 7 and epoch % 3 == index
+
+
+def test_who_has_promised_another_is_waited_for_unless_all_are_there():
+    election = elected(there=[0])
+    election.comes(1, 0, 3.0, 1.0, now=10.0)
+    assert election.stands(12.9) is None and election.stands(13.0) is not None
+    election = elected(there=[0])
+    election.comes(1, 0, 3.0, 1.0, now=10.0)
+    election.comes(2, 0, 3.0, 1.0, now=10.0)
+    assert election.stands(10.0) is not None and election.needs_all
+
+
+def test_what_an_earlier_leader_may_have_allowed_is_waited_for():
+    election = elected(silent=5.0)
+    epoch = election.stands(10.0)
+    for node in (0, 1):
+        election.promised(node, epoch, 0.0, 10.0)
+    assert election.absent_are_lost_at == 10.0 - 5.0 + TIMES.lease_s
+
+
+def test_a_leader_that_no_majority_echoes_gives_no_orders_and_then_steps_down():
+    election = elected()
+    epoch = election.stands(10.0)
+    for node in (0, 1):
+        election.promised(node, epoch, 0.0, 10.0)
+    election.echoed(0, 12.0)  # itself, as it were
+    assert election.may_order(13.9) and not election.may_order(14.0)
+    election.echoed(1, 13.0)
+    assert election.may_order(15.9) and not election.is_over(15.9)
+    assert election.is_over(10.0 + TIMES.lease_s + 3.0)
+
+
+def test_a_leader_steps_down_when_somebody_has_followed_a_later_one():
+    election = elected()
+    epoch = election.stands(10.0)
+    for node in (0, 1):
+        election.promised(node, epoch, 0.0, 10.0)
+    election.comes(2, epoch + 1, 0.0, 0.0, now=11.0)
+    assert election.is_over(11.0)
+
+
+def test_an_agent_follows_one_at_a_time():
+    agent = Allegiance(3, TIMES.promise_s, born=0.0)
+    assert agent.free_in(0, 1.0) == 3.0  # one before this process may have promised something
+    assert agent.asked(0, sure=True, now=1.0) == 3.0
+    assert agent.asked(1, sure=False, now=4.9) is None and agent.free_in(1, 4.9) > 0
+    agent.beat(4.0)
+    assert agent.asked(1, sure=False, now=7.9) is None
+    assert agent.asked(1, sure=False, now=8.0) == 0 and agent.asked(0, sure=True, now=100.0) is None
+
+
+def test_who_is_known_to_have_died_is_not_waited_for_nor_who_comes_after_it_at_the_same_address():
+    agent = Allegiance(3, TIMES.promise_s, born=0.0)
+    agent.asked(3, sure=True, now=5.0)
+    agent.died(1)
+    assert agent.free_in(1, 5.0) > 0 and agent.free_in(0, 5.0) == 0
+    agent.died(0)
+    assert agent.asked(4, sure=False, now=5.0) == 0
+
+
+def test_who_promises_early_is_counted_on_late():
+    election = elected(voters=5, there=(0, 1, 2))
+    epoch = election.stands(10.0)
+    assert not election.promised(0, epoch, 0.0, 10.0) and not election.promised(1, epoch, 0.0, 10.0)
+    assert not election.promised(2, epoch, 3.0, 10.0) and not election.leads
+
+
+VOTERS, CANDIDATES = range(3), 2
+
+
+class Partitions(RuleBasedStateMachine):
+    """Three agents, two candidates; who can reach whom changes, processes are paused and die, messages take their time.
+
+    Attributes:
+        now: real time, of which nobody's clock is a part of its own.
+        leases: by agent, until when its workers may run.
+        follows: by agent, the candidate that it is connected with.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = 1000.0
+        self.agents = {node: Allegiance(CANDIDATES, TIMES.promise_s, self.now) for node in VOTERS}
+        self.elections = {index: Election(index, CANDIDATES, len(VOTERS), TIMES) for index in range(CANDIDATES)}
+        self.follows, self.leases = {}, {}
+        self.beats = {}  # by agent, the last beat that it has heard of whom it is with, and has not echoed yet
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 5.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @rule(nodes=st.sets(st.sampled_from(VOTERS), min_size=1), index=st.sampled_from(range(CANDIDATES)), data=st.data())
+    def turn_to(self, nodes, index, data):
+        """For whatever reason, also where the one that they leave does not notice; and ask it to lead."""
+        for node in nodes:
+            self.follows[node], agent = index, self.agents[node]
+            self.beats.pop(node, None)
+            free, silent = agent.free_in(index, self.now), self.now - agent.heard
+            self.elections[index].comes(node, agent.epoch, free, silent, self.now)
+        self.stands(index, data)
+
+    @rule(node=st.sampled_from(VOTERS))
+    def its_candidate_notices(self, node):
+        if node in self.follows:
+            self.elections[self.follows.pop(node)].goes(node)
+
+    @rule(index=st.sampled_from(range(CANDIDATES)), data=st.data())
+    def asks_again(self, index, data):
+        self.stands(index, data)
+
+    def stands(self, index, data):
+        election = self.elections[index]
+        epoch, sure = election.stands(self.now), election.sure
+        if epoch is None:
+            return
+        for node in data.draw(st.permutations([node for node, with_ in self.follows.items() if with_ == index])):
+            self.now += data.draw(st.sampled_from([0.0, 0.5]))
+            free_in = self.agents[node].asked(epoch, sure, self.now)
+            election.promised(node, self.agents[node].epoch, free_in or 0.0, self.now)
+
+    @rule(
+        nodes=st.sets(st.sampled_from(VOTERS), min_size=1),
+        late=st.sampled_from([0.0, 0.3, 3.0]),
+        back=st.sampled_from([0.0, 0.3, 3.0]),
+    )
+    def say_that_they_are_there(self, nodes, late, back):
+        """And hear a beat, twice, so that the first is echoed; all takes its time, and others act meanwhile."""
+        for node in [*nodes, *nodes]:
+            if node in self.follows:
+                self.exchange(node, late, back)
+
+    def exchange(self, node, late, back):
+        election, agent, asked = self.elections[self.follows[node]], self.agents[node], self.now
+        echo = self.beats.pop(node, None)
+        self.now += late
+        if echo is not None:
+            election.echoed(node, echo)
+        sent, age, leads = self.now, self.now - election.heard(self.now), election.leads
+        self.now += back
+        if leads and agent.epoch == election.epoch:
+            agent.beat(self.now)
+            self.beats[node] = sent
+            end = lease_end(asked, age, TIMES.runs_s)
+            self.leases[node] = max(self.leases.get(node, -math.inf), end)
+
+    @rule(index=st.sampled_from(range(CANDIDATES)))
+    def candidate_dies_and_is_started_again(self, index):
+        self.elections[index] = Election(index, CANDIDATES, len(VOTERS), TIMES)
+        for node in [node for node, with_ in self.follows.items() if with_ == index]:
+            del self.follows[node]
+            self.agents[node].died(index)
+
+    @rule(node=st.sampled_from(VOTERS))
+    def agent_dies_and_is_started_again(self, node):
+        """Its workers die with it; what it has promised is forgotten."""
+        if node in self.follows:
+            self.elections[self.follows.pop(node)].goes(node)
+        self.agents[node] = Allegiance(CANDIDATES, TIMES.promise_s, self.now)
+        self.leases.pop(node, None)
+        self.beats.pop(node, None)
+
+    def leading(self):
+        """Those whose orders anybody follows."""
+        for election in self.elections.values():
+            its = [n for n, index in self.follows.items() if index == election.index]
+            if election.may_order(self.now) and any(self.agents[node].epoch == election.epoch for node in its):
+                yield election
+
+    @invariant()
+    def nobody_gives_a_place_away_whose_workers_may_run(self):
+        """Nodes that have not come to a leader are lost to it only when what others have allowed them is over."""
+        for election in self.leading():
+            if self.now >= election.absent_are_lost_at:
+                others = (node for node in self.leases if self.agents[node].epoch != election.epoch)
+                absent = [node for node in others if self.follows.get(node) != election.index]
+                assert all(self.leases[node] <= self.now for node in absent)
+
+    @invariant()
+    def one_leads_at_most(self):
+        assert len(list(self.leading())) <= 1
+
+
+TestPartitions = Partitions.TestCase
+TestPartitions.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

@@ -1,0 +1,304 @@
+"""Who was superseded publishes and removes nothing, wherever it stood still meanwhile."""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moc.store import fence as fences
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError, SupersededError
+from moc.store.places import LocalPlace
+from moc.store.store import Store, directory_of
+from tests.unit.store.test_store import assert_whole, file_parts, publish, saved, written
+from tests.unit.store.turns import Actor, in_turns
+
+ROOT = Path(__file__).parents[3]
+OLD, NEW, NEWEST = (Claim("launch", term) for term in ((0, 7), (0, 8), (1, 0)))
+
+
+def store_of(root, claim, patience=10.0):
+    return Store(LocalPlace(root, patience, claim=claim))
+
+
+@pytest.fixture(scope="module")
+def pristine():
+    """A place that the old term has, with two checkpoints, and the files of a third one."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
+        root = Path(directory) / "pristine"
+        store = store_of(root, OLD)
+        saved(store, 10, 20)
+        written(store, 30)
+        yield root
+
+
+@contextlib.contextmanager
+def copy_of(pristine):
+    """A copy that may be changed."""
+    root = Path(tempfile.mkdtemp(dir=pristine.parent))
+    try:
+        shutil.copytree(pristine, root / "place")
+        yield root / "place"
+    finally:
+        shutil.rmtree(root)
+
+
+def old_term(root, what, begun=False):
+    """What a worker of the old term has under way; the first of it, or when the term has begun."""
+    store = store_of(root, OLD)
+    if begun:
+        store.take()
+    actions = {
+        "publishes": lambda: publish(store, 30),
+        "saves": lambda: (written(store, 30), publish(store, 30)),
+        "writes over": lambda: written(store, 30),
+        "removes": lambda: store.remove(20),
+        "sets aside": lambda: store.set_aside(20),
+        "tidies up": lambda: (store.set_aside(20), store.clear_unpublished()),
+    }
+    return actions[what]
+
+
+def new_term(root, claim=NEW):
+    """Begins, looks at what is there, and takes anew all that is not."""
+
+    def action():
+        store = store_of(root, claim)
+        store.take()
+        seen = store.iterations()
+        store.clear_unpublished()
+        for iteration in {10, 20, 30} - set(seen):
+            saved(store, iteration)
+        return seen
+
+    return action
+
+
+def assert_kept(root, old, new):
+    """Nothing has changed since the new term looked, but by itself; and what it saved is whole."""
+    assert new.error is None, new.error
+    assert old.error is None or isinstance(old.error, (CheckpointError, FileNotFoundError)), old.error
+    store = store_of(root, None)
+    assert store.iterations() == [10, 20, 30]
+    for iteration in (10, 20, 30):
+        assert_whole(store, iteration)
+        assert store.manifest(iteration).term == ((0, 7) if iteration in new.result else (0, 8))
+
+
+WHAT = ["publishes", "saves", "writes over", "removes", "sets aside", "tidies up"]
+
+
+def steps_of(pristine, *actions):
+    """How many steps each takes, one after the other."""
+    with copy_of(pristine) as root:
+        actors = in_turns([action(root) for action in actions], [])
+        return [actor.steps for actor in actors]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_who_stands_still_anywhere_while_another_term_begins(pristine, what):
+    many = steps_of(pristine, lambda root: old_term(root, what))[0]
+    ends = set()
+    for done in range(many + 1):
+        with copy_of(pristine) as root:
+            old, new = Actor(old_term(root, what)), Actor(new_term(root))
+            old.step(done)
+            new.step(None)
+            old.step(None)
+            assert_kept(root, old, new)
+            ends.add(type(old.error))
+    assert ends >= {type(None), SupersededError}
+
+
+@pytest.mark.parametrize("what", ["publishes", "removes"])
+def test_both_stand_still_anywhere(pristine, what):
+    old_steps, begins = steps_of(
+        pristine, lambda root: old_term(root, what, begun=True), lambda root: store_of(root, NEW).take
+    )
+    for done, meanwhile in itertools.product(range(old_steps), range(begins)):
+        with copy_of(pristine) as root:
+            old, new = Actor(old_term(root, what, begun=True)), Actor(new_term(root))
+            old.step(done)
+            new.step(meanwhile)
+            old.step(None)
+            new.step(None)
+            assert_kept(root, old, new)
+
+
+@given(what=st.sampled_from(WHAT), order=st.lists(st.sampled_from([0, 1, 1]), max_size=80))
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_in_any_order(pristine, what, order):
+    with copy_of(pristine) as root:
+        old, new = in_turns([old_term(root, what), new_term(root)], order)
+        assert_kept(root, old, new)
+
+
+@given(order=st.lists(st.sampled_from([0, 1, 2]), max_size=120))
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_of_three_terms_that_begin_at_once_the_newest_has_the_place(pristine, order):
+    def begins(root, claim):
+        return lambda: (store := store_of(root, claim), store.take(), saved(store, 30))
+
+    with copy_of(pristine) as root:
+        actions = [lambda: publish(store_of(root, OLD), 30), begins(root, NEW), begins(root, NEWEST)]
+        old, new, newest = in_turns(actions, order)
+        assert newest.error is None
+        assert all(isinstance(one.error, (SupersededError, type(None))) for one in (old, new))
+        assert fences.Fence(root, NEWEST).read().claim == NEWEST
+        assert store_of(root, None).manifest(30).term == (1, 0)
+        with pytest.raises(SupersededError, match=r"generation 1\.0 of this job.* this worker of generation 0\.8"):
+            publish(store_of(root, NEW), 30)
+
+
+def test_a_file_that_was_written_over_before_the_term_began_is_not_published(pristine):
+    with copy_of(pristine) as root:
+        new = store_of(root, NEW)
+        written(new, 30)  # by workers that do not wait for the one who begins the term
+        parts, _ = file_parts(33, 1)
+        store_of(root, OLD).write_file(30, 1, parts)
+        with pytest.raises(CheckpointError, match=r"iter_0000030/rank_00001\.safetensors .*: nothing is published"):
+            publish(new, 30)
+
+
+STALLS = """
+import os, signal, sys
+from moc.store import durable
+from moc.store.claims import Claim
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+from tests.unit.store.test_store import publish
+replace = os.replace
+def stopped(source, target):
+    if str(target).endswith("manifest.json"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    replace(source, target)
+os.replace = stopped
+publish(Store(LocalPlace(sys.argv[1], claim=Claim("launch", (0, 7)))), 30)
+"""
+
+
+def test_a_process_that_is_stopped_between_look_and_rename_publishes_nothing(pristine):
+    with copy_of(pristine) as root:
+        command = [sys.executable, "-c", STALLS, str(root)]
+        old = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        try:
+            _, status = os.waitpid(old.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            new = store_of(root, NEW, patience=0.0)
+            new.take()  # at once, although the process that has the place lives
+            assert new.iterations() == [10, 20]
+            os.kill(old.pid, signal.SIGCONT)
+            _, told = old.communicate()
+            assert old.returncode == 1 and "SupersededError: generation 0.8 of this job" in told
+        finally:
+            old.kill()
+            old.wait()
+        assert new.iterations() == [10, 20]
+        assert not [path for path in root.rglob("*.tmp")]
+        publish_anew = store_of(root, NEW)
+        saved(publish_anew, 30)
+        assert_whole(publish_anew, 30)
+
+
+LIVES = """
+import sys, time
+from moc.store.claims import Claim
+from moc.store.places import LocalPlace
+place = LocalPlace(sys.argv[1], claim=Claim(sys.argv[2], (0, int(sys.argv[3]))))
+place.lock()
+print("has it", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def lives(tmp_path):
+    """Starts a process that has a place for a launch."""
+    started = []
+
+    def start(job, generation=0):
+        command = [sys.executable, "-c", LIVES, str(tmp_path / "place"), job, str(generation)]
+        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "has it\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def end(process):
+    process.kill()
+    process.wait()
+
+
+def test_another_launch_is_refused_while_the_owner_lives_and_never_a_newer_term(tmp_path, lives):
+    root, first = tmp_path / "place", lives("first", 3)
+    with pytest.raises(CheckpointError, match=f"^another job is using {root}: stop it, or .*--ckpt-dir"):
+        LocalPlace(root, patience=0.0, claim=Claim("second", (0, 9))).lock()
+    os.kill(first.pid, signal.SIGSTOP)  # on a machine that was cut off, say: its lock stays
+    newer = LocalPlace(root, patience=0.0, claim=Claim("first", (0, 4)))
+    newer.lock()
+    with pytest.raises(SupersededError, match="given up for lost"):
+        LocalPlace(root, patience=0.0, claim=Claim("first", (0, 3))).lock()
+    newer.check_owner()
+
+
+def test_a_launch_whose_place_another_has_taken_does_not_take_it_back(tmp_path, lives):
+    root, first = tmp_path / "place", lives("first")
+    end(first)
+    end(lives("second"))
+    stale = LocalPlace(root, patience=0.0, claim=Claim("first", (0, 0)))
+    with pytest.raises(SupersededError, match=f"^another job, process [0-9]+ on .*, has taken {root}"):
+        stale.write("iter_0000001/manifest.json", [b"{}"])
+    with pytest.raises(SupersededError, match="has taken"):
+        LocalPlace(root, patience=0.0, claim=Claim("first", (0, 1))).lock()
+    LocalPlace(root, patience=0.0, claim=Claim("third")).lock()
+    assert stale.names() == [".fence", f".lock.{Claim('third').tag}", "iter_0000001"]
+    assert stale.names("iter_0000001") == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"host": "elsewhere"}', '{"job": "a", "term": "b"}'])
+def test_a_fence_that_cannot_be_read_is_named(tmp_path, text):
+    (tmp_path / ".fence").write_text(text)
+    with pytest.raises(CheckpointError, match=r"\.fence does not say whose .*: remove it, and start this job again"):
+        LocalPlace(tmp_path, claim=OLD).lock()
+
+
+def test_what_is_published_tells_by_whom(tmp_path):
+    store = Store(LocalPlace(tmp_path, claim=Claim("a-launch", (2, 5), "the-run")))
+    saved(store, 10)
+    manifest = store.manifest(10)
+    assert (manifest.run, manifest.job, manifest.term) == ("the-run", "a-launch", (2, 5))
+    assert json.loads((tmp_path / ".fence").read_text())["job"] == "a-launch"
+    plain = Store(LocalPlace(tmp_path / "plain"))
+    saved(plain, 10)
+    text = (tmp_path / "plain" / directory_of(10) / "manifest.json").read_text()
+    assert not {"run", "job", "term"} & set(json.loads(text))  # as it always was, and is read
+    assert (plain.manifest(10).run, plain.manifest(10).job, plain.manifest(10).term) == ("", "", (0, 0))
+
+
+def test_parts_of_two_launches_are_never_one_checkpoint(tmp_path):
+    first, second = (store_of(tmp_path, Claim(job)) for job in ("first", "second"))
+    second.take()
+    for rank in (0, 1):
+        parts, part = file_parts(30, rank)
+        second.write_file(30, rank, parts)
+        if rank == 1:
+            second.report(30, rank, part)
+    (tmp_path / directory_of(30) / f".rank_00000.{Claim('first').tag}.json").write_text(file_parts(30, 0)[1].to_json())
+    assert not second.has_all(30, [0, 1]) and not first.has_all(30, [0, 1])
+    with pytest.raises(CheckpointError, match=r"\.rank_00000\.second-0-0\.json cannot be read"):
+        second.reported(30, [0, 1])
