@@ -14,13 +14,15 @@ for the layout in which both would hold the same (with a memory tier).  In each:
 
 With ``--moments recoveries`` all of it happens while a run recovers: a worker is killed every few iterations, and at
 random moments before all go on the controller is killed, or paused for less or more than the silence timeout; so are
-keepers and what workers are forked from; and further workers are killed.  A campaign can be run in pieces, of which
-each adds its runs to the same file:
+keepers and what workers are forked from; and further workers are killed.  With ``--candidates 3`` there is a spare, and
+three nodes have a candidate for the controller: any of these and any launcher may be lost, the first one too.  A
+campaign can be run in pieces, of which each adds its runs to the same file:
 
     python benchmarks/random_faults.py --moments recoveries --faults 50 --seed 3 --append there.json
 
 At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
-hash of every tensor of the last snapshot.  A run that does not end, and one that leaves processes, memory or temporary
+hash of every tensor of the last snapshot; with PEC, which goes on with older versions of experts, it must have told all
+iterations and have saved the last one.  A run that does not end, and one that leaves processes, memory or temporary
 files behind, has failed too; all files of a run that failed are kept.
 """
 
@@ -45,7 +47,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.faults.recovery import Recoveries, troubles  # noqa: E402
-from benchmarks.faults.run import LAYOUTS, TIERS, End, Outside, Run, differences, fits, nodes_of  # noqa: E402
+from benchmarks.faults.run import (  # noqa: E402
+    LAYOUTS,
+    LOSSY,
+    TIERS,
+    End,
+    Outside,
+    Run,
+    differences,
+    fits,
+    missing,
+    nodes_of,
+)
 from moc.faults import STEP  # noqa: E402
 from moc.runtime.inject import Fault  # noqa: E402
 
@@ -66,6 +79,7 @@ class Row:
         seconds: from start to end.
         again: of each recovery of pipeline stages by themselves, the iterations that they computed again.
         by_all: the same of recoveries in which all workers computed them.
+        candidates: nodes that could have the controller.
     """
 
     layout: str
@@ -80,6 +94,7 @@ class Row:
     stand: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     recoveries: list[float] = field(default_factory=list)
+    candidates: int = 1
 
 
 class Campaign:
@@ -108,10 +123,12 @@ class Campaign:
     def _row(self, layout: str, tier: str, seed: int, directory: Path) -> Row:
         expected = self._without_faults(layout)
         chance, size, iterations = random.Random(seed), LAYOUTS[layout][0], self._own.iterations
-        recoveries = Recoveries(())
+        recoveries, candidates = Recoveries(()), 1
         if self._own.moments == "recoveries":
-            recoveries = Recoveries(troubles(chance, size, nodes_of(layout, tier), iterations))
-            run = Run(self._own, layout, tier, directory, [])
+            nodes = nodes_of(layout, tier)
+            candidates = self._own.candidates if nodes > 1 else 1
+            recoveries = Recoveries(troubles(chance, size, nodes, iterations, candidates=candidates))
+            run = Run(self._own, layout, tier, directory, [], candidates)
             seconds = run.to_its_end(recoveries=recoveries)
         else:
             faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed]
@@ -121,12 +138,12 @@ class Campaign:
         ended = run.end()
         fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events.of("inject")]
         fired += [*map(str, run.done), *recoveries.done]
-        wrong = run.wrong + differences(ended, expected)
+        wrong = run.wrong + (missing if tier in LOSSY else differences)(ended, expected)
         if not wrong and not run.left:
             shutil.rmtree(directory)
         alone, by_all = computed_again(run.events.all())
         row = Row(layout, tier, seed, fired, len(run.events.of("generation")), wrong, round(seconds, 1), alone, by_all)
-        row.stand, row.left, row.recoveries = run.stand, run.left, recoveries.seconds
+        row.stand, row.left, row.recoveries, row.candidates = run.stand, run.left, recoveries.seconds, candidates
         return row
 
     def _without_faults(self, layout: str) -> End:
@@ -209,6 +226,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
     moments = {"choices": ["iterations", "recoveries"], "default": "iterations"}
     parser.add_argument("--moments", **moments, help="when faults happen (default: %(default)s)")
+    candidates = {"type": int, "choices": [1, 3], "default": 1}
+    parser.add_argument(
+        "--candidates", **candidates, help="for the controller, of runs on several nodes, in recoveries"
+    )
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--append", type=Path, help="JSON file, to whose runs those of this campaign are added")
     own = parser.parse_args(arguments)

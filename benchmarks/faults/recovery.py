@@ -15,7 +15,10 @@ SHORT, LONG = 0.4, 1.6
 
 ALONE = ("controller", "controller pauses", "controller pauses for long", "keeper", "worker")
 SEVERAL = (*ALONE, "keeper pauses", "zygote", "zygote pauses")
-"""What can happen during a recovery, on one node and on several: without its zygote a node is lost."""
+ELECTED = (*SEVERAL, "controllers", "controllers pause for long", "launcher")
+"""What can happen during a recovery, on one node, on several, and on several of which three have candidates for the
+controller: ``controller`` is one of these then, and ``controllers`` are all.  Without its zygote a node is lost."""
+LOSSES = ("launcher", "zygote")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class During:
         action: one of :data:`SEVERAL`.
         share: when, as a share of how long a recovery takes.
         rank: of the worker, for ``worker``.
-        node: whose keeper or zygote.
+        node: whose process, of all other actions but ``controllers``.
     """
 
     action: str
@@ -35,7 +38,7 @@ class During:
     node: int
 
     def __str__(self) -> str:
-        whose = {"worker": f" {self.rank}", "controller": ""}.get(self.action.split()[0], f" {self.node}")
+        whose = {"worker": f" {self.rank}", "controllers": ""}.get(self.action.split()[0], f" {self.node}")
         return f"{self.action.replace(' ', '_')}{whose} at {self.share:.2f}, recovery"
 
 
@@ -61,23 +64,35 @@ class Disturbed(Protocol):
         """Whether there was somebody to do it to."""
 
 
-def troubles(chance: random.Random, size: int, nodes: int, iterations: int, every: int = 4) -> tuple[Trouble, ...]:
-    """What happens in the recoveries of a run, as chance has it; not in its last iterations."""
+def troubles(
+    chance: random.Random, size: int, nodes: int, iterations: int, every: int = 4, candidates: int = 1
+) -> tuple[Trouble, ...]:
+    """What happens in the recoveries of a run, as chance has it; not in its last iterations.
+
+    Of three candidates' nodes one at a time is lost, so that a majority is there.
+    """
     drawn = []
+    possible = ELECTED if candidates > 1 else SEVERAL if nodes > 1 else ALONE
     for iteration in range(2, iterations - 4, every):
-        actions = [chance.choice(SEVERAL if nodes > 1 else ALONE) for _ in range(chance.choice((1, 1, 2, 3)))]
-        during = [
-            During(
-                action,
-                chance.random(),
-                chance.randrange(size),
-                nodes - 1 if action.startswith("zygote") else chance.randrange(nodes),
+        during = []
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            lost = any(one.action in LOSSES for one in during)
+            action = chance.choice([action for action in possible if not (lost and action in LOSSES)])
+            during.append(
+                During(action, chance.random(), chance.randrange(size), _node(action, chance, nodes, candidates))
             )
-            for action in actions
-        ]
         at = iteration + chance.randrange(every // 2)
         drawn.append(Trouble(at, chance.randrange(size), tuple(sorted(during, key=lambda one: one.share))))
     return tuple(drawn)
+
+
+def _node(action: str, chance: random.Random, nodes: int, candidates: int) -> int:
+    """Whose process: of one candidate's nodes, the first cannot be lost, and has the controller."""
+    if candidates > 1:
+        return chance.randrange(max(nodes, candidates))
+    if action.startswith("zygote"):
+        return nodes - 1
+    return 0 if action.startswith("controller") else chance.randrange(nodes)
 
 
 class Recoveries:

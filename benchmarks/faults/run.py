@@ -44,6 +44,7 @@ LAYOUTS = {  # name: (workers, flags)
     "PP2xTP2": (4, f"{ZERO} {PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
 SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging --max-snapshot-lag 1"
+PEC = "--ckpt-policy pec --pec-k 2"
 TIERS = {
     "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",
@@ -51,8 +52,12 @@ TIERS = {
     "sparse": f"{SPARSE} --ckpt-tier memory --persist-interval 1",
     "sparse, disk": f"{SPARSE} --ckpt-tier disk",
     "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
+    "pec": f"{PEC} --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
+    "pec, peers": f"{PEC} --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
 }
-"""Tiers of snapshots, of everything and sparse."""
+"""Tiers of snapshots: of everything, sparse, and partial."""
+LOSSY = ("pec", "pec, peers")
+"""Those after which a run goes on with experts of different iterations, and ends with other bits."""
 _WORKER = re.compile(r"worker (\d+) is process (\d+)")
 STOPPED_S = 3.0
 """How long a keeper is stopped: its sockets stay open, and nothing comes."""
@@ -100,6 +105,16 @@ def differences(ended: End, expected: End) -> list[str]:
     return wrong
 
 
+def missing(ended: End, expected: End) -> list[str]:
+    """What a run has not told or saved that it should have, whatever its bits are; a sentence each."""
+    wrong = []
+    if ended.losses.keys() != expected.losses.keys():
+        wrong.append(f"iterations {sorted(expected.losses.keys() ^ ended.losses.keys())[:5]} are not told")
+    if not ended.hashes or ended.hashes.keys() - expected.hashes.keys():
+        wrong.append("the last snapshot is not there, or not of this model")
+    return wrong
+
+
 @dataclass(frozen=True)
 class Outside:
     """What is done to a job from outside, as soon as an iteration is complete.
@@ -128,6 +143,7 @@ class Run:
         tier: one of :data:`TIERS`.
         directory: for its files; made.
         faults: flags that name them.
+        candidates: nodes that may have the controller; with more than one, a spare has one, too.
 
     Attributes:
         wrong: what it should not have done.
@@ -136,7 +152,9 @@ class Run:
         done: what was done to it from outside.
     """
 
-    def __init__(self, own: argparse.Namespace, layout: str, tier: str, directory: Path, faults: list):
+    def __init__(
+        self, own: argparse.Namespace, layout: str, tier: str, directory: Path, faults: list, candidates: int = 1
+    ):
         self.directory, self._own, self.wrong, self.done = directory, own, [], []
         self.left: list[str] = []
         self.stand: list[str] = []
@@ -147,8 +165,10 @@ class Run:
         places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory, "--log-dir", directory]
         self._nodes = nodes_of(layout, tier)
         launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
+        self._spares = max(0, candidates - self._nodes) if candidates > 1 else 0
         if self._nodes > 1:
-            launcher += ["--nnodes", self._nodes, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+            addresses = ",".join(f"127.0.0.1:{port}" for port in _free_ports(candidates))
+            launcher += ["--nnodes", self._nodes, "--spares", self._spares, "--rdzv-endpoint", addresses]
         program = [ROOT / "pretrain_gpt_moe.py", *MODEL, "--train-iters", own.iterations]
         self._launcher = [sys.executable, "-W", "ignore", *map(str, launcher)]
         self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *places, *faults]))
@@ -164,8 +184,8 @@ class Run:
             recoveries: what is done to it while it recovers.
         """
         begun, waiting = time.monotonic(), sorted(disturbances, key=lambda one: one.iteration)
-        self._launchers = [self._start(node) for node in range(self._nodes)]
-        while self._launchers[0].poll() is None and time.monotonic() - begun < self._own.limit:
+        self._launchers = [self._start(node) for node in self._all_nodes]
+        while not self._over() and time.monotonic() - begun < self._own.limit:
             time.sleep(0.02)
             self._let_go_on()
             if recoveries is not None:
@@ -173,19 +193,30 @@ class Run:
                 self._start_what_ended()
             if waiting and self.reached() >= waiting[0].iteration and self._disturb(waiting[0]):
                 self.done.append(waiting.pop(0))
-        if self._launchers[0].poll() is None:
+        over, seconds = self._over(), time.monotonic() - begun
+        if not over:
             self.wrong.append(f"no end after {self._own.limit:g} s")
-            self.stand = [line for node in range(self._nodes) for line in standing(self._of(node))]
-        elif self._launchers[0].returncode:
-            self.wrong.append(f"exit code {self._launchers[0].returncode}")
-        seconds = time.monotonic() - begun
+            self.stand = [line for node in self._all_nodes for line in standing(self._of(node))]
         for launcher in self._launchers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(5 if self._launchers[0].poll() is not None else 0)
+                launcher.wait(10 if over else 0)
+        if over and 0 not in (codes := [launcher.poll() for launcher in self._launchers]):
+            self.wrong.append(f"exit codes {codes}")
+        for launcher in self._launchers:
             launcher.kill()
             launcher.wait()
         self._look_for_leftovers()
         return seconds
+
+    def _over(self) -> bool:
+        """Whether it has ended: well on one node, or somehow on the first of one candidate, or on all."""
+        codes = [launcher.poll() for launcher in self._launchers]
+        return 0 in codes or None not in codes or (not self._spares and codes[0] is not None)
+
+    @property
+    def _all_nodes(self) -> range:
+        """Spares, too."""
+        return range(self._nodes + self._spares)
 
     def end(self) -> End:
         """What it has come to."""
@@ -223,8 +254,10 @@ class Run:
         who, _, pauses = what.action.partition(" ")
         if who == "worker":
             return self.kill_worker(what.rank)
-        nodes = range(self._nodes) if who == "controller" else [what.node]
-        found = [one for node in nodes for one in self._running(node, f"moc.runtime.{who}")]
+        if who == "launcher":
+            return self._launchers[what.node].poll() is None and self._agent(what.node)
+        nodes = self._all_nodes if who == "controllers" else [what.node]
+        found = [one for node in nodes for one in self._running(node, f"moc.runtime.{who.removesuffix('s')}")]
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if pauses:
@@ -237,8 +270,8 @@ class Run:
 
     def _start_what_ended(self) -> None:
         """A launcher that has lost what it cannot do without ends, and its command is started again."""
-        for node in range(1, self._nodes):
-            if self._launchers[node].poll() not in (None, 0) and self._launchers[0].poll() is None:
+        for node in self._all_nodes if self._spares else range(1, self._nodes):
+            if self._launchers[node].poll() not in (None, 0) and not self._over():
                 self._launchers[node] = self._start(node)
 
     def _disturb(self, what: Outside) -> bool:
@@ -320,7 +353,9 @@ class Run:
         shutil.rmtree(self._memory)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as all_at_once:
+        probes = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

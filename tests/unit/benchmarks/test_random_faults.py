@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from benchmarks.faults.recovery import ALONE, SEVERAL, During, Recoveries, Trouble, troubles
-from benchmarks.faults.run import LAYOUTS, TIERS, End, differences
+from benchmarks.faults.recovery import ALONE, ELECTED, LOSSES, SEVERAL, During, Recoveries, Trouble, troubles
+from benchmarks.faults.run import LAYOUTS, TIERS, End, differences, missing
 from benchmarks.random_faults import Row, _somewhere, _write, computed_again, from_outside, parse, summary
 
 EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
@@ -114,17 +114,26 @@ def test_a_run_is_met_while_it_recovers(monkeypatch):
     clock[0] = 14.9
     recoveries.look(run)
     assert run.met[3:] == [0]  # a recovery takes 10 seconds now
-    assert recoveries.done == ["kill 1 at 2, outside", "controller at 0.50, recovery", "kill 0 at 4, outside"]
+    assert recoveries.done == ["kill 1 at 2, outside", "controller 0 at 0.50, recovery", "kill 0 at 4, outside"]
 
 
-@pytest.mark.parametrize("nodes, possible", [(1, ALONE), (2, SEVERAL)])
-def test_all_that_can_happen_in_recoveries_does(nodes, possible):
-    drawn = [
-        one for seed in range(40) for trouble in troubles(random.Random(seed), 4, nodes, 24) for one in trouble.during
-    ]
-    assert {one.action for one in drawn} == set(possible)
-    assert all(one.node < nodes and 0 <= one.share < 1 for one in drawn)
-    assert troubles(random.Random(3), 4, nodes, 24) == troubles(random.Random(3), 4, nodes, 24)
+@pytest.mark.parametrize("nodes, candidates, possible", [(1, 1, ALONE), (2, 1, SEVERAL), (2, 3, ELECTED)])
+def test_all_that_can_happen_in_recoveries_does(nodes, candidates, possible):
+    def drawn(seed):
+        return troubles(random.Random(seed), 4, nodes, 24, candidates=candidates)
+
+    during = [trouble.during for seed in range(40) for trouble in drawn(seed)]
+    assert {one.action for several in during for one in several} == set(possible)
+    assert all(one.node < max(nodes, candidates) and 0 <= one.share < 1 for several in during for one in several)
+    assert candidates == 1 or all(sum(one.action in LOSSES for one in several) <= 1 for several in during)
+    assert drawn(3) == drawn(3)
+
+
+def test_a_run_with_partial_snapshots_has_to_end_whole():
+    assert missing(End({1: (9.0, 9.0), 2: (8.0, 8.0)}, {"box": "z"}), EXPECTED) == []
+    assert missing(End({1: (9.0, 9.0)}, {"box": "z"}), EXPECTED) == ["iterations [2] are not told"]
+    assert len(missing(End(EXPECTED.losses, {}), EXPECTED)) == 1
+    assert len(missing(End(EXPECTED.losses, {"other model's": "a"}), EXPECTED)) == 1
 
 
 def test_pieces_of_a_campaign_come_together(tmp_path):
