@@ -5,7 +5,8 @@
 Three jobs: *torchrun* with no policy at all; our launcher with snapshots of everything in memory at each iteration
 (*ours, interval 1*); and at a long interval (*ours, interval 50*).  They run by turns of a few seconds
 (``benchmarks/live/slices.py``).  Compared are the iterations of the same round: their median, and their mean, which
-also has what few iterations pay.  A ratio of 0.98 says 98 % of torchrun's throughput.
+also has what few iterations pay.  A ratio of 0.98 says 98 % of torchrun's throughput.  ``--beside`` names another
+checkout, whose launcher and program run as *beside, interval 1*, too.
 
 Flags that are not the benchmark's own are the program's: ``--global-batch-size 64`` makes iterations four times as
 long, and snapshots as large as before.
@@ -28,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import PROGRAM, Job, launcher, torchrun
+from benchmarks.live.job import ROOT, Job, launcher, torchrun
 from benchmarks.live.slices import ratios, slices, warm_up
 
 MODEL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --num-experts 8
@@ -41,25 +42,28 @@ MODEL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden
 WORKERS = 4
 BASE = "torchrun"
 CASES = {BASE: None, "ours, interval 1": 1, "ours, interval 50": 50}  # name: iterations between snapshots
+BESIDE = "beside, interval 1"
 GOAL = 0.98
 
 
-def command(case: str, directory: Path, flags: Sequence[str]) -> list[object]:
-    """How a job of a case is started."""
-    every = CASES[case]
+def command(every: int | None, checkout: Path, directory: Path, flags: Sequence[str]) -> list[object]:
+    """How a job is started that saves every so many iterations, or never."""
     start = torchrun(WORKERS) if every is None else launcher(WORKERS)
     saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--ckpt-dir", directory / "snapshots"]
-    return [*start, PROGRAM, *MODEL, *flags, *([] if every is None else [*saving, "--snapshot-interval", every])]
+    program = [*start, checkout / "pretrain_gpt_moe.py", *MODEL, *flags]
+    return program if every is None else [*program, *saving, "--snapshot-interval", every]
 
 
 def measure(own: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, list[float]]]:
     """Starts all jobs, one after the other, and tells what each round took."""
     with ExitStack() as stack:
         jobs = {}
-        for case, every in CASES.items():
+        for case, every in (CASES | ({} if own.beside is None else {BESIDE: 1})).items():
+            checkout = own.beside.absolute() if case == BESIDE else ROOT
             directory = Path(stack.enter_context(TemporaryDirectory(prefix="overhead-")))
             memory = None if every is None else Path("/dev/shm") / directory.name
-            jobs[case] = stack.enter_context(Job(command(case, directory, flags), directory, memory))
+            started, own_path = command(every, checkout, directory, flags), {"PYTHONPATH": str(checkout)}
+            jobs[case] = stack.enter_context(Job(started, directory, memory, environment=own_path))
             warm_up(jobs[case], own.warm_up)
         for told in slices(jobs, own.rounds, own.seconds):
             yield {case: [event["elapsed_s"] for event in events] for case, events in told.items()}
@@ -71,6 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="of a turn for each case (default: 30)")
     parser.add_argument("--warm-up", type=int, default=20, help="iterations that do not count (default: 20)")
     parser.add_argument("--seconds", type=float, default=7.0, help="of a turn, at most 10 (default: 7)")
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another checkout")
     parser.add_argument("--output", type=Path, help="JSON file")
     own, flags = parser.parse_known_args()
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
@@ -79,7 +84,7 @@ def main() -> None:
         rounds.append(told)
         print("  ".join(f"{case} {median(seconds):.4f}" for case, seconds in told.items()), flush=True)
     found = ratios(rounds, BASE)
-    for case in CASES:
+    for case in found:
         of = {kind: found[case][kind]["median"] for kind in ("median", "mean")}
         verdict = "" if case == BASE else f"  {'holds' if min(of.values()) >= GOAL else 'DOES NOT HOLD'}: {GOAL}"
         print(f"{case:18} of medians {of['median']:.3f}, of means {of['mean']:.3f}{verdict}")

@@ -7,7 +7,8 @@ killed by SIGKILL now and again, at any moment of an iteration:
 
 * ``ours``: ``python -m moc.launch``, snapshots in memory or on disk;
 * ``torchrun``: the same program, which torchrun starts again;
-* ``torchrun, DCP``: a job that saves with ``torch.distributed.checkpoint`` (``benchmarks/live/dcp_job.py``).
+* ``torchrun, DCP``: a job that saves with ``torch.distributed.checkpoint`` (``benchmarks/live/dcp_job.py``);
+* ``beside, memory``, ``beside, disk``: as ``ours``, of another checkout, which ``--beside`` names.
 
 Seconds after the kill: *detected*, the launcher says so; *survivors unblocked*, who waited in a collective has left it;
 *first collective* of the new generation is done; *planned*, it is known what is loaded from where; *loaded*;
@@ -27,8 +28,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -36,10 +37,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import MODEL, PROGRAM, ROOT, Job, launcher, torchrun
+from benchmarks.live.job import MODEL, ROOT, Job, launcher, torchrun
 from benchmarks.live.recoveries import CHAIN, NOTICED, OUTSIDE, claims, medians, recovery
 
 WORKERS = 4
+PROGRAM = "pretrain_gpt_moe.py"
 LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
 SETTLE = 5  # iterations before the next kill
 
@@ -51,10 +53,12 @@ class Case:
     Attributes:
         launcher: ``ours`` or ``torchrun``.
         tier: of our snapshots; None for the job that has none.
+        checkout: whose program and launcher run.
     """
 
     launcher: str
     tier: str | None
+    checkout: Path = ROOT
 
     def job(self, directory: Path) -> Job:
         """Starts it."""
@@ -63,8 +67,9 @@ class Case:
             program = [ROOT / "benchmarks/live/dcp_job.py", "--checkpoints", directory / "checkpoints", "--every", 1]
             return Job([*start, *program, *MODEL, *LAYOUT], directory)
         saving = ["--ckpt-policy", "full", "--ckpt-tier", self.tier, "--snapshot-interval", 1]
-        command = [*start, PROGRAM, *MODEL, *LAYOUT, *saving, "--ckpt-dir", directory / "snapshots"]
-        return Job(command, directory, Path("/dev/shm") / directory.name)
+        program = [self.checkout / PROGRAM, *MODEL, *LAYOUT, *saving, "--ckpt-dir", directory / "snapshots"]
+        own = {"PYTHONPATH": str(self.checkout)}
+        return Job([*start, *program], directory, Path("/dev/shm") / directory.name, environment=own)
 
 
 CASES = {
@@ -74,6 +79,14 @@ CASES = {
     "torchrun, disk": Case("torchrun", "disk"),
     "torchrun, DCP": Case("torchrun", None),
 }
+
+
+def cases_of(names: Sequence[str], beside: Path | None) -> Iterator[tuple[str, Case]]:
+    """What runs, in order; another checkout's right after ours, so that both meet the same machine."""
+    for name in names:
+        yield name, CASES[name]
+        if beside is not None and CASES[name].launcher == "ours":
+            yield name.replace("ours", "beside"), replace(CASES[name], checkout=beside.absolute())
 
 
 def measure(case: Case, kills: int, seed: int) -> list[dict[str, float]]:
@@ -106,12 +119,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="of each case (default: 20)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another checkout, after each of our own cases")
     parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args()
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     machine["load_before"], samples = os.getloadavg()[0], {}
-    for name in own.cases:
-        samples[name] = measure(CASES[name], own.kills, own.seed)
+    for name, case in cases_of(own.cases, own.beside):
+        samples[name] = measure(case, own.kills, own.seed)
         show(name, medians(samples[name]))
     summary = {name: medians(told) for name, told in samples.items()}
     held = claims(summary)
