@@ -20,6 +20,7 @@ from megatron.training.step import NonFiniteError, StepRecord
 from megatron.training.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from moc.runtime.job import join_job
 from moc.runtime.progress import progress
+from moc.store.tiers import memory_of_run
 
 
 def pretrain(config: Config, providers: Providers) -> int:
@@ -193,6 +194,9 @@ def secure(run: Run) -> None:
     failed = [problem for problem in problems if problem]
     if failed and len(failed) == sum(asked):
         raise CheckpointError(failed[0])
+    if run.snapshots.memory_is_free and not problems[0]:
+        flags = run.config.snapshot.ckpt_memory_dir, run.config.snapshot_dir
+        run.world.job.gives_back(memory_of_run(*flags, run.snapshots.run).absolute())
     for problem in failed:
         run.log.message(
             f"WARNING: {problem}; the last state is safe all the same, in the other place: start again there"

@@ -19,6 +19,7 @@ class NoSnapshots(Rider):
     record: StepRecord | None = None
     run: str | None = None
     storage_fails: bool = False
+    memory_is_free: bool = False
 
     def completed(self, position: Position, record: StepRecord, begun: float) -> None:
         """Keeps nothing of it."""

@@ -283,7 +283,7 @@ class Snapshots(Rider):
             raise CheckpointError(self._not_stored(position))
         if self._peers is not None:
             self._peers.rest()
-        if self._tiers.memory is not None and self._tiers.leads_node and self._newest == self._stored:
+        if self.memory_is_free and self._tiers.leads_node:
             self._tiers.memory.clear()
         self._boundaries.forget()
         self._report.end(self._tokens)
@@ -303,6 +303,11 @@ class Snapshots(Rider):
         """What there is to see of every iteration."""
         plt = {} if self._tokens is None else {"plt": self._tokens.plt}
         return plt | self._policy.gauges() | dict(self._boundaries.gauges) | self._storage.gauges
+
+    @property
+    def memory_is_free(self) -> bool:
+        """Whether there is memory, and nothing in it that is not in storage; the same on all workers."""
+        return self._tiers.memory is not None and self._newest == self._stored
 
     @property
     def storage_fails(self) -> bool:

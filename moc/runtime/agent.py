@@ -25,6 +25,8 @@ from moc.runtime.membership import SAVED
 from moc.runtime.message import Message
 from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError
+from moc.store.errors import CheckpointError
+from moc.store.leftovers import give_back
 
 WATCHES_S = 1.0
 """How often an agent looks after its workers."""
@@ -53,6 +55,7 @@ class _Process:
     section: str | None = None
     since: float = 0.0
     waits: bool = False
+    gives_back: str | None = None
     why_killed: str = ""
     dies_since: float | None = None
 
@@ -139,9 +142,9 @@ class Agent:
                 for task in tasks:
                     if task.done():
                         task.result()
-                return await self._let_leave()
+                code = await self._let_leave()
             except NoControllerError as error:
-                return self._ends_without_controller(error)
+                code = self._ends_without_controller(error)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()  # workers that are left die with it
@@ -152,6 +155,18 @@ class Agent:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks, timeout=5.0)
+        await self._give_memory_back()
+        return code
+
+    async def _give_memory_back(self) -> None:
+        """Where all is in storage, this node keeps nothing: it may have had a place once, and be a spare since."""
+        memory = self._ended.result()["gives_back"] if self._ended.done() else None
+        if memory is None:
+            return
+        try:
+            await asyncio.to_thread(give_back, Path(memory), str(self._node.number))
+        except (CheckpointError, OSError) as error:
+            _log.warning("what the run has left in this node's memory stays there: %s", error)
 
     def _ends_without_controller(self, error: NoControllerError) -> int:
         """Nobody is there to say how the job has ended."""
@@ -202,7 +217,7 @@ class Agent:
     def _has_ended(self, worker: _Process, code: int) -> None:
         del self._workers[worker.name]
         self._unnoted[worker.name] = worker, code
-        self._link.tell("ended", worker=worker.name, code=code, why=worker.why_killed)
+        self._link.tell(**_end_of(worker, code))
 
     def _hello(self) -> tuple[dict, list[dict]]:
         """What a controller must know of this node, and what the one before may not have heard."""
@@ -210,8 +225,7 @@ class Agent:
         dead = [(worker, code) for worker, code in self._unnoted.values() if worker.rank not in there]
         workers = [worker.told(self._node.number) for worker in [*self._workers.values(), *(w for w, _ in dead)]]
         hello = {"node": self._node.number, "workers": workers, "generation": self._generation}
-        ended = [{"kind": "ended", "worker": w.name, "code": code, "why": w.why_killed} for w, code in dead]
-        return hello | {"asked": self._link.asked}, ended
+        return hello | {"asked": self._link.asked}, [_end_of(worker, code) for worker, code in dead]
 
     def _obey(self, order: dict) -> None:
         kind = order["kind"]
@@ -225,6 +239,7 @@ class Agent:
             self._generation, self._reason = order["generation"], order.get("reason", self._reason)
             self._news = self._clock.now
             for worker in self._workers.values():
+                worker.gives_back = None if kind == "abort" else worker.gives_back  # it goes on
                 self._pass_on(worker, order)
         elif kind == "end":
             self._link.tell("heard")
@@ -276,7 +291,9 @@ class Agent:
             elif said["kind"] == "alive":
                 worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
                 self._limits.learn(said["longest"])
-            if said["kind"] != "alive":
+            elif said["kind"] == "gives_back":
+                worker.gives_back = said["memory"]  # told with its end, since it counts then
+            if said["kind"] not in ("alive", "gives_back"):
                 self._link.tell(**said, worker=worker.name)
 
     def _pass_on(self, worker: _Process, order: dict) -> None:
@@ -360,3 +377,9 @@ class Agent:
                 os.kill(worker.pid, number)
             except ProcessLookupError:
                 pass
+
+
+def _end_of(worker: _Process, code: int) -> dict:
+    """What the controller is told of a worker that has ended."""
+    told = {"worker": worker.name, "code": code, "why": worker.why_killed, "gives_back": worker.gives_back}
+    return {"kind": "ended"} | told

@@ -205,7 +205,7 @@ class Controller:
         self._gone.pop(peer.node, None)
         self._election.comes(peer.node, peer.epoch, peer.free_in, peer.silent, time.monotonic())
         if self._membership.end is not None:
-            self._post(peer, "end", code=self._membership.end.code, leaving=self._membership.end.leaving)
+            self._post(peer, "end", **_told(self._membership.end))
             peer.admitted = True
         elif self._state is not None and peer.epoch == self._election.epoch:
             self._admit(peer)
@@ -304,7 +304,7 @@ class Controller:
     def _hear(self, peer: Peer, message: Message) -> None:
         said, membership = message.header, self._membership
         if message.kind == "ended":
-            self._obey(membership.ended(said["worker"], said["code"], said["why"]))
+            self._obey(membership.ended(said["worker"], said["code"], said["why"], said["gives_back"]))
             self._post(peer, "noted", worker=said["worker"])
         elif message.kind == "built":
             self._obey(membership.built(said["worker"]))
@@ -341,7 +341,7 @@ class Controller:
                 if order.reason and not self._over:
                     _log.error("%s", order.reason)
                 self._over = True
-                self._tell_all("end", code=order.code, leaving=order.leaving)
+                self._tell_all("end", **_told(order))
 
     def _go(self, generation: int) -> None:
         if self._store.address:  # else as soon as it is there
@@ -372,6 +372,10 @@ class Controller:
             peer.connection.post(Message({"kind": kind} | what))
         except WireError:
             pass  # it is gone, and whoever serves it will say so
+
+
+def _told(end: End) -> dict:
+    return {"code": end.code, "leaving": end.leaving, "gives_back": end.gives_back}
 
 
 async def _end(task: asyncio.Task) -> None:

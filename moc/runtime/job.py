@@ -6,6 +6,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -91,6 +92,13 @@ class Job:
     def start_over(self) -> NoReturn:
         """Ends this process; another one takes its place."""
         raise RuntimeError("only a worker of a job that replaces workers can start over")
+
+    def gives_back(self, memory: Path) -> None:
+        """All is in storage: at the job's end nodes may remove what the run has in their memory, as far as it is known.
+
+        Args:
+            memory: of the run, as all nodes call it (:func:`moc.store.tiers.memory_of_run`).
+        """
 
     def leave(self) -> None:
         """The work is done."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -119,6 +120,10 @@ class Member(Job):
     def start_over(self) -> NoReturn:
         """As :meth:`Job.start_over`."""
         os._exit(START_OVER)
+
+    def gives_back(self, memory: Path) -> None:
+        """As :meth:`Job.gives_back`; nodes that are spares by now, too."""
+        self._say("gives_back", memory=str(memory))
 
     def leave(self) -> None:
         """As :meth:`Job.leave`."""

@@ -79,11 +79,13 @@ class End:
         code: exit code of the job.
         reason: one sentence; empty where all went well.
         leaving: workers are about to end by themselves, and are given the time.
+        gives_back: the run's memory, on each node, if workers have said that nobody needs it any more.
     """
 
     code: int
     reason: str
     leaving: bool
+    gives_back: str | None = None
 
 
 Order = Start | Kill | Abort | Go | End
@@ -136,6 +138,7 @@ class Membership:
     end: End | None = None
     asked: int | None = None
     _finished: set[int] = field(default_factory=set)
+    _gives_back: str | None = None
     _started: int = 0
     _told: dict[int, int] = field(default_factory=dict)  # by node that is there, the newest generation it has heard of
 
@@ -150,6 +153,7 @@ class Membership:
             "suspicions": self.suspicions,
             "asked": self.asked,
             "finished": sorted(self._finished),
+            "gives_back": self._gives_back,
             "started": self._started,
             "places": sorted(self.places.filled_by.items()),
             "vacant": sorted(self.places.vacant),
@@ -160,6 +164,7 @@ class Membership:
         """Takes up what an earlier controller knew; its nodes are yet to join."""
         self.generation, self.restarts, self.suspicions = state["generation"], state["restarts"], state["suspicions"]
         self.asked, self._finished, self._started = state["asked"], set(state["finished"]), state["started"]
+        self._gives_back = state["gives_back"]
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
         self.end = End(**state["end"]) if state["end"] else None
 
@@ -212,17 +217,20 @@ class Membership:
         instead = "" if spare is None else f", and node {spare} takes its place"
         return self._next_generation(f"node {node} is lost{instead}")
 
-    def ended(self, name: str, code: int, why: str = "") -> list[Order]:
+    def ended(self, name: str, code: int, why: str = "", gives_back: str | None = None) -> list[Order]:
         """A worker has ended.
 
         Args:
             name: of the worker; one that was told to be killed is of no interest any more.
             code: its exit code; minus the number of the signal that killed it.
             why: it was killed, if its node has done it.
+            gives_back: the run's memory, if it has said that nobody needs it any more.
         """
         worker = self.workers.pop(name, None)
         if worker is None or self.end:
             return []
+        if code in (0, SAVED):
+            self._gives_back = gives_back or self._gives_back
         if code == 0:
             self._finished.add(worker.rank)
             return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
@@ -319,6 +327,7 @@ class Membership:
     def _next_generation(self, reason: str) -> list[Order]:
         self.generation, self.running = self.generation + 1, False
         self._finished.clear()
+        self._gives_back = None  # those that are left go on, and need it
         self._told = dict.fromkeys(self._told, self.generation)
         return [Abort(self.generation, reason), *self._fill()]
 
@@ -344,7 +353,7 @@ class Membership:
         return Start(node, worker.name, rank, self.generation, together)
 
     def _over(self, code: int, reason: str, leaving: bool = False) -> list[Order]:
-        self.end = End(code, reason, leaving)
+        self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None)
         return [self.end]
 
 

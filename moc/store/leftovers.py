@@ -14,7 +14,7 @@ from moc.store.fence import lives
 from moc.store.places import LocalPlace
 from moc.store.runs import run_of
 from moc.store.store import Store
-from moc.store.tiers import memory_home
+from moc.store.tiers import memory_home, memory_of_node
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,25 @@ def remove_leftover(one: Leftover) -> None:
     if users := tuple(_users(one.path)):
         raise CheckpointError(f"{one.path} is used by process {users[0]}: stop that job first")
     shutil.rmtree(one.path)
+
+
+def give_back(run: Path, node: str) -> None:
+    """Removes what a run has left in a node's memory, where nobody needs it any more; not what a process uses.
+
+    Args:
+        run: as of :func:`moc.store.tiers.memory_of_run`.
+        node: the same as of :func:`moc.store.tiers.memory_of_node`.
+
+    Raises:
+        CheckpointError: this is no memory of a run.
+        OSError: it cannot be removed.
+    """
+    there = [path for path in memory_of_node(run, node) if path.is_dir()]
+    if there and run.parent != memory_home(run.parent.parent):
+        raise CheckpointError(f"{run} is no memory of a run")
+    for path in there:
+        if not any(_users(path)):  # else the run goes on there already, or another node of this machine is not done
+            shutil.rmtree(path)
 
 
 def _bytes(path: Path) -> int:

@@ -196,13 +196,15 @@ class Store:
                 self.place.remove(f"{directory}/{name}")
 
     def clear(self) -> None:
-        """Removes every checkpoint, and all else that is here but for what tells whose it is."""
+        """Removes every checkpoint and all else that is here; at last what tells whose it is, and the place itself."""
         self._check()
         for iteration in self.iterations():
             self.remove(iteration)
         for name in self.place.names():
             if not name.startswith("."):
                 self.place.remove(name)
+        self._check()
+        self.place.remove("")
 
     def remove_before(self, iteration: int) -> None:
         """Removes the checkpoints that are older, the oldest first."""

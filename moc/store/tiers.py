@@ -35,9 +35,32 @@ def memory_place(
     Raises:
         CheckpointError: it cannot be made, or belongs to somebody else.
     """
-    name = f"{_common_name(job)}{run}"
-    root = memory_home(memory_dir) / (name if node is None else f"{name}{_OF_NODE}{node}")
-    return LocalPlace(root, in_memory=True, claim=claim)
+    root = memory_of_run(memory_dir, job, run)
+    return LocalPlace(root if node is None else _of_node(root, node), in_memory=True, claim=claim)
+
+
+def memory_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
+    """What all nodes call a run's memory, each its own; where several share the file system, the node is added.
+
+    Args:
+        memory_dir: as of :func:`memory_place`.
+        job: the same.
+        run: the same.
+
+    Raises:
+        CheckpointError: as of :func:`memory_place`.
+    """
+    return memory_home(memory_dir) / f"{_common_name(job)}{run}"
+
+
+def memory_of_node(run: Path, node: str) -> list[Path]:
+    """Where a node may have what a run needs, be it there or not.
+
+    Args:
+        run: as of :func:`memory_of_run`.
+        node: what tells the node from others that share the file system.
+    """
+    return [run, _of_node(run, node)]
 
 
 def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
@@ -95,6 +118,10 @@ def memory_home(memory_dir: str | Path) -> Path:
 def _common_name(job: str) -> str:
     whole = job.rstrip("/") if "://" in job else os.path.abspath(job)
     return f"{os.path.basename(whole)}-{xxhash.xxh3_64_hexdigest(whole.encode())}-"
+
+
+def _of_node(run: Path, node: str) -> Path:
+    return run.with_name(f"{run.name}{_OF_NODE}{node}")
 
 
 def _is_of(directory: str, name: str, run: str) -> bool:

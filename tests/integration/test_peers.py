@@ -46,9 +46,8 @@ def memory_of(flags: dict, node: str) -> Path:
 
 
 def left_in(flags: dict) -> list[Path]:
-    """What nodes have in memory but for whose it is."""
-    files = (path for path in Path(flags["ckpt_memory_dir"]).rglob("*") if path.is_file())
-    return [path for path in files if not path.name.startswith(".")]
+    """What nodes have in memory."""
+    return [path for path in Path(flags["ckpt_memory_dir"]).rglob("*") if path.is_file()]
 
 
 def lose(job: Launched, node: int, memory: Path) -> None:
@@ -104,6 +103,23 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
     stored = [contents(Store(LocalPlace(f["ckpt_dir"])), ITERATIONS) for f in (flags, plain)]
     assert stored[0] == stored[1]
     assert not left_in(flags)
+
+
+def test_a_node_that_comes_back_as_a_spare_gives_back_what_it_had(flags, data, tmp_path):
+    """Its processes are lost, and not its memory; the others' copies in that are of no use to a spare."""
+    with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2, spares=1) as job:
+        while not job.events("replicate"):
+            job.reach(job.iteration + 1)
+        job.lose(1)
+        job.tells("node 2 takes its place")
+        job.start(1)
+        job.tells("node 1 is there, and waits as a spare")
+        assert (memory_of(flags, "1") / "of_0").is_dir()
+        others = memory_of(flags, "1").with_name("another run's")
+        others.mkdir()
+        assert job.wait() == 0, job.console[-4000:]
+        assert [launcher.wait(60) for launcher in job.launchers] == [0, 0, 0]
+    assert not left_in(flags) and list(others.parent.iterdir()) == [others]
 
 
 def test_each_expert_comes_back_from_memory_in_its_newest_version(flags, data, tmp_path):

@@ -108,8 +108,8 @@ async def begun(job):
     return agents, [(await hears(agent, "start"))["worker"] for agent in agents]
 
 
-async def ends(agent, worker, code):
-    await agent.send(Message({"kind": "ended", "worker": worker, "code": code, "why": ""}))
+async def ends(agent, worker, code, gives_back=None):
+    await agent.send(Message({"kind": "ended", "worker": worker, "code": code, "why": "", "gives_back": gives_back}))
 
 
 async def tell(agent, kind, **what):
@@ -130,6 +130,21 @@ def test_an_agent_that_was_away_at_the_end_hears_of_it():
             second = await job.agent(1)
             assert (await hears(second, "end"))["code"] == 3
             await tell(second, "heard")
+            await asyncio.wait_for(serving, 60)
+
+    asyncio.run(main())
+
+
+def test_a_node_that_comes_at_the_end_hears_what_it_is_to_give_back():
+    async def main():
+        job = Job()
+        async with job.controller() as serving:
+            agents, workers = await begun(job)
+            for agent, worker in zip(agents, workers, strict=True):
+                await ends(agent, worker, 0, "/dev/shm/moc-0/run")
+            for agent in [*agents, await job.agent(2)]:
+                assert (await hears(agent, "end"))["gives_back"] == "/dev/shm/moc-0/run"
+                await tell(agent, "heard")
             await asyncio.wait_for(serving, 60)
 
     asyncio.run(main())
@@ -352,7 +367,7 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
             await stranger.send(Message({"kind": "hello"} | hello))
             with pytest.raises(PeerGoneError):
                 await stranger.recv()
-            ended = {"kind": "ended", "worker": started["worker"], "code": -9, "why": ""}
+            ended = {"kind": "ended", "worker": started["worker"], "code": -9, "why": "", "gives_back": None}
             await agents[0].send(Message(ended))
             await hears(agents[0], "abort")  # the node that it spoke for is still there
 

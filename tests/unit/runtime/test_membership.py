@@ -154,6 +154,29 @@ def test_a_node_that_is_lost_when_its_workers_are_done_is_not_missed():
     assert [membership.ended(name, 0) for name in names[:2]] == [[], [End(0, "", True)]]
 
 
+def test_memory_is_given_back_when_workers_say_so_and_the_job_ends_well():
+    for code in (0, SAVED):
+        membership, names = running()
+        for name in names:
+            membership.ended(name, code, "", "/dev/shm/moc-0/run")
+        assert (membership.end.code, membership.end.gives_back) == (code, "/dev/shm/moc-0/run")
+        again = Membership(SIZE, PER_NODE, 1)
+        again.load_state_dict(json.loads(json.dumps(membership.state_dict())))
+        assert again.end == membership.end  # nodes that were away hear of it from another controller, too
+
+
+def test_memory_stays_if_the_job_goes_on_or_does_not_end_well():
+    membership, names = running()
+    membership.ended(names[0], 0, "", "/dev/shm/moc-0/run")
+    assert membership.ended(names[1], 3, "", "/dev/shm/moc-0/run")[0].gives_back is None
+    membership, names = running()
+    membership.ended(names[0], 0, "", "/dev/shm/moc-0/run")
+    starts = [order for order in membership.ended(names[1], -9) if isinstance(order, Start)]
+    membership.left(1)
+    assert starts and membership.gives_up("nobody has come")[0] == membership.end
+    assert membership.end.code == SAVED and membership.end.gives_back is None
+
+
 def test_who_was_not_connected_at_the_end_hears_of_it_when_it_is():
     membership, names = running()
     membership.left(1)

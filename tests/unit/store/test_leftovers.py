@@ -1,0 +1,57 @@
+"""What a run has left on a node is given back as a whole; nothing of others goes, and nothing that is in use."""
+
+import shutil
+
+import pytest
+
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.leftovers import give_back
+from moc.store.places import LocalPlace
+from moc.store.runs import Run, record_run
+from moc.store.store import Store
+from moc.store.tiers import memory_home, memory_of_run, memory_place
+from tests.unit.store.test_store import saved
+
+JOB = "/data/ckpt"
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Memory of two nodes for one run, and of one of them for another run; with all that jobs leave there."""
+    made = {}
+    for run, node in (("aaaa", "1"), ("aaaa", "10"), ("bbbb", "1"), ("aaaa", None)):
+        place = memory_place(tmp_path, JOB, run, node)
+        saved(Store(LocalPlace(place.root, claim=Claim("ended", (0, 3)))), 10, 20)
+        saved(Store(LocalPlace(place.root / "of_0")), 20)  # the copy that it keeps of another node's
+        record_run(place, Run(run, JOB, 0.0))
+        made[run, node] = place.root
+    return made
+
+
+def test_a_node_gives_back_what_a_run_has_left_there(places, tmp_path):
+    give_back(memory_of_run(tmp_path, JOB, "aaaa"), "1")
+    assert [key for key, root in places.items() if root.exists()] == [("aaaa", "10"), ("bbbb", "1")]
+    give_back(memory_of_run(tmp_path, JOB, "aaaa"), "1")  # nothing is there
+
+
+def test_what_is_in_use_stays(places, tmp_path):
+    owner = LocalPlace(places["aaaa", "1"], claim=Claim("next", (0, 0), "aaaa"))
+    owner.lock()
+    give_back(memory_of_run(tmp_path, JOB, "aaaa"), "1")
+    assert Store(owner).iterations() == [10, 20]
+
+
+def test_nothing_else_is_removed(places, tmp_path):
+    for other in (tmp_path / "others", memory_home(tmp_path), tmp_path):
+        other.mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match="is no memory of a run"):
+            give_back(other, "1")
+        assert other.exists()
+
+
+def test_where_there_is_no_memory_none_is_made(tmp_path):
+    run = memory_of_run(tmp_path, JOB, "aaaa")
+    shutil.rmtree(run.parent)
+    give_back(run, "1")
+    assert not run.parent.exists()
