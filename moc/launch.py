@@ -216,6 +216,7 @@ async def _run_agent(flags: Flags, endpoints: Sequence[str], token: bytes, signa
         silence_s=flags.silence_s,
         hang_caps=flags.hang_caps,
         patience_s=flags.patience_s,
+        max_wait_s=flags.max_wait_s,
     )
     agent = Agent(node, flags.command)
     with signals.heard_by(agent.signal):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from moc.runtime import async_connections as wire
 from moc.runtime.children import belong
 from moc.runtime.control_state import ControlState, newest
-from moc.runtime.election import Election, Times
+from moc.runtime.election import BEGIN_S, Election, Times
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.meeting_store import MeetingStore
 from moc.runtime.membership import Abort, End, Go, Kill, Membership, Order, Start, nodes
@@ -32,9 +32,6 @@ from moc.runtime.wire import WireError
 
 TELL_FIRST_S, TELL_S = 5.0, 30.0
 """When, and then how often, the console says which nodes are missing."""
-
-BEGIN_S = 600.0
-"""How long nodes have to come at the beginning of the job, if ``--max-wait`` is less."""
 
 CALM_S = 600.0
 """After so long without a new generation, suspicions before it do not count any more."""

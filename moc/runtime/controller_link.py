@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 from moc.runtime import async_connections as wire
 from moc.runtime.addresses import interface_towards
-from moc.runtime.election import Allegiance, Times, lease_end
+from moc.runtime.election import BEGIN_S, Allegiance, Times, lease_end
 from moc.runtime.lease import Lease
 from moc.runtime.message import Message
+from moc.runtime.running_clock import RunningClock
 from moc.runtime.signals import StoppedError
 from moc.runtime.wire import PeerGoneError, WireError
 
@@ -47,6 +48,7 @@ class ControllerLink:
         token: the job's secret.
         times: how long silence is borne.
         patience_s: how long a controller may be gone.
+        max_wait_s: how long a job may take to begin for which too few nodes have come.
         lease: of this node's workers.
         leased: whether it ends; not so where there is no other node.
         hello: what the agent has to say first, each time, and which messages follow that.
@@ -65,12 +67,14 @@ class ControllerLink:
         token: bytes,
         times: Times,
         patience_s: float,
+        max_wait_s: float,
         lease: Lease,
         leased: bool,
         hello: Callable[[], tuple[dict, list[dict]]],
         obey: Callable[[dict], None],
     ):
-        self._candidates, self._token, self._times, self._patience_s = candidates, token, times, patience_s
+        self._candidates, self._token, self._times = candidates, token, times
+        self._patience_s, self._max_wait_s = patience_s, max_wait_s
         self._lease, self._leased, self._hello, self._obey = lease, leased, hello, obey
         self._allegiance = Allegiance(len(candidates), times.promise_s, time.monotonic())
         self._connection: wire.AsyncConnection | None = None
@@ -79,6 +83,7 @@ class ControllerLink:
         self._instance, self._called = secrets.token_hex(8), f"process {os.getpid()} of {socket.gethostname()}"
         self._turn = 0
         self._promised_here = self._is_led = False
+        self._clock, self._led = RunningClock(most_s=2 * self._most_s), 0.0  # when it was led last
         self.joined, self.over, self.follows, self.door = False, False, 0, None
         self.asked: int | None = None  # by a signal, to stop
 
@@ -86,7 +91,7 @@ class ControllerLink:
         """Follows whoever leads, until the job is over.
 
         Raises:
-            NoControllerError: none was there for longer than patience allows.
+            NoControllerError: none was there, or had a majority of the nodes, for longer than patience allows.
             RefusedError: this node is not wanted.
             StoppedError: the node was asked to stop before it had found one.
             WireError: who is there is not of this job.
@@ -126,7 +131,6 @@ class ControllerLink:
         return server
 
     async def _find(self) -> tuple[int, wire.AsyncConnection] | None:
-        since = time.monotonic()
         while not self.over:
             failed = ""
             for index in self._in_turn():
@@ -139,16 +143,28 @@ class ControllerLink:
                     failed = failed or str(error)
                     if isinstance(error.__cause__, ConnectionRefusedError):
                         self._allegiance.died(index)
+                self._clock.tick()
             self._turn = 0
             if self.asked is not None and not self.joined:
                 raise StoppedError(self.asked)
-            most, limit = self._patience_s, "--patience"
-            if self.asked is not None and most > self._times.lease_s:
-                most, limit = self._times.lease_s, "--silence-timeout"
-            if time.monotonic() - since > most:
+            most, limit = self._patience()
+            if self._clock.now - self._led > most:
                 raise NoControllerError(f"no controller has been there for {most:g} s ({limit}): {failed}")
             await asyncio.sleep(_AGAIN_S)
         return None
+
+    def _patience(self, found: bool = False) -> tuple[float, str]:
+        """Seconds for which it may be led by nobody, and the flag that says so.
+
+        Args:
+            found: there is a candidate, which too few nodes follow: others may be yet to come.
+        """
+        most, limit = self._patience_s, "--patience"
+        if found and not self.joined:
+            most, limit = max(self._max_wait_s, BEGIN_S), "--max-wait"
+        if self.asked is not None and most > self._times.lease_s:
+            most, limit = self._times.lease_s, "--silence-timeout"
+        return most, limit
 
     @property
     def _most_s(self) -> float:
@@ -182,6 +198,7 @@ class ControllerLink:
             while not self.over:  # to be cancelled in the moment in which something comes is not heard of
                 said = (await connection.recv(silence=self._times.promise_s)).header
                 self._hear(index, said)
+                self._see_whether_led()
         except PeerGoneError:
             pass  # it may be started again, or another one leads; training goes on meanwhile
         except TimeoutError:
@@ -191,6 +208,19 @@ class ControllerLink:
             for task in beside:
                 task.cancel()
             connection.abort()
+
+    def _see_whether_led(self) -> None:
+        self._clock.tick()
+        if self._is_led:
+            self._led = self._clock.now
+            return
+        most, limit = self._patience(found=True)
+        if self._clock.now - self._led <= most:
+            return
+        if self.asked is not None and not self.joined:
+            raise StoppedError(self.asked)
+        why = "others are lost, or this node is cut off" if self.joined else "others have not come"
+        raise NoControllerError(f"no controller has had a majority of the nodes for {most:g} s ({limit}): {why}")
 
     def _hear(self, index: int, said: dict) -> None:
         now, kind = time.monotonic(), said["kind"]

@@ -21,6 +21,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+BEGIN_S = 600.0
+"""How long nodes have to come at the beginning of the job, if ``--max-wait`` is less."""
+
 
 @dataclass(frozen=True)
 class Times:

@@ -69,7 +69,7 @@ class Agent:
         self.node, self.orders, self.generation, self.workers = node, [], 0, {}
         self.lease = Lease.make()
         self.link = ControllerLink(
-            addresses, TOKEN, Times(SILENCE_S), patience_s, self.lease, True, self.hello, self.obey
+            addresses, TOKEN, Times(SILENCE_S), patience_s, 1800.0, self.lease, True, self.hello, self.obey
         )
         self.following = asyncio.create_task(self.link.run())
 
@@ -170,6 +170,40 @@ def test_the_lease_ends_where_nobody_is_heard_of_and_patience_after_that():
         with pytest.raises(NoControllerError, match="no controller has been there for 2 s"):
             await asyncio.wait_for(job.agents[1].following, 60)
         await becomes(lambda: job.agents[1].lease.left < 0)
+        await job.end()
+
+    asyncio.run(main())
+
+
+def test_a_candidate_that_nobody_else_follows_is_no_controller():
+    """A host that is cut off still reaches its own candidate."""
+
+    async def main():
+        job = Job()
+        for index in range(3):
+            job.start_controller(index)
+        for node in range(NODES + SPARES):
+            job.start_agent(node, patience_s=6.0)
+        await becomes(lambda: all(job.agents[node].workers for node in range(NODES)))
+        for node in (0, 2):
+            await job.lose(node)
+        with pytest.raises(NoControllerError, match="had a majority of the nodes for 6 s .* cut off"):
+            await asyncio.wait_for(job.agents[1].following, 60)
+        await job.end()
+
+    asyncio.run(main())
+
+
+def test_nodes_that_are_yet_to_come_are_waited_for():
+    async def main():
+        job = Job()
+        job.start_controller(0)
+        job.start_agent(0, patience_s=1.0)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(job.agents[0].following), 4.0)
+        for node in (1, 2):
+            job.start_agent(node)
+        await becomes(lambda: all(job.agents[node].workers for node in range(NODES)))
         await job.end()
 
     asyncio.run(main())
