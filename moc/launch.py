@@ -21,6 +21,7 @@ from pathlib import Path
 from moc.runtime import children, hangs, job_token
 from moc.runtime.agent import Agent, LostError, Node
 from moc.runtime.controller_process import ControllerProcess
+from moc.runtime.election import BEGIN_S
 from moc.runtime.membership import LOST
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
@@ -216,7 +217,7 @@ async def _run_agent(flags: Flags, endpoints: Sequence[str], token: bytes, signa
         silence_s=flags.silence_s,
         hang_caps=flags.hang_caps,
         patience_s=flags.patience_s,
-        max_wait_s=flags.max_wait_s,
+        begin_s=max(flags.max_wait_s, BEGIN_S),
     )
     agent = Agent(node, flags.command)
     with signals.heard_by(agent.signal):

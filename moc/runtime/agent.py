@@ -80,7 +80,7 @@ class Node:
         silence_s: a worker that has said nothing for so long is lost.
         hang_caps: seconds that a worker may be in a section, by section; see :mod:`moc.runtime.hangs`.
         patience_s: how long the controller may be gone, and how long workers may take to leave when the job is over.
-        max_wait_s: how long a job may take to begin for which too few nodes have come.
+        begin_s: how long it may take until a majority of the nodes is there for the first time.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Node:
     silence_s: float
     hang_caps: dict[str, float]
     patience_s: float
-    max_wait_s: float
+    begin_s: float
 
 
 class Agent:
@@ -116,7 +116,7 @@ class Agent:
         self._lease = Lease.make()
         self._zygote_said = 0.0
         self._zygote_is_warm = False
-        limits = Times(node.silence_s), node.patience_s, node.max_wait_s
+        limits = Times(node.silence_s), node.patience_s, node.begin_s
         self._link = ControllerLink(
             node.controllers, node.token, *limits, self._lease, not node.alone, self._hello, self._obey
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from moc.runtime import async_connections as wire
 from moc.runtime.addresses import interface_towards
-from moc.runtime.election import BEGIN_S, Allegiance, Times, lease_end
+from moc.runtime.election import Allegiance, Times, lease_end
 from moc.runtime.lease import Lease
 from moc.runtime.message import Message
 from moc.runtime.running_clock import RunningClock
@@ -48,7 +48,7 @@ class ControllerLink:
         token: the job's secret.
         times: how long silence is borne.
         patience_s: how long a controller may be gone.
-        max_wait_s: how long a job may take to begin for which too few nodes have come.
+        begin_s: how long it may take until a majority of the nodes is there for the first time.
         lease: of this node's workers.
         leased: whether it ends; not so where there is no other node.
         hello: what the agent has to say first, each time, and which messages follow that.
@@ -67,14 +67,14 @@ class ControllerLink:
         token: bytes,
         times: Times,
         patience_s: float,
-        max_wait_s: float,
+        begin_s: float,
         lease: Lease,
         leased: bool,
         hello: Callable[[], tuple[dict, list[dict]]],
         obey: Callable[[dict], None],
     ):
         self._candidates, self._token, self._times = candidates, token, times
-        self._patience_s, self._max_wait_s = patience_s, max_wait_s
+        self._patience_s, self._begin_s = patience_s, begin_s
         self._lease, self._leased, self._hello, self._obey = lease, leased, hello, obey
         self._allegiance = Allegiance(len(candidates), times.promise_s, time.monotonic())
         self._connection: wire.AsyncConnection | None = None
@@ -131,6 +131,7 @@ class ControllerLink:
         return server
 
     async def _find(self) -> tuple[int, wire.AsyncConnection] | None:
+        since = min(self._clock.now, self._gone_since) if self.joined else self._clock.now
         while not self.over:
             failed = ""
             for index in self._in_turn():
@@ -148,10 +149,15 @@ class ControllerLink:
             if self.asked is not None and not self.joined:
                 raise StoppedError(self.asked)
             most, limit = self._patience()
-            if self._clock.now - self._led > most:
+            if self._clock.now - since > most:
                 raise NoControllerError(f"no controller has been there for {most:g} s ({limit}): {failed}")
             await asyncio.sleep(_AGAIN_S)
         return None
+
+    @property
+    def _gone_since(self) -> float:
+        """When patience for the one that led last began: its silence is borne for a while."""
+        return self._led + self._times.promise_s
 
     def _patience(self, found: bool = False) -> tuple[float, str]:
         """Seconds for which it may be led by nobody, and the flag that says so.
@@ -161,7 +167,7 @@ class ControllerLink:
         """
         most, limit = self._patience_s, "--patience"
         if found and not self.joined:
-            most, limit = max(self._max_wait_s, BEGIN_S), "--max-wait"
+            most, limit = self._begin_s, "--max-wait"
         if self.asked is not None and most > self._times.lease_s:
             most, limit = self._times.lease_s, "--silence-timeout"
         return most, limit
@@ -176,7 +182,7 @@ class ControllerLink:
 
     async def _follow(self, index: int, connection: wire.AsyncConnection) -> None:
         """Until this candidate is gone, or says nothing, or another one leads."""
-        begun, self._echo = time.monotonic(), None
+        begun, came, self._echo = time.monotonic(), self._clock.now, None
         self._promised_here = self._is_led = False
         hello, following = self._hello()
         who = {"instance": self._instance, "called": self._called, "door": self.door, "state": self._state}
@@ -198,7 +204,7 @@ class ControllerLink:
             while not self.over:  # to be cancelled in the moment in which something comes is not heard of
                 said = (await connection.recv(silence=self._times.promise_s)).header
                 self._hear(index, said)
-                self._see_whether_led()
+                self._see_whether_led(came)
         except PeerGoneError:
             pass  # it may be started again, or another one leads; training goes on meanwhile
         except TimeoutError:
@@ -209,13 +215,14 @@ class ControllerLink:
                 task.cancel()
             connection.abort()
 
-    def _see_whether_led(self) -> None:
+    def _see_whether_led(self, came: float) -> None:
+        """By the candidate to which it came then, or by any other since its patience began."""
         self._clock.tick()
         if self._is_led:
             self._led = self._clock.now
             return
         most, limit = self._patience(found=True)
-        if self._clock.now - self._led <= most:
+        if self._clock.now - self._gone_since <= most or self._clock.now - came <= self._times.promise_s:
             return
         if self.asked is not None and not self.joined:
             raise StoppedError(self.asked)

@@ -37,8 +37,8 @@ class Job:
         serving = controller.run(self.addresses[index], TOKEN, beyond_loopback=False)
         self.controllers[index] = controller, asyncio.create_task(serving)
 
-    def start_agent(self, node, patience_s=60.0):
-        self.agents[node] = Agent(node, self.addresses, patience_s)
+    def start_agent(self, node, patience_s=60.0, begin_s=600.0):
+        self.agents[node] = Agent(node, self.addresses, patience_s, begin_s)
 
     async def lose(self, node):
         """Its agent and its controller die, and its workers with them."""
@@ -65,11 +65,11 @@ class Job:
 class Agent:
     """A link, with what an agent would do with orders."""
 
-    def __init__(self, node, addresses, patience_s):
+    def __init__(self, node, addresses, patience_s, begin_s):
         self.node, self.orders, self.generation, self.workers = node, [], 0, {}
         self.lease = Lease.make()
         self.link = ControllerLink(
-            addresses, TOKEN, Times(SILENCE_S), patience_s, 1800.0, self.lease, True, self.hello, self.obey
+            addresses, TOKEN, Times(SILENCE_S), patience_s, begin_s, self.lease, True, self.hello, self.obey
         )
         self.following = asyncio.create_task(self.link.run())
 
@@ -95,12 +95,12 @@ async def becomes(condition, seconds=60.0):
 
 
 @contextlib.asynccontextmanager
-async def begun(candidates=3):
+async def begun(candidates=3, patience_s=60.0):
     job = Job(candidates)
     for index in range(candidates):
         job.start_controller(index)
     for node in range(NODES + SPARES):
-        job.start_agent(node)
+        job.start_agent(node, patience_s)
     try:
         await becomes(lambda: all(job.agents[node].workers for node in range(NODES)))
         yield job
@@ -158,37 +158,28 @@ def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
     asyncio.run(main())
 
 
-def test_the_lease_ends_where_nobody_is_heard_of_and_patience_after_that():
+@pytest.mark.parametrize("left", [1, 2])
+def test_patience_ends_where_a_candidate_is_there_that_nobody_else_follows(left):
     async def main():
-        job = Job(candidates=1)
-        job.start_controller(0)
-        for node in range(NODES):
-            job.start_agent(node, patience_s=2.0)
-        await becomes(lambda: job.agents[1].workers and not math.isinf(job.agents[1].lease.end))
-        _, serving = job.controllers.pop(0)
-        serving.cancel()
-        with pytest.raises(NoControllerError, match="no controller has been there for 2 s"):
-            await asyncio.wait_for(job.agents[1].following, 60)
-        await becomes(lambda: job.agents[1].lease.left < 0)
-        await job.end()
+        async with begun(patience_s=2.0) as job:
+            await becomes(lambda: all(agent.link.joined for agent in job.agents.values()))
+            for other in {0, 1, 2} - {left}:
+                await job.lose(other)
+            with pytest.raises(NoControllerError, match="a majority of the nodes for 2 s .* cut off"):
+                await asyncio.wait_for(job.agents[left].following, 60)
+            assert job.agents[left].lease.left <= 0  # its workers had ended before
 
     asyncio.run(main())
 
 
-def test_a_candidate_that_nobody_else_follows_is_no_controller():
-    """A host that is cut off still reaches its own candidate."""
-
+def test_a_job_that_does_not_find_a_majority_at_its_beginning_ends():
     async def main():
         job = Job()
-        for index in range(3):
-            job.start_controller(index)
-        for node in range(NODES + SPARES):
-            job.start_agent(node, patience_s=6.0)
-        await becomes(lambda: all(job.agents[node].workers for node in range(NODES)))
-        for node in (0, 2):
-            await job.lose(node)
-        with pytest.raises(NoControllerError, match="had a majority of the nodes for 6 s .* cut off"):
-            await asyncio.wait_for(job.agents[1].following, 60)
+        job.start_controller(0)
+        job.start_agent(0, patience_s=1.0, begin_s=3.0)
+        with pytest.raises(NoControllerError, match="a majority of the nodes for 3 s .* have not come"):
+            await asyncio.wait_for(job.agents[0].following, 60)
+        assert not job.agents[0].link.joined
         await job.end()
 
     asyncio.run(main())
@@ -204,6 +195,23 @@ def test_nodes_that_are_yet_to_come_are_waited_for():
         for node in (1, 2):
             job.start_agent(node)
         await becomes(lambda: all(job.agents[node].workers for node in range(NODES)))
+        await job.end()
+
+    asyncio.run(main())
+
+
+def test_the_lease_ends_where_nobody_is_heard_of_and_patience_after_that():
+    async def main():
+        job = Job(candidates=1)
+        job.start_controller(0)
+        for node in range(NODES):
+            job.start_agent(node, patience_s=2.0)
+        await becomes(lambda: job.agents[1].workers and not math.isinf(job.agents[1].lease.end))
+        _, serving = job.controllers.pop(0)
+        serving.cancel()
+        with pytest.raises(NoControllerError, match="no controller has been there for 2 s"):
+            await asyncio.wait_for(job.agents[1].following, 60)
+        await becomes(lambda: job.agents[1].lease.left < 0)
         await job.end()
 
     asyncio.run(main())
