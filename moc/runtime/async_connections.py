@@ -76,7 +76,9 @@ class AsyncConnection:
         while not self._messages:
             try:
                 data = await asyncio.wait_for(self._reader.read(READ_BYTES), silence)
-            except (TimeoutError, asyncio.TimeoutError):
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                if getattr(error, "errno", None) is not None:  # the kernel has given the peer up, as its machine is off
+                    raise self._gone(error) from error
                 raise TimeoutError(f"{self.peer} has sent nothing for {silence:g} s") from None
             except OSError as error:
                 raise self._gone(error) from error

@@ -288,6 +288,28 @@ def test_what_is_posted_to_a_deaf_peer_is_dropped_by_abort():
                 connection.recv()
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system gives up at times of its own")
+@pytest.mark.parametrize("silence", [None, 600.0])
+def test_a_peer_that_the_kernel_has_given_up_is_gone_and_not_silent(silence):
+    async def main():
+        release = asyncio.Event()
+
+        async def deaf(connection):
+            await release.wait()
+
+        async with await serve("127.0.0.1:0", TOKEN, deaf) as server:
+            connection = await open(server.address, TOKEN)
+            own = connection._writer.get_extra_info("socket")
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)  # as keep-alive does, without its minutes
+            for _ in range(16):
+                connection.post(Message({"kind": "data"}, bytes(4 << 20)))
+            with pytest.raises(PeerGoneError, match="has broken: .*timed out"):
+                await connection.recv(silence=silence)
+            release.set()
+
+    asyncio.run(main())
+
+
 def test_a_refusal_is_one_line_of_the_log(caplog):
     with caplog.at_level(logging.WARNING):
         log_refusal("127.0.0.1:5", "the peer does not know the job's token")
