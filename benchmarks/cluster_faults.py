@@ -10,9 +10,9 @@ see the same storage, a file system that can be frozen.  It needs root; elsewher
 
 A row has failed if the job has not ended; if losses, gradient norms or the hash of any region of the last snapshot
 differ from those of the run without faults; if a host ended with another code than it should; if a host that was cut
-off says nothing of it; if processes, temporary files or memory are left where a job has ended well; and if there were
-two worlds at any moment: an iteration told by two, a rank that lived on two hosts while something was told or
-published, or a manifest of an older generation after one of a newer one.
+off says nothing of it; if a console has a traceback; if processes, temporary files or memory are left where a job has
+ended well; and if there were two worlds at any moment: an iteration told by two, a rank that lived on two hosts while
+something was told or published, or a manifest of an older generation after one of a newer one.
 """
 
 from __future__ import annotations
@@ -221,6 +221,7 @@ def trial(own: argparse.Namespace, scenario: Scenario, name: str, tier: str, dir
             row.wrong.append(f"no end after {own.limit:g} s")
             row.stand = {host.name: standing(host.processes()) for host in cluster.hosts}
         row.wrong += tried.codes()
+        row.wrong += [f"{host.name} prints a traceback" for host in cluster.hosts if tried.job.traceback(host.number)]
         row.wrong += two_worlds(tried.job.events.all(), watch.lives, watch.publications)
         row.wrong += [] if row.stand else _leftovers(cluster, row.codes, directory)
         ended = tried.end()

@@ -95,6 +95,10 @@ class ClusterJob:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(what)
 
+    def traceback(self, number: int) -> bool:
+        """Whether something on a host has failed in a way of which nobody has thought."""
+        return "Traceback (most recent call last)" in self.said(number)
+
     def said(self, number: int) -> str:
         """What a host's launcher and workers have written to the console."""
         with contextlib.suppress(FileNotFoundError):
