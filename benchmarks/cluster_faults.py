@@ -108,7 +108,7 @@ class Trial:
             getattr(self, f"_{step.action.replace(' ', '_')}")(self._hosts(step))
         while not self._over() and time.monotonic() < self._deadline:
             time.sleep(0.1)
-            if AGAIN in self.job.codes().values() and self._ended_for_now():
+            if self._ended_for_now() and not self._over():
                 self._start_again()
 
     def end(self) -> End:
