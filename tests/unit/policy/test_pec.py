@@ -255,6 +255,7 @@ def test_faults_raise_both_numbers():
         ({"ep": 3}, "not a multiple of ep = 3"),
         ({"selection": "random"}, "no selection of experts called random"),
         ({"target": "W"}, "no target called W"),
+        ({"target": "optimizer", "plt_limit": 0.0375}, "all weights are saved, so it would never act: drop"),
         ({"persist_every": 0}, "persist_every must be at least 1"),
     ],
     ids=str,

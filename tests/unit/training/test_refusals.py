@@ -167,6 +167,18 @@ REFUSED = [
     ("--pec-k 2", "--pec-k needs --ckpt-policy: add it"),
     ("--ckpt-policy full --save x --pec-k 2", "--pec-k needs --ckpt-policy pec, not full"),
     ("--ckpt-policy pec --save x --pec-k 2 --pec-k-persist 3", "--pec-k-persist 3 is more than the 2 experts"),
+    (
+        "--ckpt-policy pec --save x --pec-k-snapshot 4 --pec-k-persist 1",
+        "of the 4 experts in a snapshot, 1 would go on .* choose --ckpt-tier memory or peers, or --pec-k alone",
+    ),
+    (
+        "--ckpt-policy pec --save x --pec-k 4 --pec-k-persist 1 --ckpt-tier disk",
+        "of the 4 experts in a snapshot, 1 would go on to --ckpt-dir, but with --ckpt-tier disk all of them are there",
+    ),
+    (
+        "--ckpt-policy pec --save x --pec-dynamic-k --pec-target optimizer",
+        "--pec-dynamic-k goes by tokens that weights have lost.*so it would never act: drop one of them",
+    ),
     ("--ckpt-policy pec --save x --pec-plt-limit 0.1", "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto"),
     ("--ckpt-policy pec --save x --pec-k 0", "take auto or a number of at least 1, not 0"),
     ("--ckpt-policy pec --save x --pec-k auto --pec-k-persist 1", "--pec-k auto chooses how many experts go where"),
