@@ -1,12 +1,19 @@
-"""What checkpoints cost training: Megatron-DeepSpeed's way, asynchronous ones, and MoC-System's (its Figure 12).
+"""What checkpoints cost training: Megatron-DeepSpeed's way, asynchronous ones, and MoC-System's (its Figures 10-12).
 
     python benchmarks/pec_overhead.py --output docs/results/pec_overhead_cpu.json
+    python benchmarks/pec_overhead.py --methods swept --layouts DP4xEP2 --output docs/results/pec_swept_cpu.json
+    python benchmarks/pec_overhead.py --methods rules --layouts DP4xEP2-replicated \\
+        --output docs/results/pec_rules_cpu.json
 
 All methods train the same model with the program that users run, in 4 workers, one run after the other in turns:
 
 * Baseline: everything, blocking; rank 0 saves what is not an expert, the first expert-parallel group experts;
 * Base-Async: the same beside training;
 * MoC-Async: K_snapshot of 16 experts of each layer to memory and K_persist of these to storage, fully sharded.
+
+``--methods swept`` is Figure 11: the baseline, and MoC-Async with the same K on both levels, from 1 to all 16.
+``--methods rules`` are the schemes of Figure 10 without ZeRO, where several ranks hold the same: everything, and one
+expert of each layer, by EE, EE+EN and EE+AN.
 
 Of each it is asked (MoC-System, sections 6.2.3 and 6.2.5)
 
@@ -22,7 +29,7 @@ Of each it is asked (MoC-System, sections 6.2.3 and 6.2.5)
 Bytes are those of Format v1: 12 for each parameter, masters and moments, from which weights follow.  ZeRO spreads these
 over the ranks whatever the sharding, so that what is gained here is PEC's.
 
-Writes JSON with every sample, and a plot beside it.
+Writes JSON with every sample, and two plots beside it: an iteration with a snapshot, and how long saving takes.
 """
 
 from __future__ import annotations
@@ -40,7 +47,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.overhead import figures, report
-from benchmarks.overhead.methods import BASE_ASYNC, BASELINE, DEFAULT, LAYOUTS, METHODS, model_flags, parameters
+from benchmarks.overhead.methods import BASE_ASYNC, BASELINE, DEFAULT, LAYOUTS, METHODS, SETS, model_flags, parameters
 from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers import ours
 from benchmarks.save_peers.cases import WORKERS
@@ -139,6 +146,9 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace) -> dict:
         "forward_backward_s": bench.forward_backward_share(layout) * iteration_s,
         "methods": summaries,
         "ratios": {n: figures.against(s, baseline, base_async) for n, s in summaries.items() if METHODS[n].two_levels},
+        "of_baseline": {
+            n: figures.of_baseline(s, baseline) for n, s in summaries.items() if baseline and n != BASELINE
+        },
         "followed": followed,
         "sizes": _sizes(summaries, own.quick),
         "failed": failed,
@@ -176,8 +186,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The benchmark's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", "--out", type=Path, help="JSON file to write; the plot goes beside it")
-    names = ", ".join(METHODS)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT), metavar="METHOD", help=names)
+    names = f"{', '.join(METHODS)}; or a set of them: {', '.join(SETS)}"
+    choices = [*METHODS, *SETS]
+    parser.add_argument("--methods", nargs="+", choices=choices, default=list(DEFAULT), metavar="METHOD", help=names)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["DP4xEP4"], help="default: DP4xEP4")
     parser.add_argument("--turns", type=int, default=2, help="runs of each method (default: 2)")
     parser.add_argument("--saves", type=int, default=2, help="snapshots of a run after the first one (default: 2)")
@@ -186,6 +197,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a model of 2.2 M parameters, to try the benchmark")
     parser.add_argument("--directory", type=Path, help="where to save (default: the directory for temporary files)")
     own = parser.parse_args(arguments)
+    own.methods = list(dict.fromkeys(name for one in own.methods for name in SETS.get(one, (one,))))
     if own.every < LEAST_EVERY:
         parser.error(f"--every {own.every} leaves no iterations without a snapshot: take {LEAST_EVERY} or more")
     if own.turns < 1 or own.saves < 1 or own.follow < 0:
@@ -211,6 +223,7 @@ def main() -> int:
         own.output.parent.mkdir(parents=True, exist_ok=True)
         own.output.write_text(json.dumps(describe(own) | {"layouts": layouts}, indent=1) + "\n")
         report.plot(layouts, own.output.with_suffix(".png"))
+        report.plot_durations(layouts, own.output.with_name(f"{own.output.stem}_durations.png"))
     return int(any(told["failed"] for told in layouts.values()))
 
 

@@ -1,4 +1,4 @@
-"""From the events of runs to the figures of MoC-System's section 6.2.3; pure functions.
+"""From the events of runs to the figures of MoC-System's sections 6.2.1 to 6.2.3; pure functions.
 
 A snapshot begins at the end of iteration N, when the update is done.  With ``--ckpt-blocking`` training waits there.
 Else the copies run beside the forward and backward of N + 1, whose update waits for what is not copied by then; the
@@ -166,6 +166,23 @@ def against(moc: dict, baseline: dict | None, base_async: dict | None) -> dict[s
         told["interval_ratio"] = moc["interval"] / base_async["interval"]
         told["interval_exact_ratio"] = moc["interval_exact"] / base_async["interval_exact"]
         told["work_ratio"] = moc["work"] / base_async["work"]
+    return told
+
+
+def of_baseline(summary: dict, baseline: dict) -> dict[str, float]:
+    """What a method takes of what the baseline takes, which saves everything (MoC-System's Figures 10 and 11).
+
+    Args:
+        summary: of a method.
+        baseline: of the baseline, in the same layout.
+
+    Returns:
+        Ratios of ``t_snapshot`` and ``t_persist``, and by level of the bytes of all ranks (``bytes_memory``,
+        ``bytes_storage``) and of the busiest one (``bottleneck_memory``, ``bottleneck_storage``).
+    """
+    told = {name: summary[f"{name}_s"] / baseline[f"{name}_s"] for name in ("t_snapshot", "t_persist")}
+    for name in ("bytes", "bottleneck"):
+        told |= {f"{name}_{level}": summary[name][level] / baseline[name][level] for level in LEVELS}
     return told
 
 

@@ -1,4 +1,4 @@
-"""The ways of checkpointing that MoC-System's Figure 12 compares, on which model, in which layouts."""
+"""The ways of checkpointing that MoC-System's Figures 10 to 12 compare, on which model, in which layouts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Method:
         return f"{self.mode} --persist-interval {every}" if self.two_levels else self.mode
 
 
-def _moc(label: str, k_snapshot: int, k_persist: int) -> Method:
+def _moc(label: str, k_snapshot: int, k_persist: int, sharding: str = "EE+AN") -> Method:
     counts = f"--pec-k-snapshot {k_snapshot} --pec-k-persist {k_persist}"
-    mode = f"--ckpt-policy pec {counts} --ckpt-tier memory --ckpt-sharding EE+AN"
+    mode = f"--ckpt-policy pec {counts} --ckpt-tier memory --ckpt-sharding {sharding}"
     return Method(label, mode, two_levels=True, k=(k_snapshot, k_persist))
 
 
@@ -53,9 +53,20 @@ METHODS = {
     BASE_ASYNC: Method("Base-Async", "--ckpt-policy full --ckpt-sharding baseline"),
     "moc-async": _moc("MoC-Async, K 4 and 1", 4, 1),
     **{f"moc-async-k{k}": _moc(f"MoC-Async, K {k} and {k}", k, k) for k in SWEPT},
-    **{f"base-async-{name}": _full_async(name) for name in ("EE+EN", "EE+AN")},
+    **{f"moc-async-k1-{name}": _moc(f"MoC-Async, K 1 and 1, {name}", 1, 1, name) for name in ("EE", "EE+EN")},
+    **{f"base-async-{name}": _full_async(name) for name in ("EE", "EE+EN", "EE+AN")},
 }
 DEFAULT = (BASELINE, BASE_ASYNC, "moc-async", "moc-async-k1")
+SETS = {
+    "swept": (BASELINE, BASE_ASYNC, *(f"moc-async-k{k}" for k in SWEPT)),
+    "rules": (
+        BASELINE,
+        BASE_ASYNC,
+        *(f"base-async-{name}" for name in ("EE", "EE+EN", "EE+AN")),
+        *(f"moc-async-k1{name}" for name in ("-EE", "-EE+EN", "")),
+    ),
+}
+"""Methods that are compared with each other: K on both levels (Figure 11), and schemes of sharding (Figure 10)."""
 
 LAYOUTS = {
     "DP4xEP4": ["--expert-model-parallel-size", "4"],  # one expert-parallel group, as in Cases 1 and 2 of Table 2

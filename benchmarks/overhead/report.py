@@ -1,4 +1,4 @@
-"""The figures as a table, as sentences, and as bars like those of MoC-System's Figure 12."""
+"""The figures as a table, as sentences, and as bars like those of MoC-System's Figures 11 and 12."""
 
 from __future__ import annotations
 
@@ -44,11 +44,21 @@ def lines(told: dict) -> list[str]:
     ]
     for name, ratios in told["ratios"].items():
         said += _sentences(METHODS[name].label, ratios)
+    said += [_of_baseline(METHODS[name].label, ratios) for name, ratios in told["of_baseline"].items()]
     said += [_followed(METHODS[name].label, check) for name, checks in told["followed"].items() for check in checks]
     for name, size in told["sizes"].items():
         shares = ", ".join(f"{level} {measured / size['equation'][level]:.4f}" for level, measured in _measured(size))
         said.append(f"{METHODS[name].label}, bytes in files over those of eq. 6: {shares}")
     return said + [f"not measured: {METHODS[name].label}: {why}" for name, why in told["failed"].items()]
+
+
+def _of_baseline(label: str, ratios: dict[str, float]) -> str:
+    sizes = [(level, ratios[f"bytes_{level}"], ratios[f"bottleneck_{level}"]) for level in LEVELS]
+    levels = (
+        f"{all_ranks:.1%} of its bytes in {level} ({most:.1%} on the busiest rank)" for level, all_ranks, most in sizes
+    )
+    seconds = f"{ratios['t_snapshot']:.1%} of its T_snapshot and {ratios['t_persist']:.1%} of its T_persist"
+    return f"{label} beside the baseline: {seconds}, {', '.join(levels)}"
 
 
 def _followed(label: str, check: dict) -> str:
@@ -95,6 +105,34 @@ def plot(layouts: dict[str, dict], path: Path) -> None:
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def plot_durations(layouts: dict[str, dict], path: Path) -> None:
+    """T_snapshot and T_persist of each method beside forward and backward, which can hide the first (Figure 11)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(layouts), figsize=(8 * len(layouts), 4), squeeze=False)
+    for panel, (layout, told) in zip(panels[0], layouts.items(), strict=True):
+        names = list(told["methods"])
+        for shift, (part, color) in enumerate(_DURATIONS.items()):
+            places = [len(names) - 1 - place - 0.38 * shift for place in range(len(names))]
+            values = [s[f"{part}_s"] for s in told["methods"].values()]
+            bars = panel.barh(places, values, height=0.36, color=color, label=part.replace("t_", "T_"))
+            panel.bar_label(bars, fmt=" %.2f", fontsize=7)
+        panel.axvline(told["forward_backward_s"], color="#4c9f70", linestyle="--", label="F&B")
+        panel.set_yticks([len(names) - 1.19 - place for place in range(len(names))], [METHODS[n].label for n in names])
+        panel.set(title=layout, xlabel="seconds")
+        panel.margins(x=0.12)
+    panels[0][0].legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+_DURATIONS = {"t_snapshot": "#dd8452", "t_persist": "#3b6ea5"}
 
 
 def segments(told: dict) -> dict[str, list[float]]:

@@ -136,6 +136,19 @@ def test_moc_is_compared_with_what_was_measured():
     assert figures.against(moc, None, None) == {}
 
 
+def test_what_a_method_takes_of_what_the_baseline_takes():
+    baseline = a_summary(ranks={"memory": [40, 40, 40], "storage": [40, 40, 40]}, capture_s=0.8, persist_s=8.5)
+    told = figures.of_baseline(a_summary(), baseline)
+    assert told == {
+        "t_snapshot": pytest.approx(0.5),
+        "t_persist": pytest.approx(0.5),
+        "bytes_memory": 60 / 120,
+        "bytes_storage": 30 / 120,
+        "bottleneck_memory": 30 / 40,
+        "bottleneck_storage": 15 / 40,
+    }
+
+
 def test_storage_follows_if_it_gets_all_snapshots_but_the_first():
     told = figures.followed(events(saves=3), every=EVERY, snapshots=3)
     assert (told["due"], told["stored"], told["stall_s"]) == (3, 3, 0.25)
@@ -216,6 +229,21 @@ def test_each_method_is_what_its_name_says():
         assert moc.persist_interval == 6 and not moc.ckpt_blocking
 
 
+def test_sets_are_those_of_the_figures():
+    swept, rules = methods.SETS["swept"], methods.SETS["rules"]
+    assert [methods.METHODS[name].k for name in swept] == [None, None, *((k, k) for k in (1, 2, 4, 8, 16))]
+    sharding = [snapshot_config(name).ckpt_sharding for name in rules]
+    assert sharding == ["baseline"] * 2 + ["EE", "EE+EN", "EE+AN"] * 2
+    assert [methods.METHODS[name].k for name in rules] == [None] * 5 + [(1, 1)] * 3
+    assert pec_overhead.parse(["--methods", "swept", "baseline"]).methods == list(swept)
+
+
+def test_without_zero_is_without_zero():
+    zero = "--use-distributed-optimizer"
+    assert zero in methods.model_flags(True, "DP4xEP2")
+    assert zero not in methods.model_flags(True, "DP4xEP2-replicated")
+
+
 @pytest.mark.parametrize("quick, millions", [(False, 143), (True, 2.2)])
 def test_the_model_is_made_of_experts(quick, millions):
     counts = methods.parameters(methods.model_flags(quick))
@@ -243,6 +271,7 @@ def told_of_all() -> dict:
         "forward_backward_s": 7.0,
         "methods": summaries,
         "ratios": moc,
+        "of_baseline": {"moc-async": figures.of_baseline(summaries["moc-async"], baseline)},
         "followed": {"moc-async": [figures.followed(events(saves=3), every=EVERY, snapshots=3)]},
         "sizes": {"moc-async": {"measured": {"memory": 60, "storage": 30}, "equation": {"memory": 50, "storage": 30}}},
         "failed": {"base-async": "it broke"},
@@ -254,7 +283,8 @@ def test_the_table_the_lines_and_the_plot_hold_every_method(tmp_path):
 
     told = told_of_all()
     report.plot({"DP4xEP4": told, "DP4xEP2": told}, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    report.plot_durations({"DP4xEP4": told, "DP4xEP2": told}, tmp_path / "durations.png")
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("plot.png", "durations.png"))
     console = Console(width=200, record=True, file=open("/dev/null", "w"))
     console.print(report.table("DP4xEP4", told))
     text = console.export_text()
@@ -262,6 +292,7 @@ def test_the_table_the_lines_and_the_plot_hold_every_method(tmp_path):
     said = "\n".join(report.lines(told))
     assert "99.50% O_save below the baseline's (target >= 98%: met)" in said
     assert "75.00% I_ckpt of Base-Async's (target <= 50%: missed)" in said
+    assert "100.0% of its T_snapshot and 100.0% of its T_persist, 100.0% of its bytes in memory" in said
     assert "3 of 3 in storage" in said and "memory 1.2000" in said and "it broke" in said
 
 

@@ -118,7 +118,9 @@ def test_saving_less_or_more_often_costs_less_than_everything():
     assert MACHINE.save_s(5) / 5 == MACHINE.save_s(8) / 20 and cost(5, 5) < cost(8, 20)
 
 
-@pytest.mark.parametrize(("k_snapshot", "k_persist", "interval"), [(1, 1, 1), (3, 1, 2), (4, 2, 3), (8, 8, 5)])
+@pytest.mark.parametrize(
+    ("k_snapshot", "k_persist", "interval"), [(1, 1, 1), (3, 1, 2), (3, 2, 1), (4, 2, 3), (5, 4, 1), (8, 8, 5)]
+)
 @pytest.mark.parametrize("from_storage", [0, 3])
 def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, from_storage):
     """A policy plans for 8 equally busy experts, and at some checkpoint some were on a node that is lost."""

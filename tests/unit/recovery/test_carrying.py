@@ -121,8 +121,7 @@ def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_
     state = 2 * ROWS * 2 * 4  # bytes of an expert
     data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}
     assert sum(nbytes for i, nbytes in data.items() if i != last) <= EXPERTS * state
-    if rest is None:
-        assert sum(data.values()) == (EXPERTS + 1) * state  # one full state, to the byte
+    assert sum(data.values()) == (EXPERTS + 1) * state  # one full state, to the byte; of some only masters or moments
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
@@ -199,6 +198,15 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
         kills += 1
         assert found == (after if found[1] else before, found[1])
     assert kills > 6
+
+
+def test_of_copies_the_newest_is_left_alone(store):
+    """Who keeps them for another node carries when a copy is whole: nothing else is coming."""
+    carrier = Carrier(store, NAMES)
+    save(store, 1, in_full(*range(EXPERTS)))
+    save(store, 2, in_full(0, 1))
+    assert carrier.carry() // (2 * ROWS * 2 * 4 + 4096) == EXPERTS - 2
+    assert [CARRIED in store.place.names(directory_of(iteration)) for iteration in (1, 2)] == [True, False]
 
 
 def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):

@@ -51,6 +51,7 @@ class Setting:
         waits_for_storage: with a memory tier, too, who has no buffer waits for what is being written.
         carries: snapshots are partial: what one lacks, the leader of a node carries out of the one before it, which
             has been published by then, and its own part does not count as sealed before that.
+        carries_late: with these, its own part counts as sealed without that.
     """
 
     nodes: tuple[tuple[int, ...], ...] = ((0, 1),)
@@ -67,6 +68,7 @@ class Setting:
     fails: bool = False
     waits_for_storage: bool = False
     carries: bool = False
+    carries_late: bool = False
 
     @property
     def leaders(self) -> set[int]:
@@ -131,6 +133,7 @@ class Rank(NamedTuple):
     publishes: Taken | None = None
     removes: int | None = None  # what is older than this
     superseded: int | None = None  # the same, after the next vote: what supersedes it is safe
+    carrying: tuple[int, ...] = ()  # for these is still to be carried what they lack
 
 
 class State(NamedTuple):
@@ -193,6 +196,9 @@ def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
     for number, rank in enumerate(state.ranks):
         for what, after in _beside(rank, _lacks(state, setting, number)):
             yield f"{number} {what}", _with(state, number, after)
+        for coming in rank.carrying[:1]:
+            if not _lacks_before(state, setting, number, coming):
+                yield f"{number} carried", _with(state, number, rank._replace(carrying=rank.carrying[1:]))
     for node in range(len(state.copies)):
         yield from _copied(state, setting, node)
     if state.to_publish:
@@ -228,17 +234,21 @@ def _unsealed(rank: Rank) -> Taken | None:
 
 
 def _lacks(state: State, setting: Setting, number: int) -> bool:
-    """Whether the snapshot before the one that a leader is about to seal is not published yet, so that nothing can be
-    carried out of it.
+    """Whether what a leader is about to seal has to wait, since nothing can be carried for it yet."""
+    unsealed = _unsealed(state.ranks[number])
+    if not setting.carries or setting.carries_late or number not in setting.leaders or unsealed is None:
+        return False
+    return _lacks_before(state, setting, number, unsealed.number)
+
+
+def _lacks_before(state: State, setting: Setting, number: int, coming: int) -> bool:
+    """Whether the snapshot before one is not published yet, so that a leader can carry nothing out of it.
 
     Raises:
         Violation: it is not there any more, or its buffers are written over.
     """
-    rank = state.ranks[number]
-    unsealed = _unsealed(rank)
-    if not setting.carries or number not in setting.leaders or unsealed is None:
-        return False
-    which, before = next(i for i, node in enumerate(setting.nodes) if node[0] == number), unsealed.number - 1
+    rank, before = state.ranks[number], coming - 1
+    which = next(i for i, node in enumerate(setting.nodes) if node[0] == number)
     files = next((one.files for one in state.manifests[which] if one.number == before), None)
     if files is not None:
         if any(state.ranks[other].buffers[slot] != (before, WHOLE) for other, slot in files):
@@ -389,6 +399,7 @@ def _acted(state: State, setting: Setting, number: int) -> State:
     if slot >= setting.slots:
         raise Violation("there are more buffers than are ever needed")
     newest, place = rank.newest + 1, rank.place % setting.window + 1
+    late = setting.carries_late and number in setting.leaders and any(not slot.free for slot in rank.rotation.slots)
     taken = Taken(newest, slot, newest - place + 1 if place == setting.window else None)
     stores = not setting.memory or then == "take, to storage too"
     rank = rank._replace(
@@ -399,6 +410,7 @@ def _acted(state: State, setting: Setting, number: int) -> State:
         copying=(*rank.copying, taken),
         writing=(*rank.writing, taken) if stores else rank.writing,
         waiting=False,
+        carrying=(*rank.carrying, newest) if late else rank.carrying,  # the first one lacks nothing
     )
     return _with(state, number, _filled(rank, taken, COPYING))
 
@@ -445,6 +457,7 @@ def canonical(state: State, setting: Setting) -> State:
     for rank in state.ranks:
         alive |= {rank.newest, *(taken.number for taken in (*rank.copying, *rank.replicating, *rank.writing))}
         alive |= {slot.iteration for slot in rank.rotation.slots if not slot.free}
+        alive |= {number for coming in rank.carrying for number in (coming - 1, coming)}
     numbers = {old: new for new, old in enumerate(sorted(alive))}
     renumbering = tuple(numbers.items())
     newest = len(numbers) - 1
@@ -485,6 +498,7 @@ def _renumbered(rank: Rank, renumbering: tuple[tuple[int, int], ...]) -> Rank:
         publishes=rank.publishes and renumbered(rank.publishes),
         removes=numbers.get(rank.removes),
         superseded=numbers.get(rank.superseded),
+        carrying=tuple(numbers[coming] for coming in rank.carrying),
     )
 
 

@@ -111,6 +111,8 @@ class NeverComplete(Rotation):
         return self
 
 
+CARRIES = dict(nodes=TWO_NODES, carries=True)
+NOT_CARRIED = "what is to be carried is (given up|written over)"
 NOT_WHOLE, NOT_STORED = "no published snapshot is whole", "storage gets what is not whole"
 BROKEN = {
     "a buffer is free before the newer snapshot is published": (Setting(machine=WithoutRetiring), NOT_WHOLE),
@@ -120,6 +122,7 @@ BROKEN = {
     "a window is broken up": (Setting(machine=ForgetsWindows, window=2), NOT_WHOLE),
     "nothing is ever given up": (Setting(machine=NeverRetires), "more buffers than are ever needed"),
     "the update does not wait for copies": (Setting(waits=False), NOT_WHOLE),
+    "experts are carried when a snapshot counts already": (Setting(**CARRIES, carries_late=True), NOT_CARRIED),
     "a node gives up what the others need": (Setting(nodes=TWO_NODES, removes_at_once=True), NOT_WHOLE),
     "older ones are given up before all have their copies": (
         Setting(nodes=TWO_NODES, peers=True, impatient=True),
