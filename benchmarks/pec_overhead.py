@@ -101,7 +101,7 @@ class Bench:
             return read(events, watch.sizes, plan)
 
     def _train(self, layout: str, flags: list[str], directory: Path) -> list[dict]:
-        model = model_flags(self._own.quick, layout)
+        model = model_flags(self._own.quick, layout, self._own.hidden_size)
         launch([sys.executable, *TORCHRUN, ours.PROGRAM, *model, *flags], directory)
         return ours.read_events(directory)
 
@@ -150,7 +150,7 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace) -> dict:
             n: figures.of_baseline(s, baseline) for n, s in summaries.items() if baseline and n != BASELINE
         },
         "followed": followed,
-        "sizes": _sizes(summaries, own.quick),
+        "sizes": _sizes(summaries, model_flags(own.quick, hidden_size=own.hidden_size)),
         "failed": failed,
         "samples": samples,
     }
@@ -170,11 +170,11 @@ def _attempt(what: str, name: str, failed: dict[str, str], run) -> None:
         failed[name] = str(error).splitlines()[0]
 
 
-def _sizes(summaries: dict[str, dict], quick: bool) -> dict[str, dict]:
+def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
     from moc.sharding.contents import StateBytes
     from moc.sharding.pec_sizes import pec_size
 
-    counts, state, told = parameters(model_flags(quick)), StateBytes(weights=0), {}
+    counts, state, told = parameters(model), StateBytes(weights=0), {}
     for name, s in summaries.items():
         chosen = METHODS[name].k or (counts["num_experts"],) * len(figures.LEVELS)
         sizes = [pec_size(counts["others"], counts["experts"], k, counts["num_experts"], state) for k in chosen]
@@ -195,6 +195,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=10, help="iterations between them (default: 10)")
     parser.add_argument("--follow", type=int, default=6, help="snapshots at the shortest interval (default: 6)")
     parser.add_argument("--quick", action="store_true", help="a model of 2.2 M parameters, to try the benchmark")
+    parser.add_argument("--hidden-size", type=int, help="of the model, where 512 takes too long (256: 37 M parameters)")
     parser.add_argument("--directory", type=Path, help="where to save (default: the directory for temporary files)")
     own = parser.parse_args(arguments)
     own.methods = list(dict.fromkeys(name for one in own.methods for name in SETS.get(one, (one,))))
@@ -233,8 +234,8 @@ def describe(own: argparse.Namespace) -> dict:
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {"torch": version("torch"), "megatron-core": version("megatron-core")},
         "workers": WORKERS,
-        "flags": model_flags(own.quick),
-        "parameters": parameters(model_flags(own.quick)),
+        "flags": model_flags(own.quick, hidden_size=own.hidden_size),
+        "parameters": parameters(model_flags(own.quick, hidden_size=own.hidden_size)),
         "methods": {name: METHODS[name].flags(own.every) for name in own.methods},
         "plan": {"turns": own.turns, "saves": own.saves, "every": own.every, "follow": own.follow},
     }

@@ -85,9 +85,17 @@ _QUICK = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attentio
     --num-experts 16 --seq-length 16 --max-position-embeddings 16 --vocab-size 511""".split()
 
 
-def model_flags(quick: bool, layout: str = "") -> list[str]:
-    """Flags of the program for a model of 143 M parameters, or of 2.2 M; of a layout, where it is known."""
+def model_flags(quick: bool, layout: str = "", hidden_size: int | None = None) -> list[str]:
+    """Flags of the program for a model of 143 M parameters, or of 2.2 M; of a layout, where it is known.
+
+    Args:
+        quick: the small one.
+        layout: one of :data:`LAYOUTS`.
+        hidden_size: another than that of the model, which experts are four times as wide as.
+    """
     flags = [*COMMON, *(_QUICK if quick else _FULL), *LAYOUTS.get(layout, ())]
+    if hidden_size is not None:  # the last word counts
+        flags += ["--hidden-size", str(hidden_size), "--ffn-hidden-size", str(4 * hidden_size)]
     return [flag for flag in flags if not (flag == _ZERO and layout.endswith("replicated"))]
 
 

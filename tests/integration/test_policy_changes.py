@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.live.job import Events
 from moc.policy import POLICIES
+from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory, start, stores
 from tests.integration.test_pec import SMALL, kill_at
 from tests.integration.tiny import train
@@ -21,7 +22,7 @@ CHANGES = [(old, new) for old, new in itertools.product(SETTINGS, repeat=2) if o
 
 def flags_of(policy, tier, tmp_path, memory):
     flags = SMALL | SETTINGS[policy] | dict(ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=str(tmp_path / "c"))
-    in_memory = dict(ckpt_memory_dir=memory, persist_interval=4) if tier == "memory" else {}
+    in_memory = {} if tier == "disk" else dict(ckpt_memory_dir=memory, persist_interval=4)
     return flags | in_memory | dict(log_dir=str(tmp_path / "log"))
 
 
@@ -46,6 +47,32 @@ def test_a_killed_job_goes_on_with_another_policy_or_says_what_to_do(old, new, t
         rest = train("1", after | dict(exit_interval=at + 14))
         assert set(rest.codes) == {0} and at + 7 <= rest.start <= at + 14
         assert stores(after)["storage"].iterations()[-1] == at + 14
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize(("old", "new"), [("full", "pec"), ("pec", "full")], ids=lambda policy: policy)
+def test_the_same_where_nodes_keep_copies_for_each_other(old, new, data, tmp_path):
+    """All processes of both nodes are killed, and their memory stays."""
+    with node_memory() as memory:
+        before, after = (data | flags_of(policy, "peers", tmp_path, memory) for policy in (old, new))
+        with Launched("EP2", before, tmp_path / "killed", nodes=2) as job:
+            job.reach(12)
+            for node in (0, 1):
+                job.lose(node)
+        if POLICIES[new].exact:
+            with Launched("EP2", after, tmp_path / "refused", nodes=2) as job:
+                assert job.wait() == 1 and not job.events("iteration")
+                assert f"start once more with --ckpt-policy {old} and end in good order" in job.console
+            assert ended(before, tmp_path / "in order", 20) >= 10  # as it says
+        at = ended(after, tmp_path / "changed", 24)
+        assert at == 20 if POLICIES[new].exact else at >= 10
+
+
+def ended(flags, directory, iteration):
+    """Where a run that ended in good order at an iteration had gone on."""
+    with Launched("EP2", flags | dict(exit_interval=iteration), directory, nodes=2) as job:
+        assert job.wait() == 0, job.console[-4000:]
+        return job.events("resume")[0]["iteration"]
 
 
 @pytest.mark.recovery

@@ -252,6 +252,12 @@ def test_the_model_is_made_of_experts(quick, millions):
     assert counts["experts"] / total == pytest.approx(0.94, abs=0.005)
 
 
+def test_a_model_in_between_is_made_of_experts_too():
+    counts = methods.parameters(methods.model_flags(False, hidden_size=256))
+    total = counts["experts"] + counts["others"]
+    assert total / 1e6 == pytest.approx(37, rel=0.02) and counts["experts"] / total == pytest.approx(0.91, abs=0.01)
+
+
 def test_too_few_iterations_between_snapshots_are_refused(capsys):
     with pytest.raises(SystemExit):
         pec_overhead.parse(["--every", "4"])
