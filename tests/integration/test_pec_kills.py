@@ -9,6 +9,7 @@ from tests.integration.test_pec import PEC, SMALL
 from tests.integration.tiny import FLAGS
 
 EXPERTS = FLAGS["num_experts"]
+SLOW = "slow rank=0 iteration=0 point=persisting seconds=600"
 
 pytestmark = pytest.mark.recovery
 
@@ -43,24 +44,28 @@ def test_memory_alone_loses_no_more_than_was_said(flags):
     assert 0 < lost["of_training"] < 2 * expected["plt"]
 
 
-@pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_killed_while_the_first_snapshot_is_written_and_again_before_the_next(tier, flags):
-    """Storage has nothing yet that partial snapshots could be added to."""
-    flags |= dict(ckpt_tier=tier, train_iters=20, persist_interval=10 if tier == "memory" else None)
-    slow = "slow rank=0 iteration=0 point=persisting seconds=600"
-    at = 4 if tier == "memory" else 3  # where there is no memory, training waits for a buffer then
-    killed(flags, slow, f"kill rank=0 iteration={at} point=start")
+def test_killed_while_the_first_snapshot_is_written(flags):
+    """Nothing was safe, and what was written of it is in nobody's way."""
+    killed(flags | dict(train_iters=12), SLOW, "kill rank=0 iteration=3 point=start")
+    assert stores(flags)["storage"].iterations() == []
+    last = train("1", flags | dict(train_iters=12))
+    assert set(last.codes) == {0} and last.start == 0 and len(last.records) == 12
+    assert stores(flags)["storage"].iterations()[-1] == 12
+
+
+def test_the_same_with_memory_and_killed_again_before_the_next_goes_to_storage(flags):
+    """Storage has nothing yet that partial snapshots could be added to, until it is given everything once more."""
+    flags |= dict(ckpt_tier="memory", persist_interval=10, train_iters=20)
+    killed(flags, SLOW, "kill rank=0 iteration=4 point=start")
     assert stores(flags)["storage"].iterations() == []
     killed(flags, "kill rank=0 iteration=7 point=start")
-    last = train("1", flags)
-    assert set(last.codes) == {0} and last.start + len(last.records) == 20
+    killed(flags, "kill rank=0 iteration=16 point=start")
     resumed = [event["iteration"] for event in events(flags, "resume")]
-    if tier == "memory":
-        assert len(resumed) == 2 and 1 <= resumed[0] < 5 and resumed[0] <= resumed[1] < 8
-    else:  # nothing was safe at the first kill
-        assert len(resumed) == 1 and 1 <= resumed[0] < 8
-    newest = stores(flags)["storage"]
-    names = {operator for operator in newest.manifest(20).operators if ".expert." in operator}
+    assert len(resumed) == 2 and 1 <= resumed[0] < 4 and resumed[0] <= resumed[1] < 7
+    stores(flags)["memory"].clear()
+    last = train("1", flags)  # from storage alone
+    assert set(last.codes) == {0} and 1 <= last.start <= 15 and last.start + len(last.records) == 20
+    names = [operator for operator in stores(flags)["storage"].manifest(20).operators if ".expert." in operator]
     assert len(names) == EXPERTS * SMALL["num_layers"]
 
 
