@@ -13,7 +13,7 @@ from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of
 from moc.store.tiers import memory_found
-from tests.integration.snapshot_files import node_memory
+from tests.integration.snapshot_files import node_memory, start
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
 from tests.worlds import run_world, start_world
@@ -153,11 +153,16 @@ def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
         shutil.rmtree(memory_found(memory, str(storage), "1").root)
         first, again = loaded("EP2", flags), loaded("EP2", flags)
         assert first == again  # what is left in memory stays until a new snapshot is safe
+        late = ["slow ranks=0,1 iteration=0 point=snapshot_copying seconds=600"]  # it is begun, and not safe
+        late.append(f"kill ranks=0,1 iteration={base + 2} point=after_vote")
+        assert {result.exit for result in start("EP2", flags | dict(inject=late)).wait()} == {-9}
+        assert Events(log / "events.jsonl").of("iteration")[-1]["iteration"] == base + 1
+        assert loaded("EP2", flags) == first
         assert train("EP2", flags | dict(exit_interval=base + 2)).start == base
         assert not [path for path in Path(memory).rglob("*") if path.is_file() and not path.name.startswith(".")]
-    resume, other, last = Events(log / "events.jsonl").of("resume")
-    assert resume["sources"] and {i for i, _ in resume["sources"]} == {i for i, _ in other["sources"]}
-    assert {i for i, _ in last["sources"]} == {i for i, _ in resume["sources"]}
+    resume, *others = Events(log / "events.jsonl").of("resume")
+    assert resume["sources"] and len(others) == 4
+    assert all({i for i, _ in other["sources"]} == {i for i, _ in resume["sources"]} for other in others)
     assert resume["tier"] == "storage" and {tier for _, tier in resume["sources"]} == {"memory", "storage"}
     assert max(i for i, tier in resume["sources"] if tier == "memory") >= base
     assert 0 < Events(log / "events.jsonl").of("lost")[0]["plt"] < 1
