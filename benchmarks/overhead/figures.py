@@ -177,7 +177,8 @@ def of_baseline(summary: dict, baseline: dict) -> dict[str, float]:
         baseline: of the baseline, in the same layout.
 
     Returns:
-        Ratios of ``t_snapshot`` and ``t_persist``, and by level of the bytes of all ranks (``bytes_memory``,
+        Ratios of ``t_snapshot`` and ``t_persist``, which are means over workers, so that they say nothing of the
+        busiest one where ranks save unequally much; and by level of the bytes of all ranks (``bytes_memory``,
         ``bytes_storage``) and of the busiest one (``bottleneck_memory``, ``bottleneck_storage``).
     """
     told = {name: summary[f"{name}_s"] / baseline[f"{name}_s"] for name in ("t_snapshot", "t_persist")}

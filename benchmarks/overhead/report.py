@@ -57,7 +57,9 @@ def _of_baseline(label: str, ratios: dict[str, float]) -> str:
     levels = (
         f"{all_ranks:.1%} of its bytes in {level} ({most:.1%} on the busiest rank)" for level, all_ranks, most in sizes
     )
-    seconds = f"{ratios['t_snapshot']:.1%} of its T_snapshot and {ratios['t_persist']:.1%} of its T_persist"
+    seconds = (
+        f"{ratios['t_snapshot']:.1%} of its T_snapshot and {ratios['t_persist']:.1%} of its T_persist, in the mean"
+    )
     return f"{label} beside the baseline: {seconds}, {', '.join(levels)}"
 
 

@@ -298,7 +298,7 @@ def test_the_table_the_lines_and_the_plot_hold_every_method(tmp_path):
     said = "\n".join(report.lines(told))
     assert "99.50% O_save below the baseline's (target >= 98%: met)" in said
     assert "75.00% I_ckpt of Base-Async's (target <= 50%: missed)" in said
-    assert "100.0% of its T_snapshot and 100.0% of its T_persist, 100.0% of its bytes in memory" in said
+    assert "100.0% of its T_snapshot and 100.0% of its T_persist, in the mean, 100.0% of its bytes in memory" in said
     assert "3 of 3 in storage" in said and "memory 1.2000" in said and "it broke" in said
 
 
