@@ -192,6 +192,10 @@ class Trial:
         for number in hosts:
             self.job.signal_launcher(number, signal.SIGCONT)
 
+    def _kill_worker(self, hosts: tuple[int, ...]) -> None:
+        for number in hosts:
+            self.job.newest_worker_of(number).kill()
+
     def _kill_controller(self, _) -> None:
         for _, process in self.job.controllers():
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -20,6 +20,7 @@ import psutil
 from benchmarks.cluster.hosts import Cluster, Host
 from benchmarks.cluster.judge import Life, Publication
 from benchmarks.live.job import ROOT, Events
+from moc.runtime.children import is_dying
 
 PORT = 29400
 _WORKER = re.compile(r"worker (\d+) is process (\d+)")
@@ -83,6 +84,10 @@ class ClusterJob:
                     if "moc.runtime.controller" in process.cmdline():
                         found.append((host, process))
         return found
+
+    def newest_worker_of(self, number: int) -> psutil.Process:
+        """The worker that a host's launcher has told of last."""
+        return self.cluster.hosts[number].process(int(_WORKER.findall(self.said(number))[-1][1]))
 
     def launcher_of(self, number: int) -> list[psutil.Process]:
         """The launcher of a host, and what stands for it here."""
@@ -178,5 +183,6 @@ class Watch:
 
 def _acts(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+        still = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED) or is_dying(process.pid)
+        return process.is_running() and not still
     return False

@@ -15,7 +15,8 @@ class Step:
     Attributes:
         action: ``cut`` (these hosts from all others), ``mend`` (all links), ``off`` (hosts lose their power), ``on``
             (they boot, and start their command again), ``freeze`` and ``thaw`` (storage), ``stop`` and ``cont``
-            (launchers, as by Ctrl-Z and ``fg``), ``stop controller``, ``cont controller``, ``kill controller``.
+            (launchers, as by Ctrl-Z and ``fg``), ``kill worker`` (of these hosts), ``stop controller``,
+            ``cont controller``, ``kill controller``.
         hosts: numbers.
         more: it is done when so many more iterations are complete than at the step before.
         seconds: and so much later.
@@ -112,6 +113,10 @@ def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
         "storage frozen, worker lost": Scenario(
             "storage hangs, and a host is lost",
             (Step("freeze", more=10), Step("off", (last,), more=5), Step("thaw", more=5)),
+        ),
+        "storage frozen, worker killed": Scenario(
+            "storage hangs, and a worker is killed that writes there",
+            (Step("freeze", more=10), Step("kill worker", (last,), more=10), Step("thaw", more=5)),
         ),
         "launcher stopped": Scenario(
             "a launcher is stopped, and goes on later",
