@@ -14,6 +14,7 @@ are blocked here; a worker gets those that came before it was ready for them.
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import json
 import multiprocessing.util
@@ -124,9 +125,7 @@ class Zygote:
             self._forget_zygote()
             os.environ.update(order["environment"])
             if order["output"] is not None:
-                output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
+                _write_to(order["output"])
             code = run(self._script, self._arguments)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
@@ -134,8 +133,9 @@ class Zygote:
             traceback.print_exc()
         finally:
             multiprocessing.util._exit_function()  # what a Python program does at its end with processes of its own
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):  # its disk may be full
+                    stream.flush()
             os._exit(code)
 
     def _forget_zygote(self) -> None:
@@ -146,6 +146,18 @@ class Zygote:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         for descriptor in (self._orders, self._tell, self._woken, self._wake):
             os.close(descriptor)
+
+
+def _write_to(path: str) -> None:
+    """Lets this process write to a file; to where the launcher writes, if that cannot be."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        print(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", file=sys.stderr)
+        return
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
 def run(script: str, arguments: list[str]) -> int:

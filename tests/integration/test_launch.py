@@ -132,6 +132,22 @@ def test_a_replica_gives_what_is_lost_and_nobody_goes_back(flags, undisturbed, t
         assert [event["iteration"] for event in job.events("iteration")] == list(range(1, ITERATIONS + 1))
 
 
+def test_a_directory_for_the_output_of_workers_that_is_gone_costs_nothing(flags, undisturbed, tmp_path):
+    output = tmp_path / "output"
+    output.mkdir()
+    with Launched("EP2", flags, tmp_path / "job", "--log-dir", str(output)) as job:
+        for iteration in (3, 7):
+            job.reach(iteration)
+            shutil.rmtree(output)
+            if iteration == 7:
+                output.write_text("in its place")
+            job.kill(1)
+            job.reach(iteration + 2)
+            assert iteration == 7 or (output / "rank_00001.log").exists()
+        assert_nobody_can_tell(job, flags, undisturbed("EP2"))
+    assert "rank_00001.log cannot be written (" in job.console
+
+
 def test_a_worker_is_lost_while_all_build(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job") as job:
         while 1 not in job.pids:
