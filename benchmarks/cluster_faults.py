@@ -313,7 +313,7 @@ def main() -> int:
     """Runs the rows; 1 if one has failed."""
     own = parse()
     if own.list:
-        print("\n".join(f"{name:28} {row.what}" for name, row in own.rows.items()))
+        print("\n".join(f"{name:30} {row.what}" for name, row in own.rows.items()))
         return 0
     if reason := unusable():
         print(f"skipped: {reason}")
@@ -330,7 +330,7 @@ def main() -> int:
             rows.append(row)
             what = "EQUAL" if not row.wrong else f"FAILED: {'; '.join(row.wrong)}"
             print(
-                f"{name:28} {tier:8} {row.seconds:6.1f} s, stood still {row.stood_still_s:5.1f} s  {what}", flush=True
+                f"{name:30} {tier:8} {row.seconds:6.1f} s, stood still {row.stood_still_s:5.1f} s  {what}", flush=True
             )
             if own.output is not None:
                 _write(own, rows)
