@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import MODEL, PROGRAM, Job, launcher
+from benchmarks.live.job import MODEL, PROGRAM, Job, free_ports, launcher
 from moc.runtime.addresses import candidates
 from tests.unit.runtime.fuzz_wire import attack, between, stranger
 
@@ -59,7 +59,7 @@ class Target:
 
     def __init__(self, directory: Path):
         self._token, self.refusals = secrets.token_bytes(32), Counter()
-        port = _free_port()
+        port = free_ports(1)[0]
         own = [*launcher(WORKERS), "--rdzv-endpoint", f"127.0.0.1:{port}"]
         saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", 1]
         layout = ["--expert-model-parallel-size", "2", "--ckpt-dir", directory / "snapshots"]
@@ -184,12 +184,6 @@ def verdict(told: dict, generations: list[tuple[int, str]]) -> dict[str, bool]:
             of["last"]["uss_mb"] - of["uss_mb"] < GROWTH_MB for of in ends.values()
         ),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def main() -> int:

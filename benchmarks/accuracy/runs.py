@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.accuracy.cells import Cell, Plan
+from benchmarks.live.job import free_ports
 from moc.store.tiers import memory_found
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def start(cell: Cell, flags: list[str], directory: Path, dies_after: int | None)
         RunFailed: they ended in another way; with what the first that did has said last.
     """
     common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    common |= {"WORLD_SIZE": str(cell.workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    common |= {"WORLD_SIZE": str(cell.workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     common |= {} if dies_after is None else {"DIES_AFTER": str(dies_after)}
     command = [sys.executable, "-m", "benchmarks.accuracy.mortal", *flags]
     outputs = [directory / f"output-{rank}" for rank in range(cell.workers)]
@@ -196,12 +196,6 @@ def _ended(processes: list[subprocess.Popen]) -> list[int | None]:
             deadline = min(deadline, time.monotonic() + _GRACE)
         time.sleep(0.05)
     return [process.poll() for process in processes]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _tool(name: str, flags: list[str]) -> None:

@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import psutil
 
 from benchmarks.faults.recovery import LONG, SHORT, During, Recoveries
 from benchmarks.faults.standing import standing
-from benchmarks.live.job import ROOT, Events
+from benchmarks.live.job import ROOT, Events, free_ports
 from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of
@@ -167,7 +166,7 @@ class Run:
         launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
         self._spares = max(0, candidates - self._nodes) if candidates > 1 else 0
         if self._nodes > 1:
-            addresses = ",".join(f"127.0.0.1:{port}" for port in _free_ports(candidates))
+            addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(candidates))
             launcher += ["--nnodes", self._nodes, "--spares", self._spares, "--rdzv-endpoint", addresses]
         program = [ROOT / "pretrain_gpt_moe.py", *MODEL, "--train-iters", own.iterations]
         self._launcher = [sys.executable, "-W", "ignore", *map(str, launcher)]
@@ -351,11 +350,3 @@ class Run:
         memory = [path for path in self._memory.rglob("*") if path.is_file() and path.stat().st_size]
         self.left += [f"{path} is left" for path in [*memory, *self.directory.glob("tmp*/mocrun-*")]]
         shutil.rmtree(self._memory)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as all_at_once:
-        probes = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

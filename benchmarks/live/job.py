@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +43,15 @@ def torchrun(workers: int) -> list[str]:
     """torchrun on one node, which starts all workers again when one is lost."""
     own = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "10000"]
     return ["-m", "torch.distributed.run", *own]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody has just now; all different."""
+    with contextlib.ExitStack() as all_at_once:
+        probes = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 class Events:

@@ -203,6 +203,7 @@ class ControllerLink:
                 beside.append(asyncio.create_task(self._look_around(index, connection)))
             while not self.over:  # to be cancelled in the moment in which something comes is not heard of
                 said = (await connection.recv(silence=self._times.promise_s)).header
+                self._clock.tick()
                 self._hear(index, said)
                 self._see_whether_led(came)
         except PeerGoneError:
@@ -217,7 +218,6 @@ class ControllerLink:
 
     def _see_whether_led(self, came: float) -> None:
         """By the candidate to which it came then, or by any other since its patience began."""
-        self._clock.tick()
         if self._is_led:
             self._led = self._clock.now
             return
@@ -246,6 +246,8 @@ class ControllerLink:
             raise RefusedError(said["why"])
         elif kind == "state":
             self._state = {name: value for name, value in said.items() if name != "kind"}
+            if not self.joined:  # patience is for those that have been led: it begins now
+                self._led = self._clock.now
             self._promised_here, self.joined = True, True
         else:
             self._obey(said)

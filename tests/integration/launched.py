@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from benchmarks.live.job import Events
+from benchmarks.live.job import Events, free_ports
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
@@ -61,7 +60,7 @@ class Launched:
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
         if nodes > 1:
             numbers = ["--nnodes", str(nodes), "--spares", str(spares)] if spares else ["--nnodes", str(nodes)]
-            addresses = [f"127.0.0.1:{port}" for port in _free_ports(candidates)]
+            addresses = [f"127.0.0.1:{port}" for port in free_ports(candidates)]
             self._command += [*numbers, "--rdzv-endpoint", ",".join(addresses)]
         self._program = str(REPOSITORY / program)
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
@@ -178,11 +177,3 @@ class Launched:
         """Iteration, loss and gradient norm, as they were computed last."""
         found = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in self.events("iteration")}
         return [(iteration, *values) for iteration, values in sorted(found.items())]
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as all_at_once:
-        probes = [all_at_once.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -23,22 +23,22 @@ SILENCE_S = 4.0
 class Job:
     """Candidates on three nodes, and what there is of their agents."""
 
-    def __init__(self, candidates=3):
+    def __init__(self, candidates=3, silence_s=SILENCE_S):
         with contextlib.ExitStack() as all_at_once:
             probes = [all_at_once.enter_context(socket.socket()) for _ in range(candidates)]
             for probe in probes:
                 probe.bind(("127.0.0.1", 0))
             self.addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
-        self.controllers, self.agents = {}, {}
+        self.controllers, self.agents, self.times = {}, {}, Times(silence_s)
 
     def start_controller(self, index):
-        election = Election(index, len(self.addresses), NODES + SPARES, Times(SILENCE_S))
+        election = Election(index, len(self.addresses), NODES + SPARES, self.times)
         controller = Controller(Membership(NODES, 1, 1000), election, max_wait_s=60.0)
         serving = controller.run(self.addresses[index], TOKEN, beyond_loopback=False)
         self.controllers[index] = controller, asyncio.create_task(serving)
 
     def start_agent(self, node, patience_s=60.0, begin_s=600.0):
-        self.agents[node] = Agent(node, self.addresses, patience_s, begin_s)
+        self.agents[node] = Agent(node, self.addresses, self.times, patience_s, begin_s)
 
     async def lose(self, node):
         """Its agent and its controller die, and its workers with them."""
@@ -65,11 +65,11 @@ class Job:
 class Agent:
     """A link, with what an agent would do with orders."""
 
-    def __init__(self, node, addresses, patience_s, begin_s):
+    def __init__(self, node, addresses, times, patience_s, begin_s):
         self.node, self.orders, self.generation, self.workers = node, [], 0, {}
         self.lease = Lease.make()
         self.link = ControllerLink(
-            addresses, TOKEN, Times(SILENCE_S), patience_s, begin_s, self.lease, True, self.hello, self.obey
+            addresses, TOKEN, times, patience_s, begin_s, self.lease, True, self.hello, self.obey
         )
         self.following = asyncio.create_task(self.link.run())
 
@@ -95,8 +95,8 @@ async def becomes(condition, seconds=60.0):
 
 
 @contextlib.asynccontextmanager
-async def begun(candidates=3, patience_s=60.0):
-    job = Job(candidates)
+async def begun(candidates=3, patience_s=60.0, silence_s=SILENCE_S):
+    job = Job(candidates, silence_s)
     for index in range(candidates):
         job.start_controller(index)
     for node in range(NODES + SPARES):
@@ -110,7 +110,7 @@ async def begun(candidates=3, patience_s=60.0):
 
 def test_the_first_candidate_leads_and_the_next_one_takes_over_before_any_lease_has_ended():
     async def main():
-        async with begun() as job:
+        async with begun(silence_s=15.0) as job:  # so long that a busy machine lets no lease end
             assert job.leaders() == [0]
             names = dict(job.agents[1].workers)
             await job.lose(0)
