@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
 # Sets up an environment (see setup.sh --help), then runs the tests.
 #
-# Usage: ./scripts/test.sh [--no-venv] [PYTEST_ARGUMENTS...]
+# Usage: ./scripts/test.sh [--quick] [--no-venv] [PYTEST_ARGUMENTS...]
 #
+#   --quick    leave out what bears the mark "slow": jobs and worlds of several processes
 #   --no-venv  use the active environment instead of .venv
 #   --help     this text
 #
-# Everything else goes to pytest; without any, the whole suite runs, three files at a time: tests
-# of worker processes wait as much as they compute. Examples:
+# Everything else goes to pytest; without any, the whole suite runs. Three files are run at a time, since tests
+# of worker processes wait as much as they compute; -n 0 runs them one after the other. Examples:
 #
 #   ./scripts/test.sh tests/unit
-#   ./scripts/test.sh -m "not slow" -x
+#   ./scripts/test.sh --quick -x
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-arguments=()
+arguments=(-n 3 --dist loadfile)
 while (($#)); do
     case $1 in
+        --quick) arguments+=(-m "not slow") ;;
         --no-venv) VENV=no ;;
         --help | -h) help_from_header && exit ;;
         *) arguments+=("$1") ;;
@@ -26,6 +28,5 @@ done
 
 set_up dev
 cd "$ROOT"
-((${#arguments[@]})) || arguments=(-n 3 --dist loadfile)
 say "Running the tests"
 exec "$PYTHON" -m pytest "${arguments[@]}"
