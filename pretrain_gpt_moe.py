@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from megatron.training.arguments import parse_config
+from megatron.pretraining.arguments import parse_config
 
 WARM = (
-    "megatron.training.errors",
-    "megatron.training.loop",
+    "megatron.pretraining.errors",
+    "megatron.pretraining.loop",
     # what torch and megatron-core import only while they work
     "torch._dynamo",
     "torch._inductor.utils",
@@ -62,9 +62,9 @@ def loss_function(loss_mask, losses):
 
 def providers():
     """The model, the data and the forward step of this program."""
-    from megatron.training.data import build_datasets
-    from megatron.training.model import build_gpt
-    from megatron.training.setup import Providers
+    from megatron.pretraining.data.streams import build_datasets
+    from megatron.pretraining.model.build import build_gpt
+    from megatron.pretraining.setup import Providers
 
     return Providers(model=build_gpt, datasets=build_datasets, forward_step=forward_step)
 
@@ -73,7 +73,7 @@ def warm_up() -> None:
     """Imports what training needs, and nothing more, for a launcher that forks its workers."""
     from importlib import import_module
 
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
     for module in WARM:
@@ -84,11 +84,11 @@ def main() -> int:
     """Parses the flags before anything heavy is imported, then trains."""
     config = parse_config()
 
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
-    from megatron.training.errors import reported
-    from megatron.training.loop import pretrain
+    from megatron.pretraining.errors import reported
+    from megatron.pretraining.loop import pretrain
 
     with reported():
         return pretrain(config, providers())

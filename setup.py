@@ -4,7 +4,7 @@ from setuptools import find_namespace_packages, setup
 
 setup(
     # `megatron` is a namespace shared with pip's megatron-core: it has no __init__.py, here or there.
-    packages=find_namespace_packages(include=["megatron.training*", "moc*"]),
+    packages=find_namespace_packages(include=["megatron.pretraining*", "moc*"]),
     # Naming the root makes `pip install -e .` a plain path entry, under which both halves of the
     # namespace are found; setuptools' import hooks for editable installs stay out of the way.
     package_dir={"": "."},

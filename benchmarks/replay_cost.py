@@ -23,7 +23,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.training.arguments import parse_config
+from megatron.pretraining.arguments import parse_config
 from moc.policy.window import generate_schedule, order_operators
 
 MODEL = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --num-experts 8
@@ -56,12 +56,12 @@ def measure(config, windows: Sequence[int], rounds: int) -> dict[str, dict]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from benchmarks.train_overhead import gather, timed
-    from megatron.training.initialize import initialize
-    from megatron.training.loop import iterate
-    from megatron.training.model_shape import model_shape
-    from megatron.training.phases import Phases
-    from megatron.training.setup import set_up
-    from megatron.training.stopping import StopRequests
+    from megatron.pretraining.loop import iterate
+    from megatron.pretraining.model.shape import model_shape
+    from megatron.pretraining.process.initialize import initialize
+    from megatron.pretraining.process.phases import Phases
+    from megatron.pretraining.process.stopping import StopRequests
+    from megatron.pretraining.setup import set_up
     from moc.state.shape import model_operators
     from moc.state.training_state import TrainingState
     from pretrain_gpt_moe import providers
@@ -126,7 +126,7 @@ def main() -> int:
     own, flags = parser.parse_known_args()
     config = parse_config([*MODEL, *flags, "--train-iters", "1000"])
 
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
     import torch

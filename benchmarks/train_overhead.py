@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.training.arguments import parse_config
+from megatron.pretraining.arguments import parse_config
 
 
 def bare_loop(config, run):
@@ -33,10 +33,10 @@ def bare_loop(config, run):
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron.training.config import num_microbatches
-    from megatron.training.data import micro_batch_indices
-    from megatron.training.model import build_gpt, build_model
-    from megatron.training.optimizer import optimizer_config
+    from megatron.pretraining.config import num_microbatches
+    from megatron.pretraining.data.streams import micro_batch_indices
+    from megatron.pretraining.engine.optimizer import optimizer_config
+    from megatron.pretraining.model.build import build_gpt, build_model
     from pretrain_gpt_moe import forward_step
 
     world, batch = run.world, run.stepper.global_batch_size
@@ -90,11 +90,11 @@ def timed(iterate, iterations: int) -> float:
 
 def measure(config, rounds: int, iterations: int) -> dict:
     """Times both loops in turns; a collective call."""
-    from megatron.training.initialize import initialize
-    from megatron.training.loop import iterate
-    from megatron.training.phases import Phases
-    from megatron.training.setup import set_up
-    from megatron.training.stopping import StopRequests
+    from megatron.pretraining.loop import iterate
+    from megatron.pretraining.process.initialize import initialize
+    from megatron.pretraining.process.phases import Phases
+    from megatron.pretraining.process.stopping import StopRequests
+    from megatron.pretraining.setup import set_up
     from pretrain_gpt_moe import providers
 
     phases = Phases()
@@ -149,7 +149,7 @@ def main() -> int:
     own, flags = parser.parse_known_args()
     config = parse_config([*flags, "--train-iters", "1000000", "--log-interval", str(own.iterations)])
 
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
     import torch

@@ -1,1 +1,1 @@
-"""Fault tolerance for Mixture-of-Experts training; imports nothing of megatron.training."""
+"""Fault tolerance for Mixture-of-Experts training; imports nothing of megatron.pretraining."""

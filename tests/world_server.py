@@ -51,10 +51,10 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
-    for module in ("megatron.training.loop", "megatron.training.errors", "pretrain_gpt_moe", *_IMPORTED_LATE):
+    for module in ("megatron.pretraining.loop", "megatron.pretraining.errors", "pretrain_gpt_moe", *_IMPORTED_LATE):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.training import checkpoint_files as files
-from megatron.training.checkpoint_files import CheckpointError
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.checkpoint.files import CheckpointError
 from moc.state.region import Region
 from moc.store import manifest as manifests
 from moc.store.manifest import Manifest, OperatorEntry

@@ -14,8 +14,8 @@ from _coverage import BUFFER, PARAM, SLOTS, missing_operators
 from _stock_names import Place, extra_states, stacks_layers, stock_places
 from _torch_dist import Weight, write_weights
 
-from megatron.training import checkpoint_files as files
-from megatron.training.checkpoint_writer import OPTIMIZER
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.checkpoint.writer import OPTIMIZER
 from moc.state.region import boxes_of_range
 from moc.store.durable import sync_directory
 from moc.store.errors import CheckpointError

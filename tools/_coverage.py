@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from _checkpoint import Box, Checkpoint, files
 
-from megatron.training.config.layer_pattern import expand
+from megatron.pretraining.config.layer_pattern import expand
 from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store.manifest import OperatorEntry

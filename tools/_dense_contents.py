@@ -26,8 +26,8 @@ from _coverage import PARAM, operator_or_other
 from _stock_names import Place, unpartitioned_places
 from _torch_dist import WeightsReader
 
-from megatron.training import checkpoint_files as files
-from megatron.training.checkpoint_writer import OPTIMIZER
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.checkpoint.writer import OPTIMIZER
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.regions import Entry, RegionReader

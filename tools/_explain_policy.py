@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron.training.config import Config, ConfigError
+from megatron.pretraining.config import Config, ConfigError
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named

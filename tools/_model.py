@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.training.arguments import parse_config
-from megatron.training.config import Config
-from megatron.training.model_shape import model_shape
-from megatron.training.presets import PRESETS
+from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.config import Config
+from megatron.pretraining.model.shape import model_shape
+from megatron.pretraining.presets import PRESETS
 from moc.state.operators import Operator
 from moc.state.shape import model_operators
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402

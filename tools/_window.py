@@ -1,7 +1,7 @@
 """A window of sparse snapshots becomes a checkpoint of everything, by computing it again (MoEvement, section 3.3).
 
-The program does that, as it does when a run goes on (``megatron/training/replay.py``): with ``--skip-train``, and in
-place of ``--ckpt-dir`` a directory of links to the snapshots of the window, so that nothing happens to those.
+The program does that, as it does when a run goes on (``megatron/pretraining/engine/replay.py``): with ``--skip-train``,
+and in place of ``--ckpt-dir`` a directory of links to the snapshots of the window, so that nothing happens to those.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from _coverage import missing_operators
 
-from megatron.training import checkpoint_files as files
-from megatron.training.arguments import parse_config
-from megatron.training.config import Config, compose, layout_sizes
-from megatron.training.config.composed import group_classes
-from megatron.training.config.flag import flags_of
+from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.config import Config, compose, layout_sizes
+from megatron.pretraining.config.composed import group_classes
+from megatron.pretraining.config.flag import flags_of
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
 from moc.state.operators import Operator

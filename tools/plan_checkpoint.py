@@ -15,8 +15,8 @@ import _explain_policy
 from _explain_k import add_flags, explained, measured
 from _model import config_of, operators_of
 
-from megatron.training.config import Config
-from megatron.training.presets import PRESETS
+from megatron.pretraining.config import Config
+from megatron.pretraining.presets import PRESETS
 from moc.policy.adaptive import Limits, candidates, choose
 from moc.policy.sequential import sequential_experts
 from moc.sharding import (

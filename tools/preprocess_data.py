@@ -157,7 +157,8 @@ def _files(args: argparse.Namespace) -> list[str]:
 
 def _load_tokenizer(args: argparse.Namespace):
     try:
-        from megatron.training import cpu, tokenizer
+        from megatron.pretraining.data import tokenizer
+        from megatron.pretraining.process import cpu
     except ModuleNotFoundError as error:
         raise ToolError(f"{error.name} is not installed: run pip install -e . in the repository.") from None
     cpu.install()

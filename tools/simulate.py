@@ -15,7 +15,7 @@ import _simulate_report as report
 from _model import config_of, operators_of
 from _reproduce import REPRODUCTIONS
 
-from megatron.training.presets import PRESETS
+from megatron.pretraining.presets import PRESETS
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from megatron.training.events import EventLog
+from moc.events import EventLog
 
 
 def die_after(iteration: int) -> None:

@@ -34,11 +34,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, required=True, help="iterations between checkpoints")
     own, flags = parser.parse_known_args()
 
-    from megatron.training.arguments import parse_config
+    from megatron.pretraining.arguments import parse_config
 
     config = parse_config(flags)
 
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
     import torch
@@ -46,11 +46,11 @@ def main() -> None:
     import torch.distributed.checkpoint as dcp
 
     from benchmarks.save_peers.torch_dcp import DcpSaver, state_dict
-    from megatron.training.initialize import initialize
-    from megatron.training.loop import collect_garbage_by_hand, iterate
-    from megatron.training.phases import Phases
-    from megatron.training.setup import set_up
-    from megatron.training.stopping import StopRequests
+    from megatron.pretraining.loop import collect_garbage_by_hand, iterate
+    from megatron.pretraining.process.initialize import initialize
+    from megatron.pretraining.process.phases import Phases
+    from megatron.pretraining.process.stopping import StopRequests
+    from megatron.pretraining.setup import set_up
     from moc.state.training_state import TrainingState
     from pretrain_gpt_moe import providers
 

@@ -101,8 +101,8 @@ def model_flags(quick: bool, layout: str = "", hidden_size: int | None = None) -
 
 def parameters(flags: list[str]) -> dict[str, int]:
     """How many parameters are in experts (``experts``) and how many are not (``others``)."""
-    from megatron.training.arguments import parse_config
-    from megatron.training.model_shape import model_shape
+    from megatron.pretraining.arguments import parse_config
+    from megatron.pretraining.model.shape import model_shape
     from moc.state.shape import model_operators
 
     config = parse_config([*flags, "--train-iters", "1"])

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.save_peers.rounds import gather, write_result
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()
 

@@ -27,18 +27,18 @@ class Trainer:
 
 def build(flags: list[str]) -> Trainer:
     """Builds model, optimizer and data from the flags of ``pretrain_gpt_moe.py``; a collective call."""
-    from megatron.training.arguments import parse_config
+    from megatron.pretraining.arguments import parse_config
 
     config = parse_config([*flags, "--train-iters", "100000"])
 
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
-    from megatron.training.initialize import initialize
-    from megatron.training.loop import collect_garbage_by_hand, iterate
-    from megatron.training.phases import Phases
-    from megatron.training.setup import set_up
-    from megatron.training.stopping import StopRequests
+    from megatron.pretraining.loop import collect_garbage_by_hand, iterate
+    from megatron.pretraining.process.initialize import initialize
+    from megatron.pretraining.process.phases import Phases
+    from megatron.pretraining.process.stopping import StopRequests
+    from megatron.pretraining.setup import set_up
     from pretrain_gpt_moe import providers
 
     stop, world = StopRequests(config), initialize(config)

@@ -6,8 +6,8 @@ replicas do; or it *loads* a checkpoint of that very iteration.  The newest iter
 the job goes on, so that work is lost only where state is.
 
 Whoever has seen the vote of an iteration has updated its state, and whoever has not still has the one before (see
-``megatron/training/step.py``).  So ranks may be one iteration apart: where the newer state can be copied, the others
-roll forward to it; where not, the older one is loaded from its checkpoint by those that are ahead.
+``megatron/pretraining/engine/step.py``).  So ranks may be one iteration apart: where the newer state can be copied, the
+others roll forward to it; where not, the older one is loaded from its checkpoint by those that are ahead.
 
 With upstream logs there is a fourth way: the pipeline stages that have lost something go back to a checkpoint and
 *compute again* what came after it, alone, and so arrive where the others have stayed (:mod:`moc.recovery.scope`).

@@ -1,13 +1,13 @@
 """Products in 8 bits on a GPU: those of the CPU, up to the order of sums."""
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from megatron.training import fp8  # noqa: E402
+from megatron.pretraining.model import fp8  # noqa: E402
 
 
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])

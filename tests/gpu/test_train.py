@@ -88,7 +88,7 @@ def test_cpu_adaptation_leaves_cuda_alone():
     script = """
 import torch
 before = (torch.cuda.Stream, torch.cuda.synchronize, torch.Tensor.cuda, torch.empty, torch.Tensor.type)
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 cpu.install()
 assert before == (torch.cuda.Stream, torch.cuda.synchronize, torch.Tensor.cuda, torch.empty, torch.Tensor.type)
 """

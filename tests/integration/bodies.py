@@ -22,12 +22,15 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.distributed import param_and_grad_buffer as buffers
 
 import pretrain_gpt_moe as program
-from megatron.training import checkpoint_writer, errors, first_worker, loop, setup, stopping
-from megatron.training.checkpoint_files import CheckpointError
-from megatron.training.checkpointing import Checkpoints
-from megatron.training.config import compose
-from megatron.training.logging import Log
-from megatron.training.step import NonFiniteError
+from megatron.pretraining import errors, loop, setup
+from megatron.pretraining.checkpoint import writer as checkpoint_writer
+from megatron.pretraining.checkpoint.dense import Checkpoints
+from megatron.pretraining.checkpoint.files import CheckpointError
+from megatron.pretraining.config import compose
+from megatron.pretraining.engine.step import NonFiniteError
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.process import rank0 as first_worker
+from megatron.pretraining.process import stopping
 from moc.state.parameters import unpartitioned_parameters, unwrap
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others

@@ -16,8 +16,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 import moc.runtime.generation
-from megatron.training import initialize, loop
-from megatron.training.config import compose
+from megatron.pretraining import loop
+from megatron.pretraining.config import compose
+from megatron.pretraining.process import initialize
 from moc.runtime.groups import Groups
 from moc.runtime.job import Job
 from tests.integration import bodies

@@ -10,10 +10,10 @@ RANK, ITERATION = 1, 5
 
 def hang_once() -> None:
     """Has the worker hang in the middle of its step; who computes that iteration again does not."""
-    from megatron.training import cpu
+    from megatron.pretraining.process import cpu
 
     cpu.install()
-    from megatron.training.step import Stepper
+    from megatron.pretraining.engine.step import Stepper
 
     step = Stepper.step
 

@@ -16,8 +16,8 @@ from pretrain_gpt_moe import warm_up
 
 def hold(may_end: Path) -> None:
     """Makes the training loop wait for a file before its last two iterations."""
-    from megatron.training import loop
-    from megatron.training.agreement import on_first
+    from megatron.pretraining import loop
+    from megatron.pretraining.session.agreement import on_first
 
     iterate = loop.iterate
 

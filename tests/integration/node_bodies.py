@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron.training.config import compose
-from megatron.training.replay import Repetition
-from megatron.training.snapshot_publishing import Publisher
-from megatron.training.snapshot_setup import begin
-from megatron.training.snapshots import Snapshots
-from megatron.training.step import Records, Stepper
+from megatron.pretraining.config import compose
+from megatron.pretraining.engine.replay import Repetition
+from megatron.pretraining.engine.step import Records, Stepper
+from megatron.pretraining.session.publishing import Publisher
+from megatron.pretraining.session.setup import begin
+from megatron.pretraining.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.parameters import unwrap

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from megatron.training import loop
+from megatron.pretraining import loop
 from moc.snapshot import capture
 from moc.state.detail import Detail
 from moc.state.training_state import TrainingState

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.training.agreement import gather
-from megatron.training.snapshot_peers import Peers
-from megatron.training.snapshot_tiers import Tiers
+from megatron.pretraining.session.agreement import gather
+from megatron.pretraining.session.peers import Peers
+from megatron.pretraining.session.tiers import Tiers
 from moc.policy import Every
 from moc.policy.full import Full
 from moc.recovery.placement import place

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from megatron.training import replay
-from megatron.training.replay import Reached, Repetition
-from megatron.training.snapshot_replay import Rebuilder
-from megatron.training.step import Records
+from megatron.pretraining.engine import replay
+from megatron.pretraining.engine.replay import Reached, Repetition
+from megatron.pretraining.engine.step import Records
+from megatron.pretraining.session.resume.rebuilding import Rebuilder
 from moc.recovery.going_on import Course
 from moc.recovery.sources import MASTER, STORAGE, Held, Moment, Recovery
 from moc.state.detail import Detail

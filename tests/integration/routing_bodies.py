@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.training.routing import RouterCounts
-from megatron.training.step import Rider
+from megatron.pretraining.engine.routing import RouterCounts
+from megatron.pretraining.engine.step import Rider
 from tests.integration.bodies import with_run
 
 

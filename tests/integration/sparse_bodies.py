@@ -6,8 +6,8 @@ import errno
 import itertools
 import os
 
-from megatron.training import loop
-from megatron.training.step import Stepper
+from megatron.pretraining import loop
+from megatron.pretraining.engine.step import Stepper
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.state.parameters import unpartitioned_parameters, unwrap

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt_moe as program
-from megatron.training.model import build_model
-from megatron.training.optimizer import build_optimizer
+from megatron.pretraining.engine.optimizer import build_optimizer
+from megatron.pretraining.model.build import build_model
 from moc.state.freezing import FreezingError
 from moc.state.training_state import Detail, TrainingState
 from tests.integration.bodies import digest, with_run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron.training.config import compose
-from megatron.training.initialize import initialize, seed_streams, shut_down
+from megatron.pretraining.config import compose
+from megatron.pretraining.process.initialize import initialize, seed_streams, shut_down
 
 
 def draw(flags: dict, iterations: list[int]) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import checkpoint_files as files
+from megatron.pretraining.checkpoint import files
 from tests.integration.tiny import FLAGS, LAYOUTS, train
 from tests.worlds import start_world
 

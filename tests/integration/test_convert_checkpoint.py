@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron.training.config import compose
+from megatron.pretraining.config import compose
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_layouts import CLOSE
 from tests.integration.test_precision import BF16, FP16

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from megatron.training.config import compose
-from megatron.training.model_shape import model_shape
+from megatron.pretraining.config import compose
+from megatron.pretraining.model.shape import model_shape
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
 from moc.state.operators import operator_of
 from moc.state.shape import model_operators

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from benchmarks.live.job import Events
-from megatron.training import checkpoint_files as files
+from megatron.pretraining.checkpoint import files
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS, LAYOUTS, Trained, train
 from tests.worlds import run_world, start_world

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import checkpoint_files as files
+from megatron.pretraining.checkpoint import files
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import EVERY, events, newest_whole, node_memory, start, told, train
 from tests.integration.test_atomic_save import assert_whole, wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron.training.step import sum_losses
+from megatron.pretraining.engine.step import sum_losses
 from moc.logs.crossings import Direction
 from moc.logs.files import LogReader
 from moc.store.regions import bytes_of

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import pec_accuracy
 from benchmarks.accuracy import plots, report, runs
 from benchmarks.accuracy.cells import EXPERTS, QUICK, Cell, Plan, cells, expected, expected_plt
-from megatron.training.arguments import parse_config
+from megatron.pretraining.arguments import parse_config
 from moc.policy.adaptive import uniform_plt
 from moc.policy.ledger import Ledger
 from moc.policy.sequential import sequential_experts
@@ -145,7 +145,7 @@ def test_a_line_that_a_kill_has_cut_off_is_left_out(tmp_path):
 
 DYING = """
 from benchmarks.accuracy.mortal import die_after
-from megatron.training.events import EventLog
+from moc.events import EventLog
 die_after(2)
 log = EventLog({directory!r})
 log.write("other", iteration=2)

@@ -211,7 +211,7 @@ def test_a_manifest_that_cannot_be_read_is_passed_over(tmp_path):
 
 
 def snapshot_config(name: str):
-    from megatron.training.arguments import parse_config
+    from megatron.pretraining.arguments import parse_config
 
     flags = [*methods.model_flags(True), "--train-iters", "9", "--ckpt-dir", "d", "--snapshot-interval", "6"]
     return parse_config([*flags, *methods.METHODS[name].flags(6).split()]).snapshot

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.live.blocks import Blocks, between
 from benchmarks.replay_cost import NORMAL, beside_normal, frozen_in
 from benchmarks.sparse_overhead import AUTO, BASE, GEMINI, LAYOUTS, MODEL, THREE, WAYS, figures, summary, verdicts
-from megatron.training.arguments import parse_config
+from megatron.pretraining.arguments import parse_config
 from moc.state.operators import Operator
 
 

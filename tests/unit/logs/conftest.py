@@ -1,5 +1,5 @@
 """Lets megatron.core be imported on this machine, before any test does."""
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()

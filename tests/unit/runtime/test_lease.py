@@ -11,7 +11,7 @@ from moc.runtime.lease import Lease
 
 TELLS = """
 import sys, time
-from megatron.training.events import EventLog
+from moc.events import EventLog
 log = EventLog(sys.argv[1])
 log.write("before")
 print("ready", flush=True)

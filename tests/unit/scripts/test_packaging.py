@@ -41,7 +41,7 @@ def test_wheel_holds_our_packages_and_nothing_else(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {name for name in names if ".dist-info/" not in name}
     assert files == {
-        str(path.relative_to(ROOT)) for name in ("megatron/training", "moc") for path in (ROOT / name).rglob("*.py")
+        str(path.relative_to(ROOT)) for name in ("megatron/pretraining", "moc") for path in (ROOT / name).rglob("*.py")
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
@@ -51,7 +51,7 @@ def test_both_halves_of_megatron_import(place, tmp_path):
     installed = python("import importlib.metadata; importlib.metadata.version('moc-megatron')", cwd=tmp_path)
     if installed.returncode != 0:
         pytest.skip("the package is not installed; ./scripts/setup.sh installs it")
-    result = python("import megatron.core, megatron.training, moc", cwd=ROOT if place == "root" else tmp_path)
+    result = python("import megatron.core, megatron.pretraining, moc", cwd=ROOT if place == "root" else tmp_path)
     assert result.returncode == 0, result.stderr
 
 

@@ -38,8 +38,8 @@ def flags_of(command: str) -> tuple[dict[str, str], list[str]]:
 
 def accepts(launcher: dict[str, str], flags: list[str]) -> None:
     """Lets the trainer read its flags, and check them against the number of workers."""
-    from megatron.training.arguments import parse_config
-    from megatron.training.config import check_world
+    from megatron.pretraining.arguments import parse_config
+    from megatron.pretraining.config import check_world
 
     check_world(parse_config(flags), int(launcher["--nproc-per-node"]) * int(launcher.get("--nnodes", 1)))
 

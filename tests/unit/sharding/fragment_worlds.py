@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 from moc.state.detail import Detail  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 from megatron.core.parallel_state import RankGenerator  # noqa: E402

@@ -27,7 +27,7 @@ def run(saving, *at, wall_s=100.0):
 
 
 def assert_adds_up(result):
-    parts = (result.useful_s, result.saving_s, result.recovery_s, result.idle_s)
+    parts = (result.useful_s, result.saving_s, result.slower_s, result.recovery_s, result.idle_s)
     assert sum(parts) == pytest.approx(result.wall_s, abs=1e-6) and min(parts) >= -1e-6
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 from moc.state.fragments import fragments_of  # noqa: E402

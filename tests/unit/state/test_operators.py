@@ -4,17 +4,17 @@ from collections import Counter
 
 import pytest
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from megatron.training.config import Config, compose  # noqa: E402
-from megatron.training.model import build_gpt, transformer_config  # noqa: E402
-from megatron.training.model_shape import model_shape  # noqa: E402
-from megatron.training.presets import PRESETS, count_parameters  # noqa: E402
+from megatron.pretraining.config import Config, compose  # noqa: E402
+from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
+from megatron.pretraining.model.shape import model_shape  # noqa: E402
+from megatron.pretraining.presets import PRESETS, count_parameters  # noqa: E402
 from moc.state.operators import operator_of  # noqa: E402
 from moc.state.parameters import unpartitioned_parameters  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.training import cpu
+from megatron.pretraining.process import cpu
 
 cpu.install()
 

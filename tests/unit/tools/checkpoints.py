@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.training import checkpoint_files as files
+from megatron.pretraining.checkpoint import files
 from moc.state.region import boxes_of_range
 from moc.store.regions import RegionTensor, write_regions
 

@@ -21,8 +21,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.training import cpu
-from megatron.training.tokenizer import build_tokenizer
+from megatron.pretraining.data.tokenizer import build_tokenizer
+from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
@@ -31,7 +31,7 @@ NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--work
 READ_WITHOUT_US = """
 import json, sys
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-assert not any(name.startswith(("megatron.training", "moc", "preprocess")) for name in sys.modules)
+assert not any(name.startswith(("megatron.pretraining", "moc", "preprocess")) for name in sys.modules)
 dataset = IndexedDataset(sys.argv[1])
 print(json.dumps([[int(t) for t in dataset[i]] for i in range(len(dataset))]))
 """
@@ -254,10 +254,10 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch, args, message)
 
 
 def test_says_what_is_not_installed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.training", None)
+    monkeypatch.setitem(sys.modules, "megatron.pretraining.data", None)
     (tmp_path / "in.txt").write_text("1")
     assert preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *NUMBERS) == 1
-    assert "megatron.training is not installed: run pip install -e ." in capsys.readouterr().err
+    assert "megatron.pretraining.data is not installed: run pip install -e ." in capsys.readouterr().err
 
 
 def test_a_dataset_is_replaced_only_when_asked(tmp_path, capsys):

@@ -1,0 +1,210 @@
+"""The command line: flags, presets and YAML files become a ``Config``.  No argparse namespace leaves here."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+
+import yaml
+
+from megatron.pretraining.config.composed import Config, all_flags, compose, group_classes
+from megatron.pretraining.config.flag import ConfigError, Flag, flags_of, refuse
+from megatron.pretraining.presets import PRESETS
+from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
+
+# Ways to say one thing: the word of a stronger source displaces all of these in the weaker ones.
+_ALTERNATIVES = (
+    {"moe_layer_freq", "expert_interval"},
+    {"train_iters", "train_samples"},
+    {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"},
+    {"data_path", "mock_data"},
+    {"bf16", "fp16"},
+)
+
+
+def parse_config(argv: Sequence[str] | None = None) -> Config:
+    """Reads the flags; ``argv`` is by default that of the process.
+
+    Defaults give way to the ``--model`` preset, that to the ``--config`` file, that to the command line.
+    Leaves the process with exit code 2 and one sentence where the flags cannot work, and with 0 after
+    ``--help`` and ``--print-config``.
+    """
+    parser = build_parser()
+    known, unknown = parser.parse_known_args(argv)
+    given = vars(known)
+    try:
+        _refuse_unknown(unknown)
+        config = _resolve(given)
+    except ConfigError as error:
+        parser.error(str(error))
+    if given.get("print_config"):
+        if is_first_worker():
+            print(config.to_yaml(), end="")
+        parser.exit(0)
+    return config
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all flags.  It leaves flags that are not given out of its result."""
+    parser = _Parser(
+        usage="%(prog)s [--model NAME] [--config FILE.yaml] [flags]",
+        description="Pre-trains a Mixture-of-Experts GPT.",
+        epilog='A number without a default is undone by the word "none", as in --num-experts none.',
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--model",
+        choices=sorted(PRESETS),
+        metavar="NAME",
+        help=f"Start from this model: {', '.join(PRESETS)}.",
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="Start from the flags in this file.")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="Print all flags in force, with those that follow from others, as a file for --config; exit.",
+    )
+    for group in group_classes().values():
+        title, _, description = group.__doc__.partition(": ")
+        box = parser.add_argument_group(title.rstrip("."), description[:1].upper() + description[1:])
+        for flag in flags_of(group):
+            _add(box, flag)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Under a launcher all workers find the same mistake: the first one says it, and ends the job."""
+
+    def error(self, message):
+        let_first_worker_speak()
+        super().error(message)
+
+
+def _refuse_unknown(words: Sequence[str]) -> None:
+    if not words:
+        return
+    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    spellings = [spelling for flag in all_flags().values() for spelling in (*flag.on, *flag.off)]
+    close = difflib.get_close_matches(word, spellings, n=1)
+    raise ConfigError(f"{word} is not a flag: {f'did you mean {close[0]}?' if close else 'see --help.'}")
+
+
+class _Switch(argparse.Action):
+    """Stores whether the spelling turns the flag on or off."""
+
+    def __init__(self, option_strings, dest, off=(), **kwargs):
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+        self.off = off
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, option_string not in self.off)
+
+
+def _add(box: argparse._ArgumentGroup, flag: Flag) -> None:
+    text = (flag.help + _describe_default(flag)).replace("%", "%%")
+    if flag.kind is bool:
+        box.add_argument(*flag.on, *flag.off, dest=flag.name, action=_Switch, off=flag.off, help=text)
+        return
+    metavar = flag.metavar or (f"{{{','.join(map(str, flag.choices))}}}" if flag.choices else None)
+    box.add_argument(*flag.on, dest=flag.name, nargs=flag.nargs, metavar=metavar or _METAVARS[flag.kind], help=text)
+
+
+_METAVARS = {int: "N", float: "X", str: "NAME", tuple: "WORD"}
+
+
+def _describe_default(flag: Flag) -> str:
+    if flag.kind is bool:
+        return f" (default: {'on' if flag.default else 'off'})"
+    return "" if flag.default is None else f" (default: {flag.default})"
+
+
+def _resolve(given: dict) -> Config:
+    command_line = {name: value for name, value in given.items() if name in all_flags()}
+    path = given.get("config")
+    file = read_config_file(path) if path else {}
+    from_file = file.pop("model", None)
+    model = given.get("model", from_file)
+    refuse(
+        from_file is not None and model != from_file,
+        f"--model {model} contradicts the model {from_file} of {path}: drop one of them.",
+    )
+    refuse(
+        model is not None and (not isinstance(model, str) or model not in PRESETS),
+        f"model {model!r} of {path} is not one of {', '.join(PRESETS)}: choose one.",
+    )
+    preset = dict(PRESETS[model].values) if model else {}
+    return compose(_override(_override(preset, file), command_line), model)
+
+
+def _override(weaker: Mapping[str, object], stronger: Mapping[str, object]) -> dict:
+    displaced = {name for names in _ALTERNATIVES if _says_something(names, stronger) for name in names}
+    if str(stronger.get("num_experts", "")).lower() == "none":
+        displaced |= {flag.name for flag in flags_of(group_classes()["moe"])}
+    return {**{name: value for name, value in weaker.items() if name not in displaced}, **stronger}
+
+
+def _says_something(names: set[str], values: Mapping[str, object]) -> bool:
+    return any(values.get(name) not in (None, False) for name in names)
+
+
+def read_config_file(path: str | os.PathLike) -> dict[str, object]:
+    """Values by field name from a YAML file, and ``model`` where the file names one.
+
+    Keys are spelled with dashes or underscores, as fields or as flags, flat or below the name of their group.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is not a flag.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read ({error.strerror}): correct the path.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML ({' '.join(str(error).split())}): correct it.") from None
+    refuse(
+        not isinstance(content or {}, dict),
+        f"--config {path} does not hold keys and values: write key: value.",
+    )
+    result: dict[str, object] = {}
+    for key, value in (content or {}).items():
+        group = group_classes().get(_underscored(key))
+        if group is None or not isinstance(value, dict):
+            _put(result, key, value, path)
+            continue
+        members = {flag.name for flag in flags_of(group)}
+        for inner, item in value.items():
+            name = _put(result, inner, item, path)
+            refuse(name not in members, f"{inner} in {path} does not belong below {key}: move it out of there.")
+    return result
+
+
+def _put(result: dict, key: object, value: object, path: str | os.PathLike) -> str:
+    known, name = _file_keys(), _underscored(key)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "see --help for what there is."
+        raise ConfigError(f"{key} in {path} is not a flag: {hint}")
+    field, negated = known[name]
+    if negated:
+        refuse(not isinstance(value, bool), f"{key} in {path} takes true or false; change {value!r}.")
+        value = not value
+    refuse(field in result, f"{path} gives {field} twice: drop one.")
+    result[field] = value
+    return field
+
+
+def _file_keys() -> dict[str, tuple[str, bool]]:
+    """Every way to write a key: its field, and whether it says the opposite."""
+    keys = {"model": ("model", False)}
+    for flag in all_flags().values():
+        keys.update((_underscored(spelling), (flag.name, False)) for spelling in flag.on)
+        keys.update((_underscored(spelling), (flag.name, True)) for spelling in flag.off)
+    return keys
+
+
+def _underscored(key: object) -> str:
+    return str(key).removeprefix("--").replace("-", "_")

@@ -1,0 +1,1 @@
+"""Dense checkpoints (``--save``, ``--load``), which stock Megatron-LM reads."""

@@ -1,0 +1,182 @@
+"""What a checkpoint holds: the weights' description for megatron-core, and ``training_state.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.pretraining.config import Config, global_batch_size, train_iterations
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.step import StepRecord
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import first_line
+from moc.state.optimizer import get_step, members
+from moc.state.parameters import unwrap
+from moc.store.errors import CheckpointError
+
+_SHAPE = {  # what must be the same for weights to fit, by flag group
+    "network": ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+                "kv_channels", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
+                "untie_embeddings_and_output_weights", "qk_layernorm"),
+    "moe": ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come; iterations and samples completed, and of these iterations those skipped."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+
+    def after(self, record: StepRecord) -> Position:
+        """The position after an iteration."""
+        return Position(
+            iteration=record.iteration,
+            consumed_samples=self.consumed_samples + record.samples,
+            skipped_iterations=self.skipped_iterations + record.skipped,
+        )
+
+
+def described_weights(chunks: list[DistributedDataParallel]) -> dict:
+    """The model chunks as megatron-core's sharded state dict, under Megatron-LM's keys."""
+    models = [unwrap(chunk).sharded_state_dict() for chunk in chunks]
+    if len(models) == 1:
+        return {"model": models[0]}
+    return {f"model{i}": model for i, model in enumerate(models)}
+
+
+def training_state(
+    config: Config, world: World, position: Position, optimizer: VotedOptimizer, scheduler: OptimizerParamScheduler
+) -> dict:
+    """The content of ``training_state.json``."""
+    scalers = [m.grad_scaler for m in members(optimizer.core) if getattr(m, "grad_scaler", None)]
+    return {
+        **asdict(position),
+        "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
+        "optimizer_step": get_step(optimizer.core),
+        "params_dtype": _compute_format(config),
+        "fp8": _products(config),
+        "main_params_dtype": config.mixed_precision.main_params_dtype,
+        "moments": config.mixed_precision.moments,
+        "scheduler": scheduler.state_dict(),
+        "grad_scaler": _plain(scalers[0].state_dict()) if scalers else None,
+        "shape": shape(config),
+        "sample_order": sample_order(config, world),
+    }
+
+
+def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
+    """Gives fp16's loss scale its saved value and history."""
+    for member in members(optimizer.core):
+        if saved and getattr(member, "grad_scaler", None):
+            member.grad_scaler.load_state_dict({**saved, "scale": torch.tensor(saved["scale"])})
+
+
+def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
+    """Gives the schedule of learning rate and weight decay its saved state.
+
+    Args:
+        scheduler: the schedule.
+        saved: its state, as saved.
+        where: the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: the flags ask for another schedule.
+    """
+    scheduler.num_steps = 0  # megatron-core adds the saved ones to those that the schedule has made
+    try:
+        scheduler.load_state_dict(saved)
+    except AssertionError as mismatch:
+        raise CheckpointError(
+            f"the learning-rate schedule differs from the one in {where} ({first_line(mismatch)}): pass "
+            "--use-checkpoint-opt-param-scheduler to keep the old one, --override-opt-param-scheduler for the new"
+        ) from None
+
+
+def check_optimizer(config: Config, saved: dict, where: object) -> None:
+    """Raises ``CheckpointError`` where a checkpoint holds the state of another optimizer, or none."""
+    optimizer, masters = config.regularization.optimizer, config.mixed_precision.main_params_dtype
+    if saved["optimizer"] != optimizer:
+        raise CheckpointError(
+            f"{where} holds state of optimizer {saved['optimizer']}, not of {optimizer}: change --optimizer, or pass "
+            "--no-load-optim"
+        )
+    if (there := saved.get("main_params_dtype", "fp32")) != masters:
+        raise CheckpointError(f"{where} holds masters in {there}, not in {masters}: pass --main-params-dtype {there}")
+    there, here = saved.get("moments"), config.mixed_precision.moments
+    if (there and tuple(there)) != here:
+        flags = "--exp-avg-dtype {} --exp-avg-sq-dtype {}"
+        remedy = f"pass {flags.format(*there)}" if there else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
+        formats = [" and ".join(of) if of else "the format of the optimizer" for of in (there, here)]
+        raise CheckpointError(f"{where} holds moments in {formats[0]}, not in {formats[1]}: {remedy}")
+
+
+def check_window(config: Config, saved: dict, where: object) -> None:
+    """Raises ``CheckpointError`` where a window has weights of another format than this program computes with."""
+    formats = (saved.get("params_dtype"), saved.get("fp8")), (_compute_format(config), _products(config))
+    if formats[0] != formats[1]:
+        there, here = (f"{weights} with {products}" if products else weights for weights, products in formats)
+        raise CheckpointError(
+            f"{where} ends a window that computes again in {there}, and this run computes in {here}: give it the flags "
+            "that the window was saved with, and change them after a snapshot of everything"
+        )
+
+
+def _compute_format(config: Config) -> str:
+    return "bf16" if config.mixed_precision.bf16 else "fp16" if config.mixed_precision.fp16 else "fp32"
+
+
+def _products(config: Config) -> str | None:
+    precision = config.mixed_precision
+    if precision.fp8_format is None:
+        return None
+    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.transformer_impl]
+    return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of {whose}"
+
+
+def check_shape(config: Config, saved: dict, where: object) -> None:
+    """Raises ``CheckpointError`` where a checkpoint holds another model."""
+    for name, value in shape(config).items():
+        if saved.get(name) != value:
+            flag = "--" + name.replace("_", "-")
+            raise CheckpointError(f"{where} holds another model: {flag} is {saved.get(name)} there and {value} here")
+
+
+def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
+    """Says what makes samples come in another order than in the run that saved."""
+    for name, value in sample_order(config, world).items():
+        if name in saved and saved[name] != value:
+            say(
+                f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: from here on samples come in "
+                "another order, and some may come twice or never"
+            )
+
+
+def shape(config: Config) -> dict:
+    """What must be equal for weights to fit, by flag name; values as JSON gives them back."""
+    groups = {group: getattr(config, group) for group in _SHAPE}
+    values = {name: getattr(groups[group], name) for group, names in _SHAPE.items() for name in names}
+    return json.loads(json.dumps(values))
+
+
+def sample_order(config: Config, world: World) -> dict:
+    """What the order of samples depends on; megatron-core shuffles all epochs of a run together."""
+    data, batch = config.data, global_batch_size(config, world.size)
+    order = {
+        "seed": config.rng.seed,
+        "train_samples": train_iterations(config, world.size) * batch,
+        "seq_length": data.seq_length,
+        "split": data.split,
+    }
+    return order | {name: list(getattr(data, name) or ()) for name in ("data_path", "train_data_path")}
+
+
+def _plain(state: dict) -> dict:
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in state.items()}

@@ -1,0 +1,283 @@
+"""``--save`` and ``--load``: dense checkpoints that any layout loads and stock Megatron-LM reads.
+
+A checkpoint is a directory ``iter_0000100`` with
+
+* the weights in megatron-core's ``torch_dist`` format, as Megatron-LM writes them;
+* ``optimizer/*.safetensors``: master weights and moments as boxes of the unpartitioned tensors (:mod:`moc.store`),
+  since megatron-core's own optimizer checkpoints lose Adam's step without Transformer Engine and refuse to change
+  the expert-parallel size;
+* ``training_state.json``: position, learning-rate schedule, loss scale, and the shape of the model;
+* ``manifest.json``: every file with its hash, written last.
+
+No random state is saved: it follows from the iteration.  Nothing is unpickled but what megatron-core's reader of
+``torch_dist`` unpickles, after its hash was verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.pretraining.checkpoint import contents, files, writer
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.checkpoint.files import CheckpointError
+from megatron.pretraining.checkpoint.loading import CheckpointLoader
+from megatron.pretraining.config import Config
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import first_line, first_of_any, on_first
+from moc.runtime.groups import Aborted, Suspicion
+from moc.snapshot.background import within
+from moc.state.fragments import optimizer_fragments
+from moc.store.claims import Claim
+from moc.store.errors import TakenError
+from moc.store.fence import Fence
+from moc.store.regions import RegionTensor
+from moc.trouble import Trouble
+
+
+class Checkpoints:
+    """Saves and loads the state of this worker's model and optimizer; all methods are collective.
+
+    With ``--save-failure continue`` a save that fails, on all workers alike, is told and tried again.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        chunks: the model.
+        optimizer: its optimizer.
+        scheduler: its learning-rate schedule.
+        log: where to report.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        chunks: list[DistributedDataParallel],
+        optimizer: VotedOptimizer,
+        scheduler: OptimizerParamScheduler,
+        log: Log,
+    ):
+        self._config, self._world, self._chunks, self._log, self._say = config, world, chunks, log, log.message
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._queue = AsyncCallsQueue()
+        self._fence = _fence(config, world)
+        self._trouble, self._stops = Trouble(), config.checkpoint.save_failure == "stop"
+        self.problem = ""
+        """What the last save that failed came to."""
+        self.last_saved: int | None = None
+        self._before: int | None = None  # the one before that which is being saved
+
+    def newest(self, seconds: float | None = None) -> int | None:
+        """The iteration that :meth:`load` would go on from; None if it would begin at 0, or find nothing.
+
+        Args:
+            seconds: for so long at most; then None, too.
+        """
+        checkpoint = self._config.checkpoint
+        if checkpoint.load is None or checkpoint.finetune:
+            return None
+        look = functools.partial(files.latest_iteration, checkpoint.load)
+        if checkpoint.ckpt_step is not None:
+            directory = files.directory_of(checkpoint.load, checkpoint.ckpt_step)
+            look = lambda: checkpoint.ckpt_step if directory.is_dir() else None  # noqa: E731
+        return on_first(lambda: within(seconds, look), "cannot look for a checkpoint")
+
+    def load(self) -> Position | None:
+        """Loads what ``--load`` and ``--ckpt-step`` name.
+
+        Returns:
+            Where to go on, or None if ``--load`` holds no checkpoint yet (a first start).
+
+        Raises:
+            CheckpointError: on all workers alike: nothing to load although ``--exit-on-missing-checkpoint`` or
+                ``--ckpt-step`` asks for it, a file missing or damaged, another model, state missing.
+        """
+        parts = self._config, self._world, self._chunks, self._optimizer, self._scheduler, self._say
+        loader = CheckpointLoader(*parts)
+        directory = loader.find()
+        if directory is None:
+            return None
+        position = loader.load(directory)
+        save = self._config.checkpoint.save
+        if save and files.directory_of(save, position.iteration).resolve() == directory.resolve():
+            self.last_saved = position.iteration
+        return position
+
+    def save(self, position: Position) -> None:
+        """Saves, or with ``--async-save`` starts to; an earlier save still under way is waited for.
+
+        Raises:
+            CheckpointError: on all workers, with ``--save-failure stop``, if any cannot write; earlier checkpoints are
+                untouched.
+        """
+        self.finish()
+        with self._trying(position.iteration):
+            self._save(position)
+
+    def tries_again(self) -> bool:
+        """Whether a save that failed is to be tried again now; a collective call only then."""
+        return bool(self._trouble) and not on_first(lambda: self._trouble.rests, "cannot tell the time")
+
+    def _save(self, position: Position) -> None:
+        root, iteration = Path(self._config.checkpoint.save), position.iteration
+        on_first(lambda: files.start(root, iteration, self._fence), "cannot start a checkpoint")
+        staging = files.staging_of(root, iteration, self._fence.claim.tag)
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
+        strategy = self._strategy()
+        with self._reporting_failure(), writer.first_worker_goes_on(TorchCommonSaveStrategy, "save_common") as failures:
+            request = dist_checkpointing.save(weights, str(staging), strategy, async_sharded_save=True)
+        self._agree(next(iter(failures), None))
+        on_first(lambda: self._write_state(staging, position), "cannot write a checkpoint")
+        entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
+        write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)
+        *gathering, _ = request.finalize_fns  # the last one leaves all waiting where the first cannot write
+        finalize = [functools.partial(self._together, one) for one in gathering]
+        config = functools.partial(on_first, lambda: writer.write_config(strategy, staging), "cannot end a checkpoint")
+        publish = functools.partial(self._publish, root, iteration)
+        self._queue.schedule_async_request(request._replace(async_fn=write, finalize_fns=[*finalize, config, publish]))
+        self._before, self.last_saved = self.last_saved, iteration
+        if not self._config.checkpoint.async_save:
+            self._finalize(blocking=True)
+
+    def poll(self) -> None:
+        """Publishes a checkpoint that all workers have finished writing; returns at once otherwise."""
+        if self._queue.async_calls:
+            with self._trying(self.last_saved):
+                self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Waits for a save under way, and publishes it."""
+        if self._queue.async_calls:
+            with self._trying(self.last_saved):
+                self._finalize(blocking=True)
+
+    def close(self) -> None:
+        """Gives up a save under way, as if this worker had been killed; asks nothing of the others."""
+        while self._queue.async_calls:
+            self._queue.async_calls.popleft().async_caller.close(abort=True)
+        writer.forget_results()
+
+    @contextlib.contextmanager
+    def _trying(self, iteration: int) -> Iterator[None]:
+        """A save that may fail, on all workers alike."""
+        begun = time.monotonic()
+        try:
+            yield
+        except CheckpointError as error:
+            over = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, Suspicion))
+            if self._stops or over:
+                raise
+            self.close()
+            if self.last_saved == iteration:
+                self.last_saved = self._before
+            self.problem = str(error)
+            self._tell_failure(iteration, self._trouble.failed(time.monotonic() - begun))
+
+    def _tell_failure(self, iteration: int, warns: bool) -> None:
+        save, newest, lasted = self._config.checkpoint.save, self.last_saved, self._trouble.seconds
+        facts = dict(reason=self.problem, failures=self._trouble.count, lasted_s=round(lasted, 3), newest=newest)
+        self._log.events.write("save_failed", what="checkpoint", iteration=iteration, **facts)
+        if warns:
+            there = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
+            self._say(
+                f"WARNING: the checkpoint of iteration {iteration} is not saved: {self.problem}. Training goes on, and "
+                f"tries again; in {save}, {there}"
+            )
+
+    def _finalize(self, blocking: bool) -> None:
+        with self._reporting_failure():
+            self._queue.maybe_finalize_async_calls()
+            pause_s = 0.01
+            while blocking and self._queue.async_calls:  # not joined: who hangs with storage must hear of a lost worker
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.1)
+                self._queue.maybe_finalize_async_calls()
+
+    def _together(self, finalize: Callable[[], None]) -> None:
+        """Something of megatron-core after which one worker may fail alone: all do."""
+        failure, wrote = None, writer.first_worker_goes_on(FileSystemWriterAsync, "finish")
+        try:
+            with wrote as failures:
+                finalize()
+            failure = next(iter(failures), None)
+        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+            if isinstance(error, (Aborted, Suspicion)):
+                raise
+            failure = error
+        self._agree(failure)
+
+    def _agree(self, failure: Exception | None) -> None:
+        if problem := first_of_any(None if failure is None else self._sentence(failure)):
+            raise CheckpointError(problem)
+
+    @contextlib.contextmanager
+    def _reporting_failure(self):
+        """Makes one sentence of what megatron-core and torch raise where files cannot be written."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+            raise CheckpointError(self._sentence(error)) from error
+
+    def _sentence(self, error: Exception) -> str:
+        failures = getattr(error, "failures", None)  # of all workers; the first one knows them
+        reason = next(iter(failures.values()))[0] if failures else error
+        return (
+            f"the checkpoint in {self._config.checkpoint.save} could not be written; earlier ones are untouched: "
+            f"make room or repair the disk, and start again ({first_line(reason)})"
+        )
+
+    def _publish(self, root: Path, iteration: int) -> None:
+        retain = self._config.checkpoint.save_retain_interval
+        complete = functools.partial(writer.publish, root, iteration, self._world.size, retain, self._fence)
+        on_first(complete, "cannot complete a checkpoint")
+        self._say(f"saved checkpoint at iteration {iteration} to {root}")
+        if self._trouble:
+            count, lasted = self._trouble.count, self._trouble.over()
+            self._say(f"checkpoints can be saved again, after {lasted:.0f} s; {count} could not be")
+
+    def _strategy(self):
+        writer.use_mortal_result_queue()
+        strategy = get_default_save_sharded_strategy("torch_dist", 1)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return FullyParallelSaveStrategyWrapper(strategy, group)
+
+    def _write_state(self, staging: Path, position: Position) -> None:
+        state = contents.training_state(self._config, self._world, position, self._optimizer, self._scheduler)
+        files.write_durably(staging / files.STATE, json.dumps(state, indent=1))
+
+    def _optimizer_entries(self) -> list[RegionTensor]:
+        """This rank's share of the optimizer state, on the host: forked writers cannot read the device."""
+        return [
+            RegionTensor(f.name, f.slot, f.global_shape, f.region, f.view.cpu())
+            for f in optimizer_fragments(self._chunks, self._optimizer.core)
+            if f.first_copy
+        ]
+
+
+def _fence(config: Config, world: World) -> Fence | None:
+    """In whose name this generation saves; nothing is read or written before it does."""
+    save = config.checkpoint.save
+    return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

@@ -1,0 +1,131 @@
+"""``--load``: finds a checkpoint, verifies it, and fills model and optimizer from it, in whatever layout they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.safe_globals import register_safe_globals
+
+from megatron.pretraining.checkpoint import contents, files, writer
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.checkpoint.files import CheckpointError
+from megatron.pretraining.config import Config, global_batch_size
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import first_line, first_of_any, on_first
+from moc.state.fragments import optimizer_fragments
+from moc.state.optimizer import set_step
+from moc.state.parameters import unwrap
+from moc.store.fill import values_for
+from moc.store.regions import MissingRegionError, RegionReader
+
+
+class CheckpointLoader:
+    """Loads into this worker's model and optimizer; all methods are collective, and fail on all workers alike."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        chunks: list[DistributedDataParallel],
+        optimizer: VotedOptimizer,
+        scheduler: OptimizerParamScheduler,
+        say: Callable[[str], None],
+    ):
+        self._config, self._world, self._chunks, self._say = config, world, chunks, say
+        self._optimizer, self._scheduler = optimizer, scheduler
+
+    def find(self) -> Path | None:
+        """The checkpoint that ``--load`` and ``--ckpt-step`` name, or None on a first start."""
+        checkpoint = self._config.checkpoint
+        if checkpoint.load is None:
+            return None
+        found = on_first(self._look, "cannot look for a checkpoint")
+        if found is None:
+            self._say(f"{checkpoint.load} holds no checkpoint: starting from random weights")
+        return Path(found) if found else None
+
+    def load(self, directory: Path) -> Position:
+        """Fills model, optimizer and schedule; returns where to go on."""
+        checkpoint = self._config.checkpoint
+        self._say(f"loading checkpoint {directory}")
+        manifest = self._verified_manifest(directory)
+        state = json.loads((directory / files.STATE).read_text()) if manifest else None
+        if state:
+            contents.check_shape(self._config, state["shape"], directory)
+        elif checkpoint.load_optim and not checkpoint.finetune:
+            raise CheckpointError(
+                f"{directory} holds no optimizer state of ours: pass --no-load-optim, or --finetune to start anew"
+            )
+        loaded = self._load_weights(directory)
+        if checkpoint.finetune or not checkpoint.load_optim:
+            self._optimizer.core.reload_model_params()
+        else:
+            self._load_optimizer(directory, manifest, state)
+        if checkpoint.finetune:
+            return Position()
+        if not state:
+            iteration = int(loaded.get("iteration", 0))
+            return Position(iteration, iteration * global_batch_size(self._config, self._world.size))
+        contents.warn_of_other_samples(self._config, self._world, state["sample_order"], self._say)
+        return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
+
+    def _look(self) -> str | None:
+        checkpoint = self._config.checkpoint
+        if checkpoint.save and Path(checkpoint.load).is_dir():
+            files.restore_replaced(checkpoint.load)
+        iteration = checkpoint.ckpt_step
+        if iteration is None:
+            iteration = files.latest_iteration(checkpoint.load)
+        if iteration is not None:
+            return str(files.directory_of(checkpoint.load, iteration))
+        if checkpoint.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"{checkpoint.load} holds no checkpoint ({files.TRACKER} is missing): check --load, "
+                "or drop --exit-on-missing-checkpoint to start from random weights"
+            )
+        return None
+
+    def _verified_manifest(self, directory: Path) -> dict | None:
+        manifest = on_first(lambda: files.read_manifest(directory), "cannot read a checkpoint")
+        if manifest is None:
+            self._say(f"{directory} has no {files.MANIFEST} (another program wrote it): it is not verified")
+            return None
+        mine = dict(sorted(manifest["files"].items())[self._world.rank :: self._world.size])
+        if damage := first_of_any(files.damage_in(directory, mine)):
+            raise files.damaged(damage)
+        return manifest
+
+    def _load_weights(self, directory: Path) -> dict:
+        register_safe_globals()  # what stock Megatron-LM's common.pt holds beside tensors
+        try:
+            loaded = dist_checkpointing.load(contents.described_weights(self._chunks), str(directory))
+        except (CheckpointingException, KeyError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"the weights in {directory} do not fit this model: {first_line(error)}") from error
+        for i, chunk in enumerate(self._chunks):
+            unwrap(chunk).load_state_dict(loaded["model" if len(self._chunks) == 1 else f"model{i}"], strict=False)
+        return loaded
+
+    def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
+        contents.check_optimizer(self._config, state, directory)
+        paths = [directory / name for name in manifest["files"] if name.startswith(writer.OPTIMIZER)]
+        if missing := first_of_any(self._fill_optimizer(paths)):
+            raise CheckpointError(f"{directory} is incomplete: {missing}")
+        set_step(self._optimizer.core, state["optimizer_step"])
+        contents.restore_grad_scaler(self._optimizer, state["grad_scaler"])
+        contents.restore_scheduler(self._scheduler, state["scheduler"], directory)
+
+    def _fill_optimizer(self, paths: list[Path]) -> str | None:
+        try:
+            reader = RegionReader(paths)
+            for fragment in optimizer_fragments(self._chunks, self._optimizer.core):
+                fragment.view.view(fragment.region.shape).copy_(values_for(fragment, reader))
+        except MissingRegionError as missing:
+            return str(missing)
+        return None

@@ -1,0 +1,149 @@
+"""What runs beside training while a checkpoint is written: one forked process a worker, and the final rename."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable, Iterator
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+
+from megatron.pretraining.checkpoint import files
+from moc.runtime.children import die_with_parent
+from moc.store.fence import Fence
+from moc.store.regions import RegionTensor, write_regions
+
+OPTIMIZER = "optimizer"
+
+
+def write_files(
+    write_weights: Callable | None,
+    staging: Path,
+    rank: int,
+    entries: list[RegionTensor] | None,
+    *weights_args,
+) -> None:
+    """Writes a worker's share of a checkpoint and describes it; runs in a forked process.
+
+    Args:
+        write_weights: megatron-core's writer of this worker's weights, or None if it has none.
+        staging: directory of the unpublished checkpoint.
+        rank: the worker.
+        entries: its optimizer state, or None with ``--no-save-optim``.
+        weights_args: what ``write_weights`` takes.
+    """
+    die_with_parent(multiprocessing.parent_process().pid)
+    os.register_at_fork(after_in_child=functools.partial(die_with_parent, os.getpid()))  # megatron-core forks again
+    if write_weights is not None:
+        write_weights(*weights_args)
+    try:
+        if entries is not None:
+            (staging / OPTIMIZER).mkdir(exist_ok=True)
+            write_regions(staging / OPTIMIZER / f"rank_{rank:05d}.safetensors", entries)
+        written = [*staging.glob(f"__{rank}_*"), *staging.glob(f"{OPTIMIZER}/rank_{rank:05d}.*")]
+        report = {"files": {str(path.relative_to(staging)): files.describe(path) for path in written}}
+    except Exception as error:  # whatever it is, the first worker must hear of it
+        report = {"error": f"worker {rank}: {error}"}
+    with contextlib.suppress(OSError):  # a missing report is bad news too
+        files.write_durably(_report(staging, rank), json.dumps(report))
+
+
+def publish(root: Path, iteration: int, workers: int, retain_interval: int | None, fence: Fence | None = None) -> None:
+    """Completes a checkpoint that all workers have written their share of; runs on the first worker.
+
+    Args:
+        root: the ``--save`` directory.
+        iteration: the checkpoint's iteration.
+        workers: number of workers that write.
+        retain_interval: older checkpoints whose iteration it does not divide are deleted; None keeps all.
+        fence: in whose name it was saved.
+
+    Raises:
+        CheckpointError: a worker could not write, or this one was superseded.
+    """
+    if fence is not None:
+        fence.check()
+    staging = files.staging_of(root, iteration, fence.claim.tag if fence is not None else "")
+    described = {}
+    for rank in range(workers):
+        path = _report(staging, rank)
+        report = json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} could not even say why"}
+        if "error" in report:
+            raise files.CheckpointError(
+                f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "
+                f"earlier ones are untouched: make room or repair {root}, and start again"
+            )
+        described |= report["files"]
+        path.unlink()
+    for path in staging.iterdir():
+        if path.is_file():
+            described.setdefault(path.name, files.describe(path))
+    files.publish(root, iteration, described, fence)
+    if retain_interval:
+        if fence is not None:
+            fence.check()
+        for older in files.saved_iterations(root):
+            if older < iteration and older % retain_interval:
+                files.remove(root, older)
+
+
+def _report(staging: Path, rank: int) -> Path:
+    return staging / f".rank_{rank:05d}.json"
+
+
+@contextlib.contextmanager
+def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
+    """While megatron-core saves: what its first worker alone cannot write is kept, and not raised there.
+
+    The others would wait for it in a collective; so all find out after that.
+
+    Args:
+        owner: a class of megatron-core.
+        method: of it, that only writes.
+    """
+    write, failures = getattr(owner, method), []
+
+    def keeping(*args) -> None:
+        try:
+            write(*args)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    setattr(owner, method, keeping)
+    try:
+        yield failures
+    finally:
+        setattr(owner, method, write)
+
+
+def write_config(strategy: SaveShardedStrategy, staging: Path) -> None:
+    """What megatron-core reads first; on the first worker."""
+    save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
+
+
+def forget_results() -> None:
+    """Empties that queue: what a save that was given up has left there is not the next one's."""
+    results = filesystem_async._results_queue
+    with contextlib.suppress(queue.Empty, OSError, EOFError):
+        while results is not None:
+            results.get_nowait()
+
+
+def use_mortal_result_queue() -> None:
+    """Gives megatron-core's writer a queue whose server process ends with the worker.
+
+    Its own would be spawned (seconds of imports), and outlive a worker that is killed.
+    """
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(initializer=functools.partial(die_with_parent, os.getpid()))
+        filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_queue.manager = manager  # its server lives as long as it does

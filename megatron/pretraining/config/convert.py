@@ -1,0 +1,64 @@
+"""Values from the command line, a YAML file, a preset or a test, into the type of their field."""
+
+from __future__ import annotations
+
+from megatron.pretraining.config.flag import ConfigError, Flag, refuse
+
+
+def convert(flag: Flag, value: object) -> object:
+    """The value as this flag's field holds it.
+
+    Raises:
+        ConfigError: the value does not fit.
+    """
+    if value is None or _says_none(flag, value):
+        refuse(flag.default is not None, f"{flag.spelling} needs a value; leave it out for {flag.default}.")
+        return None
+    try:
+        result = flag.parse(value) if flag.parse else _BY_KIND[flag.kind](value)
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = f"takes {_WANTED[flag.kind]}" if flag.parse is None else f"is not understood ({error})"
+        raise ConfigError(f"{flag.spelling} {reason}; change {value!r}.") from None
+    if flag.choices and result not in flag.choices:
+        raise ConfigError(f"{flag.spelling} is one of {', '.join(map(str, flag.choices))}, not {result}.")
+    return result
+
+
+def _says_none(flag: Flag, value: object) -> bool:
+    """``none`` undoes a number that a preset or a file gave; for a string it could be a name."""
+    return flag.default is None and flag.kind in (int, float) and str(value).lower() == "none"
+
+
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+        raise TypeError
+    return int(value)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (bool, list, tuple, dict)):
+        raise TypeError
+    return str(value)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    items = value.split() if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise TypeError
+    return tuple(_text(item) for item in items)
+
+
+_BY_KIND = {bool: _switch, int: _integer, float: _number, str: _text, tuple: _texts}
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", tuple: "words"}

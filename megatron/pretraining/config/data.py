@@ -1,0 +1,103 @@
+"""What is read, and how it becomes samples."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron.pretraining.config.flag import ConfigError, Group, flag, refuse
+
+_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+_BLEND = "A prefix of .bin and .idx files, several, or weight and prefix pairs"
+
+
+@dataclass(frozen=True)
+class Data(Group):
+    """Data: datasets, their blend, and the shape of samples."""
+
+    preset = True
+
+    data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}; divided by --split.", nargs="*", metavar="PREFIX")
+    train_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to train on.", nargs="*", metavar="PREFIX")
+    valid_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to validate on.", nargs="*", metavar="PREFIX")
+    test_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to test on.", nargs="*", metavar="PREFIX")
+    split: str | None = flag(
+        None,
+        "Shares of --data-path for training, validation and test, such as 90,5,5; by default 969, 30, 1. Each but 0 "
+        "needs a document.",
+    )
+    mock_data: bool = flag(False, "Made-up samples: for a try, or to measure speed.")
+    data_cache_path: str | None = flag(None, "Directory that keeps the index of samples between runs.")
+    mmap_bin_files: bool = flag(True, "Map .bin files into memory in place of reading them.")
+    seq_length: int = flag(None, "Tokens in a sample.", required=True, at_least=1)
+    reset_position_ids: bool = flag(False, "Start positions anew after the end of a document.")
+    reset_attention_mask: bool = flag(False, "Keep attention within documents.")
+    eod_mask_loss: bool = flag(False, "Take no loss at the end of documents.")
+    num_workers: int = flag(2, "Processes that load samples, per worker; 0 loads them in the worker.", at_least=0)
+    dataloader_type: str = flag("single", "Order of samples: one pass, shuffled by the dataset.", choices=("single",))
+
+    def validate(self) -> None:
+        """Refuses no source, two sources, and files that are not there."""
+        separate = [name for name in _SPLIT_PATHS if getattr(self, name)]
+        sources = ["--mock-data"] * self.mock_data + ["--data-path"] * bool(self.data_path)
+        sources += [f"--{name.replace('_', '-')}" for name in separate[:1]]
+        refuse(not sources, "there is nothing to train on: give --data-path, --train-data-path or --mock-data.")
+        refuse(len(sources) > 1, f"{' and '.join(sources[:2])} exclude each other: drop one.")
+        refuse(
+            separate and not self.train_data_path,
+            f"{sources[0]} comes without --train-data-path: add it.",
+        )
+        refuse(
+            separate and self.split is not None,
+            "--split divides --data-path, and has no effect with --train-data-path: drop it.",
+        )
+        if self.split is not None:
+            _check_split(self.split)
+        for name in ("data_path", *_SPLIT_PATHS):
+            _check_files(f"--{name.replace('_', '-')}", getattr(self, name) or ())
+
+
+def split_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
+    """Prefixes, and their weights or None: ``w1 p1 w2 p2`` or ``p1 p2``, by the rule of megatron-core."""
+    if len(paths) % 2 == 0:
+        weights = [_weight(word) for word in paths[0::2]]
+        if paths and None not in weights:
+            refuse(
+                not all(0 < weight < float("inf") for weight in weights),
+                f"the data path {' '.join(paths)!r} has a weight that is not above 0: drop its prefix, or correct it.",
+            )
+            return list(paths[1::2]), weights
+        refuse(
+            any(weight is not None for weight in weights),
+            f"the data path {' '.join(paths)!r} mixes weights and prefixes: write weight1 prefix1 weight2 prefix2.",
+        )
+    return list(paths), None
+
+
+def _weight(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _check_split(split: str) -> None:
+    try:
+        shares = [float(part) for part in split.split(",")]
+    except ValueError:
+        raise ConfigError(f"--split {split!r} is not understood: write shares such as 90,5,5.") from None
+    refuse(
+        len(shares) > 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"),
+        f"--split {split!r} is not understood: write up to three shares such as 90,5,5.",
+    )
+
+
+def _check_files(spelling: str, paths: tuple[str, ...]) -> None:
+    for prefix in split_blend(paths)[0]:
+        for ending in (".idx", ".bin"):
+            refuse(
+                not os.path.isfile(prefix + ending),
+                f"{spelling} {prefix}: there is no file {prefix}{ending}; correct the prefix, or make the "
+                "dataset "
+                "with tools/preprocess_data.py.",
+            )

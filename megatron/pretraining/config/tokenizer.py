@@ -1,0 +1,53 @@
+"""Text to tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+from megatron.pretraining.config.flag import Group, flag, refuse
+
+_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+
+
+@dataclass(frozen=True)
+class Tokenizer(Group):
+    """Tokenizer: the one that made the data."""
+
+    tokenizer_type: str = flag(
+        None, "Which kind; NullTokenizer only knows its --vocab-size.", required=True, choices=_TYPES
+    )
+    tokenizer_model: str | None = flag(
+        None,
+        "File of a SentencePiece model, or directory or name of a HuggingFace tokenizer.",
+        metavar="PATH",
+    )
+    vocab_size: int | None = flag(None, "Tokens before padding, for the NullTokenizer; the others know it.", at_least=1)
+
+    def validate(self) -> None:
+        """Refuses a tokenizer without its model or size, and files that are not there."""
+        if self.tokenizer_type == "NullTokenizer":
+            refuse(self.vocab_size is None, "--tokenizer-type NullTokenizer needs --vocab-size: add it.")
+            return
+        refuse(
+            self.tokenizer_model is None,
+            f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it.",
+        )
+        is_file = self.tokenizer_type == "SentencePieceTokenizer"
+        found = os.path.isfile(self.tokenizer_model) if is_file else _may_exist(self.tokenizer_model)
+        refuse(
+            not found,
+            f"--tokenizer-model {self.tokenizer_model} does not exist: correct the path, or make one with "
+            "tools/train_tokenizer.py.",
+        )
+        refuse(
+            not is_file and importlib.util.find_spec("transformers") is None,
+            "--tokenizer-type HuggingFaceTokenizer needs the package transformers: install it.",
+        )
+
+
+def _may_exist(model: str) -> bool:
+    """Whether a HuggingFace tokenizer can be there: ``name`` and ``owner/name`` may stand on its hub."""
+    looks_like_a_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    return os.path.exists(os.path.expanduser(model)) or not looks_like_a_path

@@ -1,0 +1,125 @@
+"""What follows from the number of workers and from the machine."""
+
+from __future__ import annotations
+
+from megatron.pretraining.config.composed import Config
+from megatron.pretraining.config.flag import refuse
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Copies of the model that read different samples."""
+    return world_size // _model_size(config)
+
+
+def global_batch_size(config: Config, world_size: int) -> int:
+    """Samples in one iteration, over all workers."""
+    samples = config.training.global_batch_size
+    return samples or config.training.micro_batch_size * data_parallel_size(config, world_size)
+
+
+def num_microbatches(config: Config, world_size: int) -> int:
+    """Micro batches that each copy of the model computes in one iteration."""
+    per_round = config.training.micro_batch_size * data_parallel_size(config, world_size)
+    return global_batch_size(config, world_size) // per_round
+
+
+def train_iterations(config: Config, world_size: int) -> int:
+    """Iterations to train; with ``--train-samples``, those that it suffices for."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    return config.training.train_samples // global_batch_size(config, world_size)
+
+
+def layout_sizes(config: Config, world_size: int) -> dict[str, int]:
+    """The sizes of a layout, as snapshots name them."""
+    parallel = config.parallel
+    return {
+        "world": world_size,
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "expert_tp": parallel.expert_tensor_parallel_size,
+        "vpp": config.virtual_pipeline_model_parallel_size or 1,
+    }
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Raises ``ConfigError`` where so many workers cannot run these flags."""
+    parallel, size = config.parallel, _model_size(config)
+    refuse(
+        world_size % size,
+        f"{world_size} workers are not a multiple of --tensor-model-parallel-size "
+        f"{parallel.tensor_model_parallel_size} times --pipeline-model-parallel-size "
+        f"{parallel.pipeline_model_parallel_size}: start a multiple of {size}, or lower one of them.",
+    )
+    _check_expert_grid(config, world_size)
+    _check_batch(config, world_size)
+
+
+def _model_size(config: Config) -> int:
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def _check_expert_grid(config: Config, world_size: int) -> None:
+    parallel = config.parallel
+    size = (
+        parallel.expert_tensor_parallel_size
+        * parallel.expert_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+    )
+    refuse(
+        world_size % size,
+        f"{world_size} workers are not a multiple of --expert-model-parallel-size "
+        f"{parallel.expert_model_parallel_size} times --expert-tensor-parallel-size "
+        f"{parallel.expert_tensor_parallel_size} times --pipeline-model-parallel-size "
+        f"{parallel.pipeline_model_parallel_size}: start a multiple of {size}, or lower one of them.",
+    )
+
+
+def _check_batch(config: Config, world_size: int) -> None:
+    per_round = config.training.micro_batch_size * data_parallel_size(config, world_size)
+    samples = global_batch_size(config, world_size)
+    refuse(
+        samples % per_round,
+        f"--global-batch-size {samples} is not a multiple of {per_round}, which is --micro-batch-size "
+        f"{config.training.micro_batch_size} times {data_parallel_size(config, world_size)} data-parallel "
+        "copies: "
+        f"make it {max(samples // per_round, 1) * per_round}, for example.",
+    )
+    refuse(
+        train_iterations(config, world_size) < 1,
+        f"--train-samples {config.training.train_samples} do not fill one batch of {samples}: raise it.",
+    )
+    stages = config.parallel.pipeline_model_parallel_size
+    rest = num_microbatches(config, world_size) % stages
+    refuse(
+        config.virtual_pipeline_model_parallel_size and rest,
+        f"an interleaved schedule needs a multiple of {stages} micro batches, not "
+        f"{num_microbatches(config, world_size)}: make --global-batch-size a multiple of "
+        f"{per_round * stages}.",
+    )
+
+
+def check_backend(config: Config, backend: str) -> None:
+    """Raises ``ConfigError`` where the backend, or the CPU that gloo stands for, cannot do what is asked."""
+    if backend != "gloo":
+        return
+    moe, parallel = config.moe, config.parallel
+    refuse(
+        moe.moe_token_dispatcher_type == "alltoall"
+        and parallel.expert_tensor_parallel_size > 1
+        and parallel.expert_model_parallel_size > 1,
+        "on gloo --moe-token-dispatcher-type alltoall cannot combine --expert-tensor-parallel-size and "
+        "--expert-model-parallel-size greater than 1: choose allgather, or --expert-tensor-parallel-size 1.",
+    )
+    refuse(
+        config.network.transformer_impl == "transformer_engine",
+        "--transformer-impl transformer_engine needs CUDA: choose --transformer-impl local.",
+    )
+    for needs_cuda, spelling in (
+        (moe.moe_grouped_gemm, "--moe-grouped-gemm"),
+        (moe.moe_permute_fusion, "--moe-permute-fusion"),
+        (moe.moe_token_dispatcher_type == "flex", "--moe-token-dispatcher-type flex"),
+    ):
+        refuse(needs_cuda, f"{spelling} needs CUDA: drop it.")

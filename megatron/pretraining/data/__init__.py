@@ -1,0 +1,1 @@
+"""Samples, and where in them a run is."""

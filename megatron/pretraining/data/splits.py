@@ -1,0 +1,213 @@
+"""How much text each split has, known before megatron-core looks for samples in it.
+
+megatron-core adds up epochs of a split until they have the tokens that the run wants, and never ends where an epoch
+has none (NVIDIA/Megatron-LM#957).  What decides it stands in the ``.idx`` files, so every worker comes to the same
+answer by itself, those that read no data and those that take the place of a lost one included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTLowLevelDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron.pretraining.config.flag import refuse
+
+NAMES = ("train", "valid", "test")
+
+
+class Corpus(Protocol):
+    """Documents one after the other, and their tokens."""
+
+    documents: int
+
+    def tokens(self, start: int, end: int) -> int:
+        """Of the documents from ``start`` to before ``end``."""
+
+
+class IndexedCorpus:
+    """A pair of ``.bin`` and ``.idx`` files.
+
+    Args:
+        prefix: of both.
+    """
+
+    def __init__(self, prefix: str):
+        index = IndexedDataset(prefix, mmap=False).index  # an empty .bin cannot be mapped
+        self.documents = len(index)
+        self._index = index
+
+    def tokens(self, start: int, end: int) -> int:
+        """From where the first and the last of them begin: a large corpus is not read for it."""
+        if start == end:
+            return 0
+        pointers, lengths = self._index.sequence_pointers, self._index.sequence_lengths
+        return int(pointers[end - 1] - pointers[start]) // self._index.dtype_size + int(lengths[end - 1])
+
+
+class MockCorpus:
+    """What ``--mock-data`` makes up.
+
+    Args:
+        tokenizer: megatron-core's tokenizer object.
+    """
+
+    def __init__(self, tokenizer):
+        self._lengths = MockGPTLowLevelDataset(tokenizer).sequence_lengths
+        self.documents = len(self._lengths)
+
+    def tokens(self, start: int, end: int) -> int:
+        """By adding up."""
+        return int(numpy.sum(self._lengths[start:end]))
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a split takes from one dataset.
+
+    Attributes:
+        prefix: of its files; empty with ``--mock-data``.
+        whole: documents of the dataset.
+        documents: of these, the split's.
+        tokens: of the split's documents.
+        samples: that the split wants from it; None where it is read once, whatever the split wants.
+    """
+
+    prefix: str
+    whole: int
+    documents: int
+    tokens: int
+    samples: float | None
+
+    def epochs(self, seq_length: int) -> float:
+        """How often the run reads the split's documents."""
+        return 1.0 if self.samples is None else self.samples * seq_length / self.tokens
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split that the run reads.
+
+    Attributes:
+        name: ``train``, ``valid`` or ``test``.
+        sources: what it is blended from.
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+
+    def describe(self, seq_length: int) -> str:
+        """Documents, tokens and epochs; of a blend, the epochs of the datasets that are read least and most often.
+
+        Args:
+            seq_length: tokens of a sample.
+        """
+        documents, tokens = (sum(getattr(one, name) for one in self.sources) for name in ("documents", "tokens"))
+        epochs = [one.epochs(seq_length) for one in self.sources]
+        often = " to ".join(dict.fromkeys(_figure(some(epochs)) for some in (min, max)))
+        blend = f" in {len(self.sources)} datasets" if len(self.sources) > 1 else ""
+        return f"{self.name}: {documents:,} documents{blend}, {tokens:,} tokens, {often} epochs"
+
+
+def _figure(epochs: float) -> str:
+    return f"{epochs:,.3g}" if 0.01 <= epochs < 1000 else f"{epochs:,.0f}" if epochs >= 1000 else "under 0.01"
+
+
+def drop_unread(config: GPTDatasetConfig, samples: Sequence[int]) -> None:
+    """Leaves out the splits to evaluate on that the run wants no sample of: megatron-core would look for one.
+
+    Args:
+        config: megatron-core's; it is changed.
+        samples: that the run wants of each split.
+    """
+    for name in ("split_matrix", "blend_per_split"):
+        parts = getattr(config, name)
+        if parts is not None:
+            train, *others = zip(parts, samples, strict=True)
+            setattr(config, name, [train[0], *(part if wanted else None for part, wanted in others)])
+
+
+def splits_of(
+    config: GPTDatasetConfig, samples: Sequence[int], corpus: Callable[[str], Corpus] = IndexedCorpus
+) -> tuple[Split, ...]:
+    """The splits that megatron-core is to build.
+
+    Args:
+        config: megatron-core's.
+        samples: that the run wants of each split.
+        corpus: opens a dataset by its prefix.
+    """
+    separate, opened, found = config.blend_per_split, {}, []
+    if config.mock:
+        opened[""] = MockCorpus(config.tokenizer)
+    for number, (name, wanted) in enumerate(zip(NAMES, samples, strict=True)):
+        part = (0.0, 1.0) if separate else config.split_matrix[number]
+        blend = separate[number] if separate else config.blend or ([""], None)
+        if part is None or blend is None:
+            continue
+        prefixes, weights = blend
+        for prefix in prefixes:
+            if prefix not in opened:
+                opened[prefix] = corpus(prefix)
+        of_each = _samples_of_each(wanted, len(prefixes), weights)
+        sources = [_source(prefix, opened[prefix], part, some) for prefix, some in zip(prefixes, of_each, strict=True)]
+        found.append(Split(name, tuple(sources)))
+    return tuple(found)
+
+
+def _samples_of_each(wanted: int, datasets: int, weights: Sequence[float] | None) -> list[float | None]:
+    if datasets == 1:
+        return [wanted]
+    if weights is None:
+        return [None] * datasets
+    return [wanted * weight / sum(weights) for weight in weights]
+
+
+def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: float | None) -> Source:
+    start, end = (int(round(share * corpus.documents)) for share in part)  # as megatron-core's builder rounds
+    return Source(prefix, corpus.documents, end - start, corpus.tokens(start, end), samples)
+
+
+def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
+    """Refuses what megatron-core would look for samples in without an end, or without a word.
+
+    Args:
+        splits: that are to be built.
+        config: megatron-core's.
+
+    Raises:
+        ConfigError: a split has no document, no token, or of a dataset that is read once no whole sample.
+    """
+    for split in splits:
+        for source in split.sources:
+            missing = _missing(source, config.sequence_length)
+            refuse(missing is not None, f"{_whose(split, source, config)} {missing}: {_remedy(split, config)}.")
+
+
+def _missing(source: Source, seq_length: int) -> str | None:
+    if source.documents == 0:
+        return f"has none of its {source.whole:,} documents" if source.whole else "has no document"
+    if source.tokens == 0:
+        return f"has no token in its documents ({source.documents:,})"
+    if source.samples is None and source.tokens <= seq_length:
+        return f"has {source.tokens:,} tokens, too few for one sample of --seq-length {seq_length} and its labels"
+    return None
+
+
+def _whose(split: Split, source: Source, config: GPTDatasetConfig) -> str:
+    if config.blend_per_split:
+        return f"--{split.name}-data-path {source.prefix}"
+    return f"the {split.name} split ({config.split}) of {source.prefix or '--mock-data'}"
+
+
+def _remedy(split: Split, config: GPTDatasetConfig) -> str:
+    remedies = ["give it more text"]
+    if not config.blend_per_split:
+        remedies.append("change its share in --split")
+    if split.name != "train":
+        remedies.append("evaluate nothing with --eval-iters 0")
+    return ", or ".join(remedies)

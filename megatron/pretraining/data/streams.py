@@ -1,0 +1,188 @@
+"""Training data by position: which samples an iteration sees follows from the consumed samples alone.
+
+The datasets are megatron-core's (``GPTDataset``, ``IndexedDataset``, blends).  A stream can be asked for any
+position; it reads ahead from there, and nothing of what came before is read to get there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
+from megatron.pretraining.process.initialize import World
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The three splits; a split that the data does not provide, or that the run does not read, is None.
+
+    Attributes:
+        train: to train on.
+        valid: to evaluate while training.
+        test: to evaluate at the end.
+        described: a line for each split that is read, the same on all workers.
+    """
+
+    train: torch.utils.data.Dataset | None
+    valid: torch.utils.data.Dataset | None
+    test: torch.utils.data.Dataset | None
+    described: tuple[str, ...] = ()
+
+
+def micro_batch_indices(
+    consumed_samples: int, micro_batch: int, micro_batch_size: int, data_rank: int, data_size: int
+) -> range:
+    """Samples of one micro batch of one data-parallel rank.
+
+    A global batch is the next ``global_batch_size`` samples, dealt in turns of ``micro_batch_size`` to the
+    data-parallel ranks, as in Megatron-LM; so an iteration sees the same samples whatever the data-parallel size.
+
+    Args:
+        consumed_samples: samples consumed before this iteration.
+        micro_batch: number of the micro batch within the iteration.
+        micro_batch_size: samples in a micro batch.
+        data_rank: data-parallel rank.
+        data_size: number of data-parallel ranks.
+    """
+    start = consumed_samples + (micro_batch * data_size + data_rank) * micro_batch_size
+    return range(start, start + micro_batch_size)
+
+
+class BatchStream:
+    """The micro batches of one data-parallel rank, from any position on.
+
+    Args:
+        dataset: maps a sample index to tensors; a sample beyond its end is taken from its beginning again
+            only if ``wrap`` is set.
+        micro_batch_size: samples in a micro batch.
+        num_micro_batches: micro batches of this rank in an iteration.
+        world: this worker's place.
+        num_workers: reader processes; 0 reads in this process.
+        wrap: start over at the end of the dataset (evaluation), instead of raising IndexError (training).
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        world: World,
+        num_workers: int = 0,
+        wrap: bool = False,
+    ):
+        self._dataset, self._world, self._num_workers, self._wrap = dataset, world, num_workers, wrap
+        self._micro_batch_size, self._num_micro_batches = micro_batch_size, num_micro_batches
+        self._global_batch_size = micro_batch_size * num_micro_batches * world.data_size
+        self._reader: Iterator[Batch] | None = None
+        self._position: int | None = None  # consumed samples at which the reader stands, if between iterations
+
+    def iteration(self, consumed_samples: int) -> Iterator[Batch]:
+        """The micro batches of the iteration that starts at ``consumed_samples``, on this worker's device."""
+        if self._reader is None or self._position != consumed_samples:
+            self._reader = iter(self._loader(consumed_samples))
+        self._position = None  # unknown until the iteration has been drawn whole
+        for _ in range(self._num_micro_batches):
+            batch = next(self._reader)
+            yield {k: v.to(self._world.device, non_blocking=True) for k, v in batch.items()}
+        self._position = consumed_samples + self._global_batch_size
+
+    def _loader(self, consumed_samples: int) -> torch.utils.data.DataLoader:
+        return torch.utils.data.DataLoader(
+            self._dataset,
+            batch_sampler=_IndexLists(self._indices_from, consumed_samples),
+            num_workers=self._num_workers,
+            pin_memory=self._world.device.type == "cuda",
+        )
+
+    def _indices_from(self, consumed_samples: int) -> Iterator[list[int]]:
+        total = len(self._dataset)
+        while True:
+            for micro_batch in range(self._num_micro_batches):
+                indices = micro_batch_indices(
+                    consumed_samples,
+                    micro_batch,
+                    self._micro_batch_size,
+                    self._world.data_rank,
+                    self._world.data_size,
+                )
+                if not self._wrap and indices[-1] >= total:
+                    return
+                yield [i % total for i in indices]
+            consumed_samples += self._global_batch_size
+
+
+class _IndexLists:
+    """A batch sampler, restartable as torch's DataLoader wants it."""
+
+    def __init__(self, make, position):
+        self._make, self._position = make, position
+
+    def __iter__(self):
+        return self._make(self._position)
+
+
+def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> Datasets:
+    """Builds the splits on the pipeline stages that read them; a collective call.
+
+    Args:
+        config: the flags in force.
+        tokenizer: megatron-core's tokenizer object.
+        samples: number of samples wanted for training, validation and test.
+
+    Raises:
+        ConfigError: a split is empty, or there are too few samples to train on; on all workers alike.
+    """
+    data, core = config.data, gpt_dataset_config(config, tokenizer)
+    drop_unread(core, samples)
+    splits = splits_of(core, samples)
+    refuse_empty(splits, core)
+    if data.mock_data:  # nothing to cache, and nothing to say about it on every worker
+        logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
+    dataset_class = MockGPTDataset if data.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(dataset_class, list(samples), _stage_reads_data, core)
+    datasets = Datasets(*builder.build(), tuple(split.describe(data.seq_length) for split in splits))
+    refuse(
+        datasets.train is not None and len(datasets.train) < samples[0],
+        f"the run wants {samples[0]} samples and prefixes without weights are read only once: give each a weight, "
+        "or train for less.",
+    )
+    return datasets
+
+
+def gpt_dataset_config(config: Config, tokenizer) -> GPTDatasetConfig:
+    """Translates our flags into megatron-core's dataset configuration."""
+    data = config.data
+    per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    has_per_split = any(per_split)
+    return GPTDatasetConfig(
+        random_seed=config.rng.seed,
+        sequence_length=data.seq_length,
+        blend=get_blend_from_list(list(data.data_path)) if data.data_path else None,
+        blend_per_split=[get_blend_from_list(list(p)) if p else None for p in per_split] if has_per_split else None,
+        split=None if has_per_split else data.split,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        # without document borders in the mask it is the causal one, which the attention makes itself
+        create_attention_mask=data.reset_attention_mask,
+    )
+
+
+def _stage_reads_data() -> bool:
+    return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()

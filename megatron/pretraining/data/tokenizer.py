@@ -1,0 +1,119 @@
+"""Builds megatron-core's tokenizers from the ``--tokenizer-*`` flags."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+from megatron.pretraining.process import cpu
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers import MegatronTokenizerBase
+
+TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+
+
+class TokenizerError(ValueError):
+    """The tokenizer that was asked for cannot be had; the message says why in one sentence."""
+
+
+def build_tokenizer(
+    tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None
+) -> MegatronTokenizerBase:
+    """Loads a tokenizer.
+
+    Args:
+        tokenizer_type: One of ``TOKENIZER_TYPES``.
+        tokenizer_model: The ``.model`` file of SentencePieceTokenizer, or the local directory of
+            HuggingFaceTokenizer, or its name on the hub.
+        vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
+
+    Returns:
+        megatron-core's tokenizer object, ready for ``GPTDatasetConfig(tokenizer=...)``. Its ``eod`` is the
+        piece ``<eod>`` of a SentencePiece model that has one, else the end-of-sentence piece.
+
+    Raises:
+        TokenizerError: No such type, or its file is missing or unusable.
+    """
+    cpu.install()
+    if tokenizer_type == "SentencePieceTokenizer":
+        return _sentencepiece(_existing(tokenizer_type, tokenizer_model))
+    if tokenizer_type == "HuggingFaceTokenizer":
+        return _hugging_face(_existing(tokenizer_type, tokenizer_model))
+    if tokenizer_type == "NullTokenizer":
+        if not vocab_size or vocab_size < 1:
+            raise TokenizerError("NullTokenizer needs --vocab-size, the number of its token ids.")
+        return _from_core("null", None, vocab_size=vocab_size)
+    raise TokenizerError(f"There is no tokenizer type {tokenizer_type!r}: give one of {', '.join(TOKENIZER_TYPES)}.")
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """The number of rows of the embedding: every tensor-parallel rank gets a multiple of ``divisible_by``.
+
+    Args:
+        vocab_size: The tokenizer's.
+        divisible_by: ``--make-vocab-size-divisible-by``.
+        tensor_parallel_size: The number of ranks that share the embedding.
+    """
+    multiple = divisible_by * tensor_parallel_size
+    return (vocab_size + multiple - 1) // multiple * multiple
+
+
+def _existing(tokenizer_type: str, path: str | None) -> str:
+    if not path:
+        raise TokenizerError(f"{tokenizer_type} needs --tokenizer-model.")
+    wants_directory = tokenizer_type == "HuggingFaceTokenizer"
+    if not os.path.exists(path):
+        if wants_directory and not path.startswith((".", "/")):
+            return path  # a name on the hub, or in its cache
+        raise TokenizerError(f"The tokenizer {path} does not exist.")
+    if os.path.isdir(path) != wants_directory:
+        kind = "the directory of a tokenizer" if wants_directory else "a SentencePiece .model file"
+        raise TokenizerError(f"{tokenizer_type} wants {kind} as --tokenizer-model, and {path} is none.")
+    return path
+
+
+def _sentencepiece(path: str) -> MegatronTokenizerBase:
+    try:
+        tokenizer = _from_core("sentencepiece", path)
+    except (OSError, RuntimeError) as error:
+        raise TokenizerError(f"{path} is not a SentencePiece model, or not a whole one.") from error
+    # megatron-core's `eod` looks for this attribute, and takes eos, or the -1 for "none", where it is missing
+    tokenizer._tokenizer.eod_id = _end_of_document(tokenizer._tokenizer.tokenizer, path)
+    return tokenizer
+
+
+def _end_of_document(processor, path: str) -> int:
+    eod = processor.piece_to_id("<eod>")
+    if eod == processor.unk_id():
+        eod = processor.eos_id()
+    if eod < 0:
+        raise TokenizerError(f"{path} has neither an <eod> nor an end-of-sentence piece.")
+    return eod
+
+
+def _hugging_face(path: str) -> MegatronTokenizerBase:
+    if importlib.util.find_spec("transformers") is None:
+        raise TokenizerError("HuggingFaceTokenizer needs the package transformers: pip install -e '.[hf]'.")
+    # Its threads do not survive the fork of data workers, and it says so at every fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        tokenizer = _from_core("huggingface", path, use_fast=True)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"transformers finds no tokenizer in {path}: {_first_line(error)}") from error
+    if tokenizer.eod is None:
+        raise TokenizerError(f"The tokenizer in {path} names no eos_token to end documents with.")
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _from_core(library: str, path: str | None, **options) -> MegatronTokenizerBase:
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    return MegatronTokenizer.from_pretrained(
+        tokenizer_path=path, metadata_path={"library": library, "model_type": "gpt"}, **options
+    )

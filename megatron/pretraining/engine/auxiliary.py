@@ -1,0 +1,72 @@
+"""The router's auxiliary losses, for the record: they ride on the vote instead of collectives of their own."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.process.initialize import World
+
+# megatron-core's names in its per-layer tracker, by --moe-router-load-balancing-type
+_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+class AuxiliaryLosses:
+    """Collects what megatron-core's routers noted during forward.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        num_micro_batches: micro batches in an iteration.
+    """
+
+    def __init__(self, config: Config, world: World, num_micro_batches: int):
+        self._world, self._num_micro_batches = world, num_micro_batches
+        self._names = tracked_names(config)
+        self._num_moe_layers = config.num_moe_layers
+        self._per_layer = config.moe.moe_per_layer_logging
+        self._num_layers = config.network.num_layers
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """This worker's contributions to the vote, by name (and layer); the tracker is emptied."""
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        ballot = {}
+        for name in self._names:
+            layers = self._share(tracker[name]) if name in tracker else torch.zeros(self._num_layers)
+            ballot[name] = layers.sum() / self._num_moe_layers
+            if self._per_layer:
+                ballot |= {f"moe/{name}_layer_{i}": layers[i] for i in range(self._num_layers)}
+        moe_utils.clear_aux_losses_tracker()
+        return ballot
+
+    def means(self, vote: dict[str, float]) -> dict[str, float]:
+        """The voted means, by the names that :meth:`take` gave."""
+        return {name: value for name, value in vote.items() if name in self._names or name.startswith("moe/")}
+
+    def _share(self, entry: dict) -> torch.Tensor:
+        """Scales a worker's values so that their sum over all workers is the mean.
+
+        What megatron-core would sum over tensor- (and data-) parallel ranks is a part; anything else is a copy.
+        """
+        values = entry["values"].detach().double() / self._num_micro_batches
+        if entry.get("reduce_group") is None:
+            return values / (self._world.tensor_size * self._world.data_size)
+        return values if entry.get("reduce_group_has_dp") else values / self._world.data_size
+
+
+def tracked_names(config: Config) -> list[str]:
+    """The auxiliary losses that the flags switch on, by megatron-core's names."""
+    moe = config.moe
+    if moe.num_experts is None:
+        return []
+    names = [_NAMES[moe.moe_router_load_balancing_type]] if _balances(moe) else []
+    return names + (["z_loss"] if moe.moe_z_loss_coeff is not None else [])
+
+
+def _balances(moe) -> bool:
+    return moe.moe_router_load_balancing_type in _NAMES and moe.moe_aux_loss_coeff > 0

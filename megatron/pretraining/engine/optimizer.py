@@ -1,0 +1,270 @@
+"""megatron-core's optimizers, split at the vote: what a rank knows alone, and what all may do once all agree.
+
+``MegatronOptimizer.step()`` mixes collectives with changes of state.  Here the gradient statistics of a rank are a
+pure contribution (:meth:`VotedOptimizer.local_square_norm`), combined by the one all-reduce of the vote, and
+:meth:`VotedOptimizer.apply` changes state without any collective that could leave ranks apart.  What ZeRO-1 then has
+to collect, :meth:`VotedOptimizer.gather_weights` does, which can be done again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.engine.small_moments import SmallMomentsAdam
+from megatron.pretraining.model.build import compute_dtype
+from moc.state.optimizer import drop_frozen_gradients, members
+
+
+class VotedOptimizer:
+    """A megatron-core optimizer whose step is cut in two by the vote of all ranks."""
+
+    def __init__(self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float):
+        self.core = core
+        self._chunks, self._clip_grad = chunks, clip_grad
+        self._biases = [
+            module for chunk in chunks for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
+        ]
+        self._next_biases: list[torch.Tensor] = []
+        self.reduced: int | None = None
+        """The iteration, counted from 1, of which this rank has the reduced gradients; None while it has none."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss is multiplied before backward (1.0 without fp16)."""
+        return float(self.core.get_loss_scale().item())
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        groups = [g for g in self.core.param_groups if g["params"]]
+        return max((g["lr"] for g in groups), default=0.0)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of the previous iteration, which were kept until now."""
+        self.reduced = None
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.core.zero_grad()
+
+    def hold_router_biases(self, reduce) -> None:
+        """Runs ``reduce``; router biases that it moves are put back and kept for :meth:`apply`.
+
+        megatron-core updates them while it reduces gradients, before anybody knows that the iteration counts.
+        """
+        before = [module.expert_bias.clone() for module in self._biases]
+        try:
+            reduce()
+        finally:  # if it was cut off, they must not have moved either
+            self._next_biases = [module.expert_bias.clone() for module in self._biases]
+            for module, bias in zip(self._biases, before, strict=True):
+                module.expert_bias.copy_(bias)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Hands the reduced gradients to the optimizer; those of frozen operators stay behind."""
+        for member in members(self.core):
+            if isinstance(member, MixedPrecisionOptimizer):
+                member._copy_model_grads_to_main_grads()
+            else:
+                member.prepare_grads()
+            drop_frozen_gradients(member)
+
+    @torch.no_grad()
+    def local_square_norm(self) -> torch.Tensor:
+        """This rank's part of the squared gradient norm, still loss-scaled; a float64 scalar on the device.
+
+        The parts of all ranks add up to the whole, each element counted once: shared and tensor-parallel copies
+        are left out as in Megatron-LM, and of data-parallel copies only the first counts.  An overflow anywhere
+        makes the sum non-finite.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        for member in members(self.core):
+            gradients = member.get_main_grads_for_grad_norm()
+            if gradients and _counts_for_norm(member):
+                norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double()
+                total += norms.square().sum()
+        return total
+
+    @torch.no_grad()
+    def count_zeros(self) -> torch.Tensor:
+        """This rank's number of zero gradient elements (``--log-num-zeros-in-grad``), counted as the norm is."""
+        total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        for member in members(self.core):
+            if _counts_for_norm(member):
+                for gradient in member.get_main_grads_for_grad_norm():
+                    total += gradient.numel() - torch.count_nonzero(gradient)
+        return total
+
+    @torch.no_grad()
+    def local_params_square_norm(self) -> torch.Tensor:
+        """This rank's part of the squared norm of all weights (``--log-params-norm``), counted as gradients are."""
+        total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        for chunk in self._chunks:
+            weights = [p for p in chunk.parameters() if _is_first_copy(p)]
+            if weights:
+                total += torch.stack(torch._foreach_norm(weights, dtype=torch.float32)).double().square().sum()
+        return total
+
+    @torch.no_grad()
+    def apply(self, grad_norm: float) -> None:
+        """Clips and updates what this rank owns, or skips where the norm is not finite; the same on every rank.
+
+        Args:
+            grad_norm: what :meth:`grad_norm` says of the voted sum; or said, when an iteration is computed again.
+        """
+        finite = math.isfinite(grad_norm)
+        if finite:
+            self._scale_gradients(self._gradient_factor(grad_norm))
+            for member in members(self.core):
+                _update(member)
+            for module, bias in zip(self._biases, self._next_biases, strict=True):
+                if module.weight.requires_grad:  # else the router is frozen
+                    module.expert_bias.copy_(bias)
+        self.core.zero_grad()  # frees the scaled copies; the reduced gradients stay in the buffers
+        for member in members(self.core):
+            if getattr(member, "grad_scaler", None):
+                member.grad_scaler.update(not finite)
+
+    def gather_weights(self) -> None:
+        """Collects, with ZeRO-1, what the data-parallel peers have updated; can be done again if it is cut off.
+
+        With ``--overlap-param-gather`` it does nothing: the next forward collects weights as it comes to them.
+        """
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
+
+    def grad_norm(self, square_norm: float) -> float:
+        """The norm before clipping, with the loss scale taken out; inf where it is not finite."""
+        return math.sqrt(square_norm) / self.loss_scale if math.isfinite(square_norm) else math.inf
+
+    def _gradient_factor(self, grad_norm: float) -> float:
+        scale = self.loss_scale
+        clip = self._clip_grad / (grad_norm + 1.0e-6) if self._clip_grad > 0.0 else 1.0
+        return min(clip, 1.0) / scale
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for member in members(self.core):
+            parameters = [p for p in member.get_parameters() if p.grad is not None]
+            if parameters:
+                # not in place: these may be the reduced gradients themselves, which are kept
+                scaled = torch._foreach_mul([p.grad for p in parameters], factor)
+                for parameter, gradient in zip(parameters, scaled, strict=True):
+                    parameter.grad = gradient
+
+
+def _update(member: MegatronOptimizer) -> None:
+    if isinstance(member, DistributedOptimizer):
+        super(DistributedOptimizer, member).step_with_ready_grads()  # its own would also gather: all weights, each time
+    else:
+        member.step_with_ready_grads()
+
+
+def _counts_for_norm(member: MegatronOptimizer) -> bool:
+    if isinstance(member, DistributedOptimizer):
+        return True
+    experts = any(group.get("is_expert_parallel") for group in member.param_groups)
+    rank = parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
+    return rank == 0
+
+
+def _is_first_copy(parameter: torch.nn.Parameter) -> bool:
+    if getattr(parameter, "allreduce", True):
+        data_rank = parallel_state.get_data_parallel_rank()
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+    else:
+        data_rank = parallel_state.get_expert_data_parallel_rank()
+        tensor_group = parallel_state.get_expert_tensor_parallel_group()
+    return (
+        data_rank == 0
+        and param_is_not_shared(parameter)
+        and param_is_not_tensor_parallel_duplicate(parameter, tensor_group)
+    )
+
+
+def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
+    """Builds the optimizer over the model chunks and couples fp16's loss scale to the schedule."""
+    core = get_megatron_optimizer(optimizer_config(config), chunks, use_gloo_process_groups=False)
+    if moments := config.mixed_precision.moments:
+        for member in members(core):
+            member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)
+    chunks[0].config.grad_scale_func = core.scale_loss
+    return VotedOptimizer(core, chunks, config.regularization.clip_grad)
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """Translates our flags into megatron-core's ``OptimizerConfig``."""
+    regularization, precision = config.regularization, config.mixed_precision
+    return OptimizerConfig(
+        optimizer=regularization.optimizer,
+        lr=config.learning_rate.lr,
+        min_lr=config.learning_rate.min_lr,
+        weight_decay=regularization.weight_decay,
+        adam_beta1=regularization.adam_beta1,
+        adam_beta2=regularization.adam_beta2,
+        adam_eps=regularization.adam_eps,
+        sgd_momentum=regularization.sgd_momentum,
+        clip_grad=regularization.clip_grad,
+        fp16=precision.fp16,
+        bf16=precision.bf16 and precision.main_params_dtype == "fp32",  # else megatron-core makes masters in fp32
+        params_dtype=compute_dtype(config),
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+
+
+def build_scheduler(
+    config: Config, optimizer: VotedOptimizer, train_samples: int, batch: int
+) -> OptimizerParamScheduler:
+    """Builds the schedule of learning rate and weight decay; its clock counts samples.
+
+    Args:
+        config: the flags in force.
+        optimizer: whose parameter groups it drives.
+        train_samples: samples of the whole run.
+        batch: samples of an iteration.
+    """
+    rate, regularization = config.learning_rate, config.regularization
+    decay = rate.lr_decay_samples or (rate.lr_decay_iters or 0) * batch or train_samples
+    warmup = rate.lr_warmup_samples or rate.lr_warmup_iters * batch
+    if rate.lr_warmup_fraction is not None:
+        warmup = rate.lr_warmup_fraction * decay
+    return OptimizerParamScheduler(
+        optimizer.core,
+        init_lr=rate.lr_warmup_init,
+        max_lr=rate.lr,
+        min_lr=rate.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=rate.lr_decay_style,
+        start_wd=_first(regularization.start_weight_decay, regularization.weight_decay),
+        end_wd=_first(regularization.end_weight_decay, regularization.weight_decay),
+        wd_incr_steps=train_samples,
+        wd_incr_style=regularization.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=rate.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=rate.override_opt_param_scheduler,
+        wsd_decay_steps=rate.lr_wsd_decay_samples or (rate.lr_wsd_decay_iters or 0) * batch or None,
+        lr_wsd_decay_style=rate.lr_wsd_decay_style,
+    )
+
+
+def _first(value, default):
+    return default if value is None else value

@@ -1,0 +1,84 @@
+"""The pipeline schedule of one iteration: megatron-core's, given our micro batches and boundary communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron.pretraining.data.streams import Batch
+from megatron.pretraining.engine.boundary import schedule_groups
+from moc.faults import reach
+
+ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Tensor, Callable]]
+
+
+class Schedule:
+    """Runs forward and backward of all micro batches of an iteration.
+
+    Args:
+        forward_step: ``(micro batches, model chunk) -> (output, loss function of the output)``, megatron-core's
+            contract; it draws a batch only on chunks that need one.
+        chunks: this worker's model chunks.
+        num_micro_batches: micro batches in an iteration.
+        micro_batch_size: samples in a micro batch.
+        seq_length: tokens in a sample.
+    """
+
+    def __init__(
+        self,
+        forward_step: ForwardStep,
+        chunks: list[DistributedDataParallel],
+        num_micro_batches: int,
+        micro_batch_size: int,
+        seq_length: int,
+    ):
+        self._forward_step, self._chunks = forward_step, chunks
+        self._sizes = dict(num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length)
+        self._tokens = None
+        # the gradients' reduction is a step of its own in step.py; the schedule only tells the token count
+        chunks[0].config.finalize_model_grads_func = self._note_tokens
+
+    def forward_backward(
+        self, batches: Iterator[Batch] | None, communicator: P2PCommunicator | None = None
+    ) -> tuple[list[dict], torch.Tensor | None]:
+        """Computes all gradients of an iteration, not yet reduced.
+
+        Args:
+            batches: this worker's micro batches; None on stages that read no data.
+            communicator: by what stages communicate (:mod:`megatron.pretraining.engine.boundary`); None for
+                megatron-core's.
+
+        Returns:
+            What the loss function reported for each micro batch (last stage; else empty), and the number of
+            tokens that this rank's gradients are to be divided by, or None where they are averaged already.
+        """
+        reports = self._run(batches, forward_only=False, communicator=communicator)
+        return reports, self._tokens
+
+    def forward(self, batches: Iterator[Batch] | None) -> list[dict]:
+        """Computes the losses alone (evaluation)."""
+        return self._run(batches, forward_only=True)
+
+    def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
+        # at most one chunk of a worker is the first or last of the model, so all may share one iterator
+        several = len(self._chunks) > 1
+        tap = {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())
+        return get_forward_backward_func()(
+            forward_step_func=self._one_micro_batch,
+            data_iterator=[batches] * len(self._chunks) if several else batches,
+            model=self._chunks if several else self._chunks[0],
+            forward_only=forward_only,
+            **tap,
+            **self._sizes,
+        )
+
+    def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:
+        reach("forward_backward")
+        return self._forward_step(batches, chunk)
+
+    def _note_tokens(self, chunks, tokens=None, **ignored) -> None:
+        self._tokens = tokens

@@ -1,0 +1,284 @@
+"""ONE training iteration, and the moment from which it counts.
+
+1. forward and backward of all micro batches (:mod:`megatron.pretraining.engine.schedule`);
+2. gradients are reduced, and kept until the next iteration starts;
+3. **vote**: one small all-reduce over all workers.  Nobody can pass it before every worker holds its reduced
+   gradients, so whoever has seen the vote of iteration t knows that all can complete iteration t;
+4. apply: every worker takes the same decision from the same vote, without a collective that could part them;
+5. the step record is all that a replay of the iteration will need beside tensors;
+6. gather: with ZeRO-1 weights are collected from those who have updated them.  Whoever is cut off here has completed
+   the iteration all the same: recovery collects them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.pretraining.data.streams import Batch
+from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.schedule import Schedule
+from megatron.pretraining.engine.upstream import Boundaries
+from megatron.pretraining.process.initialize import World, seed_streams
+from moc.faults import reach
+from moc.runtime.progress import progress
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients of an iteration are not finite, on all workers alike."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What an iteration decided; with the reduced gradients it makes the iteration repeatable.
+
+    Attributes:
+        iteration: number of the iteration, counted from 1 when it is complete.
+        loss: mean language-model loss over the tokens of the global batch.
+        grad_norm: norm of the whole gradient before clipping; inf if the iteration was skipped.
+        loss_scale: factor that fp16's loss was multiplied by.
+        skipped: the norm was not finite, so no parameter moved.
+        tokens: tokens that the loss was averaged over.
+        learning_rate: rate of the update.
+        samples: samples consumed by this iteration.
+        zeros: gradient elements that are zero, if counted.
+        params_norm: norm of all weights before the update, if wanted.
+        stop: a worker asked to stop after this iteration.
+        auxiliary: mean of each router loss over layers and micro batches.
+    """
+
+    iteration: int
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+    tokens: int
+    learning_rate: float
+    samples: int
+    zeros: int | None = None
+    params_norm: float | None = None
+    stop: bool = False
+    auxiliary: dict[str, float] = field(default_factory=dict)
+
+
+class Records:
+    """The step records of late, which replays of their iterations will need."""
+
+    def __init__(self, most: int = 1024):
+        self._most, self._records = most, {}
+
+    def add(self, record: StepRecord) -> None:
+        """Keeps a record; the oldest go."""
+        self._records[record.iteration] = record
+        self._records.pop(record.iteration - self._most, None)
+
+    def iterations(self) -> list[int]:
+        """Of which there is a record."""
+        return sorted(self._records)
+
+    def of(self, iterations: Iterable[int]) -> list[StepRecord]:
+        """Those of some iterations.
+
+        Raises:
+            KeyError: there is none of one of them.
+        """
+        return [self._records[iteration] for iteration in iterations]
+
+
+class Rider:
+    """What takes part in the vote beside the step itself; this one has nothing to say."""
+
+    def ballot(self) -> dict[str, float]:
+        """What this worker has to say in the vote; all workers name the same values."""
+        return {}
+
+    def voted(self, tally: dict[str, float]) -> None:
+        """Hears the sums over all workers, right before the update changes the state; may raise on all alike."""
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """The parts of a worker that compute an iteration."""
+
+    world: World
+    chunks: list[DistributedDataParallel]
+    schedule: Schedule
+    optimizer: VotedOptimizer
+    scheduler: OptimizerParamScheduler
+    auxiliary: AuxiliaryLosses
+    seed: int
+    global_batch_size: int
+    count_zeros: bool = False
+    params_norm: bool = False
+    refuse_non_finite: bool = True
+    rider: Rider = field(default_factory=Rider)
+    boundaries: Boundaries = field(default_factory=Boundaries)
+
+    def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
+        """Computes iteration ``iteration`` (counted from 0) and commits it; :meth:`gather_weights` is to follow.
+
+        Args:
+            iteration: iterations completed before this one.
+            batches: this worker's micro batches; None on stages that read no data.
+            stop: whether this worker asks all to stop after this iteration.
+
+        Raises:
+            NonFiniteError: on all workers, if the loss or a gradient is not finite and that is not fp16's
+                ordinary overflow; no parameter has moved.
+        """
+        reach("start", iteration + 1)
+        reports = self.reduced_gradients(iteration, batches)
+        reach("after_reduce")
+
+        vote = self._vote(reports, stop)
+        reach("after_vote")
+        record = self._decide(iteration, vote)
+
+        progress("save")
+        self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
+        progress("step")
+        self.complete(record)
+        reach("after_apply")
+        return record
+
+    def repeat(
+        self,
+        record: StepRecord,
+        batches: Iterator[Batch] | None,
+        completing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> dict[str, torch.Tensor]:
+        """Computes an iteration again that is known by its record; what is frozen then does not change.
+
+        It is clipped by the recorded norm, since frozen operators have no gradients that could be part of one, and
+        stages that compute alone know only their own.  Loss scale and learning rate are to be those of the iteration.
+
+        Args:
+            record: of the iteration.
+            batches: as for :meth:`step`.
+            completing: what to be in while the state is between two iterations.
+
+        Returns:
+            This worker's part of the loss; all parts are bit by bit that of the record, where layout, data and kernels
+            are the same.
+        """
+        reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
+        self.auxiliary.take()
+        with completing():
+            self.complete(record)
+        self.gather_weights()
+        return sum_losses(reports, self.world)
+
+    def complete(self, record: StepRecord) -> None:
+        """Does what an iteration decided, once its gradients are reduced.
+
+        Args:
+            record: of the iteration, from a worker that has seen the vote.
+        """
+        self.optimizer.apply(record.grad_norm)
+        if not record.skipped:
+            self.scheduler.step(self.global_batch_size)
+
+    def gather_weights(self) -> None:
+        """Collects, with ZeRO-1, what the data-parallel peers have updated; see :class:`VotedOptimizer`."""
+        self.optimizer.gather_weights()
+
+    def reduced_gradients(
+        self, iteration: int, batches: Iterator[Batch] | None, tokens: int | None = None
+    ) -> list[dict]:
+        """Computes an iteration up to its reduced gradients.
+
+        Args:
+            iteration: iterations completed before it.
+            batches: as for :meth:`step`.
+            tokens: of the iteration, where they are known.
+
+        Returns:
+            What the loss function reported for each micro batch (last stage; else empty).
+        """
+        seed_streams(self.seed, iteration, self.world)
+        self.optimizer.zero_grad()
+        with self.boundaries.crossed(iteration + 1) as communicator:
+            reports, token_count = self.schedule.forward_backward(batches, communicator)
+        self.optimizer.hold_router_biases(lambda: self.boundaries.reduce(self.chunks, token_count, tokens))
+        self.optimizer.take_gradients()
+        self.optimizer.reduced = iteration + 1
+        return reports
+
+    def _vote(self, reports: list[dict], stop: bool) -> dict[str, float]:
+        ballot = {
+            "square_norm": self.optimizer.local_square_norm(),
+            **sum_losses(reports, self.world),
+            "stop": float(stop),
+            **self.auxiliary.take(),
+            **self.rider.ballot(),
+        }
+        if self.count_zeros:
+            ballot["zeros"] = self.optimizer.count_zeros()
+        if self.params_norm:
+            ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
+        reach("before_vote")
+        return sum_over_workers(ballot, self.world)
+
+    def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
+        skipped = not math.isfinite(vote["square_norm"])
+        loss = mean_loss(vote)
+        record = StepRecord(
+            iteration=iteration + 1,
+            loss=loss,
+            grad_norm=self.optimizer.grad_norm(vote["square_norm"]),
+            loss_scale=self.optimizer.loss_scale,
+            skipped=skipped,
+            tokens=int(vote["loss_tokens"]),
+            learning_rate=self.optimizer.learning_rate,
+            samples=self.global_batch_size,
+            zeros=int(vote["zeros"]) if self.count_zeros else None,
+            params_norm=math.sqrt(vote["params_square_norm"]) if self.params_norm else None,
+            stop=vote["stop"] > 0,
+            auxiliary=self.auxiliary.means(vote),
+        )
+        if self.refuse_non_finite and (skipped or not math.isfinite(loss)):
+            raise NonFiniteError(
+                f"iteration {record.iteration}: loss {loss} and gradient norm {record.grad_norm} are not finite; "
+                "no weight has moved: lower --lr, look at the data, or let such iterations be skipped "
+                "with --no-check-for-nan-in-loss-and-grad"
+            )
+        return record
+
+
+def mean_loss(sums: dict[str, float]) -> float:
+    """The mean over tokens, of sums over all workers."""
+    return sums["loss_sum"] / max(sums["loss_tokens"], 1.0)
+
+
+def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
+    """This worker's sums over micro batches; tensor-parallel copies count once.
+
+    Args:
+        reports: the loss function's reports, ``{"loss_sum", "loss_tokens"}`` of scalars on the device.
+        world: this worker's place.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    if world.tensor_rank == 0:
+        for report in reports:
+            total += torch.stack([report["loss_sum"].double(), report["loss_tokens"].double()])
+    return {"loss_sum": total[0], "loss_tokens": total[1]}
+
+
+def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> dict[str, float]:
+    """Adds up each value over all workers, in one all-reduce of float64; of a 1-D tensor, each element, into a list."""
+    tensors = [torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()]
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(packed)
+    sums = iter(packed.tolist())
+    return {
+        name: [next(sums) for _ in range(tensor.numel())] if tensor.dim() else next(sums)
+        for name, tensor in zip(values, tensors, strict=True)
+    }

@@ -1,0 +1,286 @@
+"""What happens at the boundaries of pipeline stages beside the schedule: nothing, or logging.
+
+MoEvement's upstream logging (section 3.4): each stage keeps the activations and gradients that it sends in the memory
+of its node.  From its neighbours' logs a stage computes an iteration again while all others wait: schedule, model and
+the reductions among its own peers are those of training, so its gradients are those that were, to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer import TransformerConfig
+
+from megatron.pretraining.config import Config, num_microbatches
+from megatron.pretraining.engine.boundary import Recorder, Replayer, pipeline_of
+from megatron.pretraining.model.build import compute_dtype
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import first_of_any
+from moc.logs.crossings import Crossing, Direction
+from moc.logs.files import LogReader, directory_of
+from moc.logs.writer import LogWriter
+from moc.policy import SnapshotPlan
+from moc.store.errors import CheckpointError, MissingRegionError
+
+
+class Boundaries:
+    """The boundaries of this worker's stage; here nothing happens but what megatron-core does."""
+
+    gauges: Mapping[str, float] = MappingProxyType({})
+    """What there is to see of every iteration."""
+
+    feeds: Mapping[int, Collection[int]] = MappingProxyType({})
+    """By stage, the stages from whose logs it could be computed again; empty where nothing is logged."""
+
+    @contextlib.contextmanager
+    def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
+        """While forward and backward of an iteration are computed.
+
+        Args:
+            iteration: which, counted from 1.
+
+        Returns:
+            What the schedule communicates by; None for its own.
+        """
+        yield None
+
+    def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
+        """Reduces the gradients of an iteration.
+
+        Args:
+            chunks: the model.
+            tokens: by how many tokens of this rank they are to be divided; None where they are averaged already.
+            known: tokens of all ranks, where an iteration is computed again.
+        """
+        finalize_model_grads(chunks, tokens)
+
+    def open(self, memory: Path) -> None:
+        """Makes what is needed; no collective.
+
+        Args:
+            memory: the directory of this job in the memory of this node.
+
+        Raises:
+            CheckpointError: there is not so much memory.
+        """
+
+    def ballot(self) -> dict[str, float]:
+        """What this worker has to say in the vote."""
+        return {}
+
+    def voted(self, tally: Mapping[str, float]) -> None:
+        """Hears the vote.
+
+        Raises:
+            CheckpointError: on all workers; something could not be logged.
+        """
+
+    def stored(self, plan: SnapshotPlan) -> None:
+        """A snapshot is safe, and so are all that were taken before it."""
+
+    def close(self) -> None:
+        """Ends what is under way; logs stay."""
+
+    def forget(self) -> None:
+        """Removes the logs: there is nothing left that would need them."""
+
+    def kept(self) -> list[int]:
+        """Iterations of which this worker's log is there, counted from 1."""
+        return []
+
+    def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
+        """Of iterations, each with the stages that compute it, those that this worker could not :meth:`serve`."""
+        return []
+
+    def serve(self, iteration: int, stages: Collection[int]) -> None:
+        """Sends to stages that compute an iteration again what this worker sent them then."""
+
+    @contextlib.contextmanager
+    def replaying(self, stages: Collection[int]) -> Iterator[None]:
+        """While only some stages compute, and this worker's is one of them; the others :meth:`serve`.
+
+        Args:
+            stages: that compute; none where all do, as ever.
+        """
+        yield
+
+
+class UpstreamLog(Boundaries):
+    """Logs what this worker sends to other stages.
+
+    Args:
+        config: the flags in force.
+        core_config: of the model.
+        world: this worker's place.
+        tell: takes a line of prose.
+    """
+
+    def __init__(self, config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]):
+        self._config, self._core_config, self._world, self._tell = config, core_config, world, tell
+        self._pipeline = pipeline_of(core_config, num_microbatches(config, world.size))
+        self._limit = config.snapshot.upstream_log_limit * 1e9
+        self._writer: LogWriter | None = None
+        self._given_up = 0.0
+        self._replaying: frozenset[int] = frozenset()
+        self._directory: Path | None = None
+
+    def open(self, memory: Path) -> None:
+        """See :class:`Boundaries`; what an earlier process of this rank has left is taken over."""
+        stage, self._directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
+        self._writer = LogWriter(
+            self._directory,
+            [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)],
+            boundary_shape(self._config),
+            compute_dtype(self._config),
+            self._limit,
+            self._world.device,
+        )
+
+    @property
+    def feeds(self) -> dict[int, frozenset[int]]:
+        """See :class:`Boundaries`."""
+        return {stage: self._pipeline.feeds(stage) for stage in range(self._pipeline.stages)}
+
+    @contextlib.contextmanager
+    def crossed(self, iteration: int) -> Iterator[Recorder]:
+        """See :class:`Boundaries`; what is computed again is logged again."""
+        self._writer.begin(iteration)
+        tap = self._core_config, self._pipeline, self._writer.write
+        if self._replaying:
+            yield Replayer(*tap, self._received().__getitem__, self._replaying)
+        else:
+            yield Recorder(*tap)
+        self._writer.end()
+
+    def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
+        """See :class:`Boundaries`."""
+        if not self._replaying:
+            super().reduce(chunks, tokens, known)
+            return
+        finalize_model_grads(chunks, None)  # only tied embeddings and the number of tokens would ask another stage
+        if tokens is not None and known:  # of which only the last stage knows; the total is in the step record
+            for chunk in chunks:
+                chunk.scale_gradients(1.0 / torch.full_like(tokens, known))
+
+    @contextlib.contextmanager
+    def replaying(self, stages: Collection[int]) -> Iterator[None]:
+        """See :class:`Boundaries`."""
+        self._replaying = frozenset(stages)
+        try:
+            yield
+        finally:
+            self._replaying = frozenset()
+
+    def kept(self) -> list[int]:
+        """See :class:`Boundaries`."""
+        return LogReader(self._directory).iterations()
+
+    def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
+        """See :class:`Boundaries`."""
+        return [iteration for iteration, stages in served.items() if self._is_damaged(iteration, stages)]
+
+    def _is_damaged(self, iteration: int, stages: Collection[int]) -> bool:
+        try:
+            for _ in self._sent_to(iteration, stages):
+                pass
+        except MissingRegionError:
+            return True
+        return False
+
+    def serve(self, iteration: int, stages: Collection[int]) -> None:
+        """See :class:`Boundaries`; one message for all that goes to a stage in one direction."""
+        under_way = []
+        for stage, tensors in self._sent_to(iteration, stages):
+            packed = torch.stack(tensors).to(self._world.device)
+            under_way.append((dist.isend(packed, _rank_in(stage), _pipeline_group()), packed))
+        for request, _ in under_way:
+            request.wait()
+
+    def _sent_to(self, iteration: int, stages: Collection[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        reader, pipeline = LogReader(self._directory), self._pipeline
+        for stage in sorted(stages):
+            for way in Direction:
+                crossings = pipeline.received(stage, way)
+                if crossings and pipeline.sender(stage, way) == self._world.pipeline_rank:
+                    yield stage, [reader.read(iteration, one) for one in crossings]
+
+    def _received(self) -> dict[Crossing, torch.Tensor]:
+        """What others :meth:`serve` this worker, on its device."""
+        received, under_way, stage = {}, [], self._world.pipeline_rank
+        for way in Direction:
+            crossings, sender = self._pipeline.received(stage, way), self._pipeline.sender(stage, way)
+            if crossings and sender not in self._replaying:
+                shape = (len(crossings), *boundary_shape(self._config))
+                packed = torch.empty(shape, dtype=compute_dtype(self._config), device=self._world.device)
+                under_way.append(dist.irecv(packed, _rank_in(sender), _pipeline_group()))
+                received |= zip(crossings, packed, strict=True)
+        for request in under_way:
+            request.wait()
+        return received
+
+    def ballot(self) -> dict[str, float]:
+        """See :class:`Boundaries`."""
+        return {
+            "upstream_failed": float(self._writer.failure() is not None),
+            "upstream_bytes": float(self._writer.bytes),
+            "upstream_iterations": float(len(self._writer.iterations)),
+            "upstream_given_up": float(self._writer.given_up),
+        }
+
+    def voted(self, tally: Mapping[str, float]) -> None:
+        """See :class:`Boundaries`."""
+        if tally["upstream_failed"]:
+            raise CheckpointError(first_of_any(self._writer.failure()))
+        if tally["upstream_given_up"] and not self._given_up:
+            self._tell(
+                "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs "
+                "them will be a replay by all: raise --upstream-log-limit, or shorten --sparse-window"
+            )
+        self._given_up = tally["upstream_given_up"]
+        self.gauges = {
+            "upstream_log_bytes": tally["upstream_bytes"],
+            "upstream_log_iterations": tally["upstream_iterations"] / self._world.size,
+        }
+
+    def stored(self, plan: SnapshotPlan) -> None:
+        """See :class:`Boundaries`; the last snapshot of a window supersedes what happened before its first."""
+        if plan.ends_window:
+            self._writer.collect(before=plan.since + 1)
+
+    def close(self) -> None:
+        """See :class:`Boundaries`."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def forget(self) -> None:
+        """See :class:`Boundaries`."""
+        self._writer.forget()
+
+
+def boundaries(config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]) -> Boundaries:
+    """What the flags ask for; see :class:`UpstreamLog`."""
+    return UpstreamLog(config, core_config, world, tell) if config.snapshot.upstream_logging else Boundaries()
+
+
+def _pipeline_group() -> dist.ProcessGroup:
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _rank_in(stage: int) -> int:
+    """The worker of a stage that this one exchanges with."""
+    return dist.get_global_rank(_pipeline_group(), stage)
+
+
+def boundary_shape(config: Config) -> tuple[int, int, int]:
+    """Shape of what crosses stages: sequence (of this tensor-parallel rank), micro batch, hidden size."""
+    parallel = config.parallel
+    parts = parallel.tensor_model_parallel_size if config.sequence_parallel else 1
+    return config.data.seq_length // parts, config.training.micro_batch_size, config.network.hidden_size

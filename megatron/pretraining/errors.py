@@ -1,0 +1,47 @@
+"""How a run ends that cannot go on: one sentence, and a non-zero exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron.pretraining.checkpoint.files import CheckpointError
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.data.tokenizer import TokenizerError
+from megatron.pretraining.engine.step import NonFiniteError
+from megatron.pretraining.process.rank0 import let_first_worker_speak
+from megatron.pretraining.session.agreement import first_line
+from moc.runtime.groups import Aborted, Suspicion
+
+EXIT_FLAGS = 2
+EXIT_FAILED = 1
+
+
+@contextlib.contextmanager
+def reported():
+    """Ends the process with a sentence where the cause is known, said by one of the workers that raise it."""
+    try:
+        yield
+    except (CheckpointError, NonFiniteError) as error:
+        _end(str(error), EXIT_FAILED)
+    except (ConfigError, TokenizerError) as error:
+        _end(str(error), EXIT_FLAGS)
+    except (Aborted, Suspicion, dist.DistError) as error:  # whoever is called away by a loss goes on, and is not here
+        _end(
+            f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has not said that "
+            "one was lost: look at what it has said last, and start the job again to go on",
+            EXIT_FAILED,
+        )
+
+
+def _end(sentence: str, code: int) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this at once
+    let_first_worker_speak()
+    rank = os.environ.get("RANK", "0")
+    print(f"pretrain_gpt_moe.py: error (worker {rank}): {sentence}", file=sys.stderr, flush=True)
+    sys.exit(code)

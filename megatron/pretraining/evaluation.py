@@ -1,0 +1,39 @@
+"""Validation and test loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megatron.pretraining.data.streams import Batch
+from megatron.pretraining.engine.step import Stepper, sum_losses, sum_over_workers
+from megatron.pretraining.process.stopping import StopRequests
+from moc.runtime.progress import progress
+
+
+def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: StopRequests) -> float | None:
+    """Mean loss over some global batches; a collective call.
+
+    Args:
+        stepper: whose model is evaluated.
+        batches: for each global batch this worker's micro batches, or None on stages that read no data.
+        stop: polled after every global batch.
+
+    Returns:
+        The loss in nats a token, or None if a worker was asked to stop meanwhile.
+    """
+    for chunk in stepper.chunks:
+        chunk.eval()
+    try:
+        total = tokens = 0.0
+        for micro_batches in batches:
+            progress("evaluation")
+            reports = stepper.schedule.forward(micro_batches)
+            ballot = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
+            sums = sum_over_workers(ballot, stepper.world)
+            if sums["stop"] > 0:
+                return None
+            total, tokens = total + sums["loss_sum"], tokens + sums["loss_tokens"]
+        return total / max(tokens, 1.0)
+    finally:
+        for chunk in stepper.chunks:
+            chunk.train()

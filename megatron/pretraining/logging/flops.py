@@ -1,0 +1,57 @@
+"""Model FLOPs of an iteration, and the peak of the device to compare with."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.pretraining.config import Config
+
+# dense 16-bit tensor-core peak without sparsity, in TFLOP/s, from NVIDIA's data sheets
+_PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+}
+
+
+def flops_per_sample(config: Config, vocab_size: int) -> float:
+    """Floating-point operations that forward and backward of one sample need, recomputation not counted.
+
+    A multiply-add is two operations and backward is twice forward, so every weight that a token meets costs six,
+    and causal attention half of the full score matrix.
+    """
+    network, seq = config.network, config.data.seq_length
+    queries = network.kv_channels * network.num_attention_heads
+    groups = network.num_query_groups if network.group_query_attention else network.num_attention_heads
+    attention = network.hidden_size * (2 * queries + 2 * network.kv_channels * groups)
+    scores = queries * seq  # query x key and probability x value, half of each masked
+    gate = 3 if network.swiglu else 2
+    dense_layers = network.num_layers - config.num_moe_layers
+    weights = (
+        network.num_layers * (attention + scores)
+        + dense_layers * gate * network.hidden_size * network.ffn_hidden_size
+        + config.num_moe_layers * _expert_weights(config, gate)
+        + network.hidden_size * vocab_size
+    )
+    return 6.0 * seq * weights
+
+
+def _expert_weights(config: Config, gate: int) -> int:
+    moe, hidden = config.moe, config.network.hidden_size
+    if moe.num_experts is None:
+        return 0
+    expert = moe.moe_ffn_hidden_size or config.network.ffn_hidden_size
+    shared = moe.moe_shared_expert_intermediate_size or 0
+    return hidden * (gate * (moe.moe_router_topk * expert + shared) + moe.num_experts)
+
+
+def peak_tflops() -> float | None:
+    """The device's 16-bit peak in TFLOP/s, or None where it is not known (CPUs, other devices)."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for key, peak in _PEAK_TFLOPS.items() if key in name), None)

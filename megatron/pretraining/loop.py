@@ -1,0 +1,254 @@
+"""The training loop: iterate, evaluate, save, tell, stop."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+
+from megatron.pretraining.checkpoint.files import CheckpointError
+from megatron.pretraining.config import Config
+from megatron.pretraining.engine.step import NonFiniteError, StepRecord
+from megatron.pretraining.evaluation import evaluate
+from megatron.pretraining.process.faults import inject_faults
+from megatron.pretraining.process.initialize import initialize, shut_down
+from megatron.pretraining.process.phases import Phases
+from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
+from megatron.pretraining.session.auto import PlannedAnew
+from megatron.pretraining.session.setup import NothingToGoOnFrom
+from megatron.pretraining.session.snapshots import LAST_TRIES_S
+from megatron.pretraining.setup import Providers, Run, build, start
+from moc.runtime.job import join_job
+from moc.runtime.progress import progress
+from moc.store.tiers import memory_of_run
+
+
+def pretrain(config: Config, providers: Providers) -> int:
+    """Trains until the iterations are done or somebody asks to stop, whatever workers are lost meanwhile.
+
+    A worker is built once.  When another one is lost, it goes on with what it has: its state, if the plan says that it
+    keeps that, else what a snapshot holds (:mod:`moc.recovery.plan`).
+
+    Args:
+        config: the flags in force.
+        providers: the model, the data and the forward step.
+
+    Returns:
+        The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
+    """
+    stop, phases, job, parts = StopRequests(config), Phases(), join_job(), None
+    inject_faults(config, job)
+    phases.done("import")
+    while True:
+        try:
+            parts = parts or build(config, initialize(config, job), providers, stop, phases)
+            parts.met(job.built())
+            progress("setup")
+            code = train(start(parts, stop, phases), stop)
+            parts.log.close()
+            shut_down(job)
+            return code
+        except StopRequested:
+            return EXIT_REQUEUE
+        except NothingToGoOnFrom:
+            job.start_over()
+        except PlannedAnew:
+            loss = None
+        except Exception as error:
+            loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
+        parts.go_on_after(loss)
+
+
+def train(run: Run, stop: StopRequests) -> int:
+    """Runs the iterations that are left; returns the exit code."""
+    try:
+        return train_iterations_left(run, stop)
+    except NonFiniteError:
+        wait_for_saves(run)  # all workers are here alike: what is being saved is still good
+        raise
+
+
+def train_iterations_left(run: Run, stop: StopRequests) -> int:
+    """Iterates, evaluates and saves until the end, or until somebody asks to stop."""
+    collect_garbage_by_hand(run)
+    run.log.skip_time()
+    last = run.position.iteration if run.config.training.skip_train else run.train_iters
+    while run.position.iteration < last:
+        record = iterate(run, stop)
+        stopping = record.stop
+        if due(run.config.validation.eval_interval, run) and not stopping:
+            stopping = not validate(run, stop)
+        exiting = due(run.config.training.exit_interval, run)
+        if stopping or exiting or due(run.config.checkpoint.save_interval, run) or run.checkpoints.tries_again():
+            save(run)
+        if stopping or exiting:
+            return leave(run, stop)
+        if run.position.iteration < run.train_iters:
+            plan_anew(run)
+    return finish(run, stop)
+
+
+def iterate(run: Run, stop: StopRequests) -> StepRecord:
+    """Computes, commits, protects and reports one iteration."""
+    progress("step")
+    begun = time.perf_counter()
+    batches = run.batches("train", run.position.consumed_samples)
+    record = run.stepper.step(run.position.iteration, batches, stop.pending)
+    run.position = run.position.after(record)
+    run.records.add(record)
+    run.snapshots.completed(run.position, record, begun)  # from here on a lost worker does not undo the iteration
+    run.stepper.gather_weights()
+    progress("save")
+    run.snapshots.take()
+    run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
+    run.checkpoints.poll()
+    if due(run.config.training.manual_gc_interval, run):
+        gc.collect()
+    return record
+
+
+def plan_anew(run: Run) -> None:
+    """With ``--ckpt-policy auto``: begins again where another policy is to be in force, once all is saved.
+
+    Raises:
+        PlannedAnew: it is so, on all workers alike.
+    """
+    if run.auto is None or run.snapshots.storage_fails or not run.auto.plans_anew(run.position.iteration):
+        return
+    run.auto.ends()
+    progress("save")
+    if problem := secured(run):
+        run.auto.goes_on()
+        run.log.message(f"WARNING: the policy stays what it is: {problem}")
+        return
+    raise PlannedAnew
+
+
+def collect_garbage_by_hand(run: Run) -> None:
+    """Spares the garbage collector what set-up made, and with ``--manual-gc`` the workers its untimely pauses."""
+    gc.collect()
+    gc.freeze()
+    give_back_memory()
+    if run.config.training.manual_gc:
+        gc.disable()
+
+
+def give_back_memory() -> None:
+    """Returns to the system what is free in C's heap, where the C library can (glibc).
+
+    What each generation begins with leaves holes there that the next one's does not fit into: some MB every time.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def due(interval: int | None, run: Run) -> bool:
+    """Whether something that happens every ``interval`` iterations happens now."""
+    return bool(interval) and run.position.iteration % interval == 0
+
+
+def validate(run: Run, stop: StopRequests) -> bool:
+    """Reports the validation loss; False if a worker was asked to stop meanwhile."""
+    eval_iters = run.config.validation.eval_iters
+    earlier = run.position.iteration // run.config.validation.eval_interval - 1
+    return report_loss(run, "valid", earlier * eval_iters * run.stepper.global_batch_size, stop)
+
+
+def report_loss(run: Run, split: str, first_sample: int, stop: StopRequests) -> bool:
+    """Evaluates a split that has data; False if a worker was asked to stop meanwhile."""
+    iterations, batch = run.config.validation.eval_iters, run.stepper.global_batch_size
+    if iterations == 0 or split not in run.splits:
+        return True
+    batches = (run.batches(split, first_sample + i * batch) for i in range(iterations))
+    loss = evaluate(run.stepper, batches, stop)
+    if loss is not None:
+        run.log.evaluation(run.position.iteration, split, loss)
+    run.log.skip_time()
+    return loss is not None
+
+
+def save(run: Run) -> None:
+    """Saves, unless there is no ``--save`` or this iteration is saved already."""
+    if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
+        return
+    progress("save")
+    begun, iteration = time.perf_counter(), run.position.iteration
+    run.checkpoints.save(run.position)
+    if run.checkpoints.last_saved == iteration:
+        run.log.events.write("save", iteration=iteration, elapsed_s=round(time.perf_counter() - begun, 6))
+    run.log.skip_time()
+
+
+def secure(run: Run) -> None:
+    """The run ends here: all of its state goes to storage.
+
+    Raises:
+        CheckpointError: on all workers; it is in none of the places that were asked for.
+    """
+    progress("save")
+    if run.auto is not None:
+        run.auto.ends()
+    asked = run.config.snapshot.ckpt_policy is not None, run.config.checkpoint.save is not None
+    problems = [secured(run), last_checkpoint(run)]
+    failed = [problem for problem in problems if problem]
+    if failed and len(failed) == sum(asked):
+        raise CheckpointError(failed[0])
+    if run.snapshots.memory_is_free and not problems[0]:
+        flags = run.config.snapshot.ckpt_memory_dir, run.config.snapshot_dir
+        run.world.job.gives_back(memory_of_run(*flags, run.snapshots.run).absolute())
+    for problem in failed:
+        run.log.message(
+            f"WARNING: {problem}; the last state is safe all the same, in the other place: start again there"
+        )
+
+
+def secured(run: Run) -> str:
+    """Why the last snapshot is not in storage; nothing if it is."""
+    try:
+        run.snapshots.secure(run.position)
+    except CheckpointError as error:
+        if run.config.checkpoint.save_failure == "stop":
+            raise
+        return str(error)
+    return ""
+
+
+def last_checkpoint(run: Run) -> str:
+    """Why there is no checkpoint of the last iteration in ``--save``; nothing if there is, or none is wanted."""
+    run.checkpoints.finish()
+    for pause in LAST_TRIES_S:
+        if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
+            return ""
+        time.sleep(pause)
+        save(run)
+        run.checkpoints.finish()
+    return "" if run.checkpoints.last_saved == run.position.iteration else run.checkpoints.problem
+
+
+def wait_for_saves(run: Run) -> None:
+    """Waits until all that is being saved is saved."""
+    run.snapshots.finish()
+    run.checkpoints.finish()
+
+
+def leave(run: Run, stop: StopRequests) -> int:
+    """Ends before all iterations are done."""
+    secure(run)
+    signalled = stop.anybody_in(run.world)
+    code = EXIT_REQUEUE if signalled else EXIT_DONE
+    reason = "signal" if signalled else "limit"
+    run.log.events.write("exit", iteration=run.position.iteration, reason=reason, code=code)
+    run.log.message(f"exiting at iteration {run.position.iteration} after a {reason} (exit code {code})")
+    return code
+
+
+def finish(run: Run, stop: StopRequests) -> int:
+    """All iterations are done, or none are wanted: save, and report the final losses."""
+    save(run)
+    secure(run)
+    run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)
+    run.log.message("training is skipped" if run.config.training.skip_train else "training is done")
+    if report_loss(run, "valid", 0, stop):
+        report_loss(run, "test", 0, stop)
+    return EXIT_DONE

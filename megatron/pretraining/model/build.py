@@ -1,0 +1,336 @@
+"""The GPT-MoE model: megatron-core's modules, configured by our flags and initialised independently of layout."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.model import fp8
+from megatron.pretraining.process import cpu
+from moc.state.parameters import unpartitioned_parameters, unwrap
+
+ModelProvider = Callable[[Config, TransformerConfig, int, int | None], MegatronModule]
+
+
+def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> list[DistributedDataParallel]:
+    """Builds this worker's model chunks, initialised and wrapped for data parallelism.
+
+    Args:
+        config: the flags in force.
+        vocab_size: rows of the embedding, padded for tensor parallelism.
+        provider: builds a bare chunk, as :func:`build_gpt` does.
+
+    Returns:
+        One chunk, or with an interleaved schedule one for each virtual stage.  All share one
+        ``TransformerConfig`` as ``chunk.config``.
+    """
+    core_config = transformer_config(config)
+    stages = config.virtual_pipeline_model_parallel_size
+    chunks = [provider(config, core_config, vocab_size, v if stages else None) for v in range(stages or 1)]
+    for chunk in chunks:
+        chunk.to(cpu.device())
+        _mend_experts(chunk)
+        if config.mixed_precision.fp8_format and config.transformer_impl == "local":
+            fp8.multiply_in_8_bits(chunk, config.mixed_precision.fp8_format)
+        initialize_weights(chunk, config)
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if config.mixed_precision.fp16 or config.mixed_precision.bf16:
+        chunks = [Float16Module(core_config, chunk) for chunk in chunks]
+    ddp_config = data_parallel_config(config)
+    wrapped = [
+        DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    ]
+    _let_schedule_overlap_communication(core_config, ddp_config, wrapped)
+    return wrapped
+
+
+def build_gpt(config: Config, core_config: TransformerConfig, vocab_size: int, stage: int | None) -> GPTModel:
+    """One bare chunk of the model; ``stage`` is its virtual pipeline stage or None."""
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    network = config.network
+    return GPTModel(
+        core_config,
+        layer_specs(config, core_config, stage),
+        vocab_size=vocab_size,
+        max_sequence_length=network.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=not network.untie_embeddings_and_output_weights,
+        position_embedding_type=network.position_embedding_type,
+        rotary_percent=network.rotary_percent,
+        rotary_base=network.rotary_base,
+        vp_stage=stage,
+    )
+
+
+def layer_specs(config: Config, core_config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
+    """megatron-core's layer specification: Transformer Engine's modules, or its local ones."""
+    spec = get_gpt_decoder_block_spec(
+        core_config,
+        use_transformer_engine=core_config.transformer_impl == "transformer_engine",
+        normalization=config.network.normalization,
+        vp_stage=stage,
+    )
+    if core_config.transformer_impl == "local":
+        _replace_torch_norm(spec)
+    return spec
+
+
+class Norm:
+    """Makes torch's LayerNorm or RMSNorm; unlike megatron-core's ``WrappedTorchNorm`` with sequence parallelism."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **ignored):
+        """Returns the torch module, its parameters marked for the tensor-parallel gradient sum."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def _replace_torch_norm(spec: TransformerBlockSubmodules) -> None:
+    if spec.layer_norm is WrappedTorchNorm:
+        spec.layer_norm = Norm
+    for layer in spec.layer_specs:
+        parts = [layer.submodules]
+        attention = layer.submodules.self_attention
+        if isinstance(attention, ModuleSpec):
+            parts.append(attention.submodules)
+        for part in parts:
+            for name, value in vars(part).items():
+                if value is WrappedTorchNorm:
+                    setattr(part, name, Norm)
+
+
+def _mend_experts(chunk: GPTModel) -> None:
+    """Corrects what megatron-core 0.16.1 gets wrong about experts with biases.
+
+    Alone, their linear layers pass through collectives of one worker, and autograd refuses to add the bias in place
+    to what comes out of there.  With tensor parallelism the biases of different experts are taken for copies of one:
+    their gradients are added up, and counted once in the norm.  But the dispatcher communicates for the experts;
+    their linear layers, which are never split where there are biases, have nothing to exchange.
+    """
+    for module in chunk.modules():
+        if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
+            module.explicit_expert_comm = True
+            if getattr(module, "bias", None) is not None:
+                module.bias.sequence_parallel = False
+                module.bias.tensor_model_parallel = True  # no other worker holds a copy that counts
+
+
+def transformer_config(config: Config) -> TransformerConfig:
+    """Translates our flags into megatron-core's ``TransformerConfig``."""
+    return TransformerConfig(
+        **_network_fields(config),
+        **_expert_fields(config),
+        **_parallel_fields(config),
+        **_precision_fields(config),
+        **_fusion_fields(config),
+        **_recompute_fields(config),
+    )
+
+
+def _network_fields(config: Config) -> dict:
+    network, regularization = config.network, config.regularization
+    return dict(
+        num_layers=network.num_layers,
+        hidden_size=network.hidden_size,
+        ffn_hidden_size=network.ffn_hidden_size,
+        num_attention_heads=network.num_attention_heads,
+        num_query_groups=network.num_query_groups if network.group_query_attention else None,
+        kv_channels=network.kv_channels,
+        normalization=network.normalization,
+        layernorm_epsilon=network.norm_epsilon,
+        add_bias_linear=network.add_bias_linear,
+        add_qkv_bias=network.add_qkv_bias,
+        qk_layernorm=network.qk_layernorm,
+        rotary_interleaved=network.rotary_interleaved,
+        gated_linear_unit=network.swiglu,
+        activation_func=_activation(config),
+        hidden_dropout=regularization.hidden_dropout,
+        attention_dropout=regularization.attention_dropout,
+        init_method_std=config.rng.init_method_std,
+        use_cpu_initialization=config.training.use_cpu_initialization,
+        deterministic_mode=config.training.deterministic_mode,
+        calculate_per_token_loss=config.training.calculate_per_token_loss,
+        transformer_impl=config.transformer_impl,
+        attention_backend=AttnBackend[network.attention_backend],
+    )
+
+
+def _activation(config: Config):
+    if config.network.swiglu:
+        return F.silu
+    if config.network.squared_relu:
+        return lambda x: torch.pow(F.relu(x), 2)
+    return F.gelu
+
+
+def _expert_fields(config: Config) -> dict:
+    moe = config.moe
+    if moe.num_experts is None:
+        return {}
+    return dict(
+        num_moe_experts=moe.num_experts,
+        moe_layer_freq=moe.moe_layer_freq if isinstance(moe.moe_layer_freq, int) else list(moe.moe_layer_freq),
+        moe_ffn_hidden_size=moe.moe_ffn_hidden_size or config.network.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=moe.moe_shared_expert_intermediate_size,
+        moe_shared_expert_overlap=moe.moe_shared_expert_overlap,
+        moe_grouped_gemm=moe.moe_grouped_gemm,
+        moe_router_load_balancing_type=moe.moe_router_load_balancing_type,
+        moe_router_dtype=moe.moe_router_dtype,
+        moe_router_score_function=moe.moe_router_score_function,
+        moe_router_topk=moe.moe_router_topk,
+        moe_router_pre_softmax=moe.moe_router_pre_softmax,
+        moe_router_topk_scaling_factor=moe.moe_router_topk_scaling_factor,
+        moe_router_num_groups=moe.moe_router_num_groups,
+        moe_router_group_topk=moe.moe_router_group_topk,
+        moe_router_enable_expert_bias=moe.moe_router_enable_expert_bias,
+        moe_router_bias_update_rate=moe.moe_router_bias_update_rate,
+        moe_aux_loss_coeff=moe.moe_aux_loss_coeff,
+        moe_z_loss_coeff=moe.moe_z_loss_coeff,
+        moe_input_jitter_eps=moe.moe_input_jitter_eps,
+        moe_token_dispatcher_type=moe.moe_token_dispatcher_type,
+        moe_expert_capacity_factor=moe.moe_expert_capacity_factor,
+        moe_pad_expert_input_to_capacity=moe.moe_pad_expert_input_to_capacity,
+        moe_token_drop_policy=moe.moe_token_drop_policy,
+    )
+
+
+def _parallel_fields(config: Config) -> dict:
+    parallel, stages = config.parallel, config.virtual_pipeline_model_parallel_size
+    overlap_p2p = bool(stages) and parallel.overlap_p2p_comm
+    return dict(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=stages,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        overlap_p2p_comm=overlap_p2p,
+        batch_p2p_comm=not overlap_p2p,
+        # NCCL's sends keep their memory until they are done, gloo's do not
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
+    )
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of the compute weights and of what crosses pipeline stages."""
+    precision = config.mixed_precision
+    return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+
+
+def _precision_fields(config: Config) -> dict:
+    precision, dtype = config.mixed_precision, compute_dtype(config)
+    return dict(
+        fp16=precision.fp16,
+        bf16=precision.bf16,
+        fp8=precision.fp8_format if config.transformer_impl == "transformer_engine" else None,
+        fp8_recipe=precision.fp8_recipe,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        fp32_residual_connection=precision.fp32_residual_connection,
+        attention_softmax_in_fp32=precision.attention_softmax_in_fp32,
+        apply_query_key_layer_scaling=precision.apply_query_key_layer_scaling,
+    )
+
+
+def _fusion_fields(config: Config) -> dict:
+    """Fused kernels where they exist; on the CPU there are none."""
+    fusion, moe = config.fusion, config.moe
+    if not torch.cuda.is_available():
+        off = ("bias_activation", "bias_dropout", "masked_softmax", "gradient_accumulation")
+        return {f"{name}_fusion": False for name in off} | dict(apply_rope_fusion=False, moe_permute_fusion=False)
+
+    def installed(module: str) -> bool:
+        return importlib.util.find_spec(module) is not None
+
+    gelu_or_swiglu = not config.network.squared_relu
+    return dict(
+        bias_activation_fusion=gelu_or_swiglu
+        and (fusion.bias_swiglu_fusion if config.network.swiglu else fusion.bias_gelu_fusion),
+        bias_dropout_fusion=fusion.bias_dropout_fusion,
+        masked_softmax_fusion=fusion.masked_softmax_fusion and installed("scaled_upper_triang_masked_softmax_cuda"),
+        gradient_accumulation_fusion=fusion.gradient_accumulation_fusion
+        and installed("fused_weight_gradient_mlp_cuda"),
+        apply_rope_fusion=fusion.apply_rope_fusion and config.transformer_impl == "transformer_engine",
+        moe_permute_fusion=moe.moe_permute_fusion,
+    )
+
+
+def _recompute_fields(config: Config) -> dict:
+    training = config.training
+    return dict(
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+    )
+
+
+def data_parallel_config(config: Config) -> DistributedDataParallelConfig:
+    """Translates our flags into the configuration of megatron-core's data-parallel wrapper."""
+    parallel = config.parallel
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.mixed_precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        bucket_size=parallel.ddp_bucket_size,
+        # non-finite gradients are found by the vote, on all ranks at once (step.py)
+        check_for_nan_in_grad=False,
+    )
+
+
+def _let_schedule_overlap_communication(core_config, ddp_config, chunks) -> None:
+    """Hands the schedule the hooks that it calls around the last micro batch."""
+    if ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        core_config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+
+
+def initialize_weights(chunk: MegatronModule, config: Config) -> None:
+    """Gives each matrix and router values that follow from (seed, name in the unpartitioned model) alone.
+
+    Megatron's distributions: N(0, std), and N(0, std / sqrt(2 * layers)) for the projections back into the
+    residual stream.  Norms and other biases keep the ones and zeros of their modules.  So the same model starts
+    alike in every layout, and a stage can be initialised without its neighbours.
+    """
+    std = config.rng.init_method_std
+    residual_std = std / math.sqrt(2.0 * config.network.num_layers)
+    with torch.no_grad():
+        for name, pieces in unpartitioned_parameters(unwrap(chunk)).items():
+            for piece in pieces:
+                if len(piece.global_shape) < 2 and not name.endswith("router.bias"):
+                    continue
+                values = torch.randn(piece.global_shape, generator=_generator(config.rng.seed, piece.name))
+                values *= residual_std if _projects_into_residual(name) else std
+                piece.view.copy_(values[piece.region.slices()].view(piece.view.shape))
+
+
+def _projects_into_residual(name: str) -> bool:
+    return "linear_proj.weight" in name or "linear_fc2.weight" in name
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,0 +1,205 @@
+"""Lets megatron-core run where there is no CUDA, on torch's CPU kernels and gloo.
+
+``install()`` must be called before ``megatron.core`` is imported.  Where CUDA is available it only mends
+one defect of megatron-core 0.16.1 (see :func:`_repair_router_without_te`), so that the same program runs
+on GPUs untouched.  Without CUDA it gives "the CPU" as the meaning of the small part of ``torch.cuda`` that
+megatron-core uses unconditionally; ``torch.cuda.is_available()`` stays False:
+
+* ``torch.cuda.current_device()`` is ``torch.device("cpu")``; streams, events and memory calls do nothing;
+* the "CUDA" random generator is torch's default CPU generator;
+* ``device="cuda"`` given to a tensor factory, ``Tensor.cuda()`` and ``Module.cuda()`` mean the CPU;
+* ``Tensor.type()`` answers megatron-core with ``torch.cuda.XTensor``: its optimizers compare that string;
+* megatron-core's JIT fuser is the identity (torch.compile would run a C++ compiler for half a minute).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import warnings
+
+import torch
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def device() -> torch.device:
+    """The device that this process computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+
+
+def default_backend() -> str:
+    """The torch.distributed backend that fits the device: ``nccl`` or ``gloo``."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def install() -> None:
+    """Makes ``import megatron.core`` work on this machine; calling it again does nothing.
+
+    Raises:
+        RuntimeError: megatron.core was imported before, too early to be adapted.
+    """
+    global _installed
+    if _installed:
+        return
+    # optional everywhere: --help says what is used where it is present
+    warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
+    # old names of torch that megatron-core still calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core|torch\.distributed")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    if not torch.cuda.is_available():
+        if "megatron.core" in sys.modules:
+            raise RuntimeError(
+                "megatron.core was imported before megatron.pretraining.process.cpu.install(): call that first"
+            )
+        _redirect_torch_cuda()
+        _import_megatron_core()
+    _repair_router_without_te()
+    _installed = True
+
+
+class _Stream:
+    """CPU work is synchronous: every stream is always up to date."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+def _answering(value=None):
+    return lambda *args, **kwargs: value
+
+
+def _means_cuda(device) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def make(*args, **kwargs):
+        if "device" in kwargs and _means_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _get_rng_state(device=None, clone=False, graph_safe=False):
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state, device=None, graph_safe=False):
+    torch.set_rng_state(state)
+
+
+def _manual_seed(seed):
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _redirect_torch_cuda() -> None:
+    cuda = torch.cuda
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = cuda.default_stream = _answering(_Stream())
+    cuda.stream = lambda stream: contextlib.nullcontext(stream)
+    cuda.current_device = _answering(_CPU)
+    for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
+        setattr(cuda, name, _answering())
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _answering(0))
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _answering()
+    for module in (cuda, cuda.random):
+        module.get_rng_state = _get_rng_state
+        module.set_rng_state = _set_rng_state
+        module.manual_seed = _manual_seed
+    for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.type = _cuda_named_type(torch.Tensor.type)
+
+
+def _cuda_named_type(real_type):
+    @functools.wraps(real_type)
+    def tensor_type(self, *args, **kwargs):
+        answer = real_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(answer, str) and caller.startswith("megatron.core."):
+            answer = answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return tensor_type
+
+
+class _SameGenerator(logging.Filter):
+    """Drops the warning that the CPU generator moved while the "GPU" one was in use: they are one."""
+
+    def filter(self, record):
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _import_megatron_core() -> None:
+    real_compile = torch.compile
+    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda m: m)
+    try:
+        import megatron.core.jit as jit
+    finally:
+        torch.compile = real_compile
+    jit.disable_jit_fuser()
+    from megatron.core.tensor_parallel import random as core_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    core_random._get_cuda_rng_state = _get_rng_state
+    core_random._set_cuda_rng_state = _set_rng_state
+    logging.getLogger(core_random.__name__).addFilter(_SameGenerator())
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_to_numpy
+
+
+def _split_sizes_to_numpy(tensor, as_numpy=False, record_stream=False):
+    # megatron-core turns split sizes into numpy only while it moves them off a GPU, but
+    # torch's all_to_all_single needs sequences of ints on every device
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _repair_router_without_te() -> None:
+    """RouterGatingLinearFunction of 0.16.1 names ``te_general_gemm`` also where TE is not installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

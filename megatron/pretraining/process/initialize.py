@@ -1,0 +1,116 @@
+"""Device, process groups and random streams of one worker."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron.pretraining.config import Config, check_backend, check_world
+from megatron.pretraining.process import cpu
+from moc.runtime.job import Job
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this worker stands in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core."""
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    job: Job
+
+
+def initialize(config: Config, job: Job | None = None) -> World:
+    """Joins the job and builds every process group.
+
+    Args:
+        config: the flags in force.
+        job: which; by default the one that torchrun's environment variables describe.
+
+    Raises:
+        ConfigError: the flags do not fit the number of workers or the backend.
+    """
+    job = job or Job()
+    check_world(config, job.size)
+    backend = config.parallel.distributed_backend or cpu.default_backend()
+    check_backend(config, backend)
+    _choose_device(config.training.deterministic_mode)
+    job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
+    _build_groups(config)
+    world = World(
+        rank=job.rank,
+        size=job.size,
+        device=cpu.device(),
+        backend=backend,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        job=job,
+    )
+    seed_streams(config.rng.seed, 0, world)
+    return world
+
+
+def shut_down(job: Job | None = None) -> None:
+    """Leaves the job: after this no collective works."""
+    parallel_state.destroy_model_parallel()
+    (job or Job()).leave()
+
+
+def seed_streams(seed: int, iteration: int, world: World) -> None:
+    """Starts every random stream afresh for one iteration.
+
+    The streams follow from (seed, iteration, stage, data-parallel rank) alone; megatron-core's tracker adds
+    the tensor- and expert-parallel coordinates.  So any iteration can be computed again by itself, and a
+    checkpoint holds no random state.  Tensor-parallel peers share the default stream, as dropout outside of
+    tensor-parallel regions requires.
+    """
+    entropy = (seed, iteration, world.pipeline_rank, world.data_rank)
+    # 32 bits, since numpy takes no more; megatron-core adds its own offsets of a few thousand
+    base = int(numpy.random.SeedSequence(entropy).generate_state(1, numpy.uint32)[0]) // 2
+    random.seed(base)
+    numpy.random.seed(base)
+    torch.manual_seed(base)
+    tensor_parallel.model_parallel_cuda_manual_seed(base)
+
+
+def _choose_device(deterministic: bool) -> None:
+    if torch.cuda.is_available():
+        if deterministic:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first context is made
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+            torch.use_deterministic_algorithms(True)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # one thread a worker: results do not depend on the machine, and workers do not fight for cores
+        torch.set_num_threads(1)
+
+
+def _build_groups(config: Config) -> None:
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=int(parallel.distributed_timeout_minutes),
+        create_gloo_process_groups=False,
+    )

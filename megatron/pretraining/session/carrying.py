@@ -1,0 +1,110 @@
+"""Carries experts out of older snapshots in memory, beside training: see :mod:`moc.recovery.carrying`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from megatron.pretraining.session.tiers import Tiers
+from moc.policy import Policy, SnapshotPlan
+from moc.recovery.carrying import Carrier
+from moc.recovery.sources import MEMORY, Held
+from moc.store.errors import CheckpointError
+
+
+def experts_of(policy: Policy) -> frozenset[str]:
+    """The operators that may be older than the rest: the experts, where a policy is not exact."""
+    return frozenset(one.name for one in policy.operators if one.expert is not None and not policy.exact)
+
+
+class Carrying:
+    """Of this node's own snapshots; only the worker that leads the node has anything to do.
+
+    Args:
+        tiers: where snapshots are.
+        policy: what is in them.
+    """
+
+    def __init__(self, tiers: Tiers, policy: Policy):
+        leads, self._experts = tiers.memory is not None and tiers.leads_node, experts_of(policy)
+        self._carrier = Carrier(tiers.memory, self._experts) if leads else None
+        self._memory, self._before = tiers.memory, tiers.before if leads else None
+        self._published, self._safe = threading.Condition(), 0
+        self._waits_for: int | None = None
+        self._newest: int | None = None
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-carry")
+
+    def begin(self, plan: SnapshotPlan) -> Future | None:
+        """Begins to carry what a snapshot lacks out of those before it, as soon as they are published.
+
+        Args:
+            plan: of the snapshot, which is begun.
+
+        Returns:
+            Done when it is carried, so that the snapshot may take the place of those; None where nothing is.
+        """
+        if self._carrier is None or not self._experts:
+            return None
+        before, self._waits_for = self._waits_for, plan.iteration
+        details = {name: detail.value for name, detail in plan.operators.items()}
+        return self._thread.submit(self._carry, Held(plan.iteration, MEMORY, details), before)
+
+    def published(self, iteration: int) -> None:
+        """This node's part of a snapshot is published in its memory."""
+        with self._published:
+            self._newest = iteration
+            self._published.notify_all()
+
+    def give_up_before(self, iteration: int) -> None:
+        """A snapshot is safe: what is older is needed no more, but for what was carried out of it.
+
+        Raises:
+            CheckpointError, OSError: it cannot be given up.
+        """
+        self._safe = iteration
+        if self._carrier is not None:
+            self._carrier.retire(iteration)
+        if self._before is not None and self._before.iterations():  # what is safe has everything
+            self._memory.place.check_owner()
+            self._before.clear()
+
+    def close(self) -> None:
+        """Gives up what is under way."""
+        with self._published:
+            self._closed = True
+            self._published.notify_all()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _carry(self, coming: Held, before: int | None) -> None:
+        with self._published:
+            self._published.wait_for(lambda: self._closed or before in (None, self._newest))
+            if self._closed:
+                return
+        carry(self._carrier, self._safe, coming)
+
+
+def carry(carrier: Carrier, safe: int, coming: Held | None = None) -> None:
+    """Gives up carried experts that a newer snapshot has, and carries those that the coming one lacks.
+
+    Args:
+        carrier: of what snapshots.
+        safe: iteration of the newest that is safe.
+        coming: what will be newest; by default the newest that is there.
+    """
+    try:
+        carrier.drop(safe)
+        carrier.carry(coming)
+    except (CheckpointError, OSError) as error:
+        if carrier.name not in _warned:
+            _warned.add(carrier.name)
+            print(
+                f"WARNING: experts of older snapshots cannot be kept in {carrier.name} ({error}): after a failure they "
+                "come from --ckpt-dir; make room, or name another memory with --ckpt-memory-dir",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+_warned: set[str] = set()

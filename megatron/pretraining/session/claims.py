@@ -1,0 +1,108 @@
+"""Of which run the snapshots of a job are, and in whose name it publishes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import agreed, first_of_any, gather, on_first
+from megatron.pretraining.session.resume.survivors import Left
+from megatron.pretraining.session.tiers import Tiers
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.leftovers import Leftover, leftover
+from moc.store.locate import place_of
+from moc.store.runs import Run, begin_run, record_run
+from moc.store.tiers import memory_of_other_runs
+
+
+def claimed(config: Config, world: World, mine: Left | None, log: Log) -> Claim:
+    """In whose name this generation publishes; a collective call.
+
+    Storage is asked of which run it is when a job begins.  Later whoever is left knows, and nobody waits for storage.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        mine: what this worker has left of the state; None if it has not trained yet.
+        log: where to report.
+
+    Raises:
+        CheckpointError: on all workers: storage does not say which run it is of, or cannot be used.
+    """
+    run = next((told for told in gather(mine.run if mine is not None else None) if told), None)
+    if run is None:
+        place = place_of(config.snapshot_dir)
+        run = on_first(lambda: begin_run(place, config.snapshot_dir).run, f"cannot use {place.name} for snapshots")
+        log.message(f"run {run}: its snapshots are in {place.name}")
+    if mine is not None:
+        mine.run = run
+    return Claim(world.job.id, world.job.term, run)
+
+
+def take_places(config: Config, tiers: Tiers, world: World, trained: bool, log: Log) -> bool:
+    """Begins the term of this generation where it publishes; a collective call.
+
+    Storage is taken at once when a job begins, so that one that does not get it ends before it trains.  Later that is
+    done by whoever is the first to look there, or to publish (:meth:`moc.store.store.Store.take`): where the job can go
+    on from memory, nobody waits for it.
+
+    Args:
+        config: the flags in force.
+        tiers: where snapshots go.
+        world: this worker's place.
+        trained: this worker has trained already.
+        log: where to report.
+
+    Returns:
+        Storage has to be taken, and tidied up, beside training, before anything goes there.
+
+    Raises:
+        CheckpointError: on all workers: another job has a place, or a newer generation of this one.
+    """
+    begins, problem = not any(gather(trained)), None
+
+    def take() -> None:
+        nonlocal problem
+        if world.rank == 0 and begins:
+            problem = _take_storage(tiers)
+        if tiers.memory is not None and tiers.leads_node:
+            tiers.memory.take()
+            record_run(tiers.memory.place, Run(tiers.memory.place.claim.run, config.snapshot_dir, 0.0))
+
+    agreed(take, "cannot use a directory for snapshots")
+    if problem := first_of_any(problem):
+        log.message(f"WARNING: {problem}; until then snapshots are in memory alone")
+    if begins and tiers.memory is not None:
+        _tell_of_other_runs(config, tiers, log)
+    return tiers.memory is not None and (not begins or problem is not None)
+
+
+def _take_storage(tiers: Tiers) -> str | None:
+    """What is wrong with storage, where there is memory and the job can go on without it."""
+    try:
+        tiers.storage.take()
+    except OSError as error:
+        why = error.strerror or error
+        what = f"{tiers.storage.place.name} cannot be used for snapshots ({why})"
+        problem = f"{what}: check its permissions, make room or repair it"
+        if tiers.memory is None:
+            raise CheckpointError(f"{problem}, and start again") from None
+        return problem
+    return None
+
+
+def _tell_of_other_runs(config: Config, tiers: Tiers, log: Log) -> None:
+    found: list[Leftover] = []
+    if tiers.leads_node:
+        run = tiers.memory.place.claim.run
+        paths: list[Path] = memory_of_other_runs(config.snapshot.ckpt_memory_dir, config.snapshot_dir, run)
+        found = [one for one in map(leftover, paths) if one.bytes and not one.used_by]
+    told = {path: nbytes for node in gather([(str(one.path), one.bytes) for one in found]) for path, nbytes in node}
+    for path, nbytes in told.items():
+        log.message(
+            f"WARNING: {path} has {nbytes / 1e9:.3g} GB of another run whose snapshots were in {config.snapshot_dir}: "
+            "they are not used; if that run is not to be started again, remove them with tools/clean_memory.py --remove"
+        )

@@ -1,0 +1,37 @@
+"""What stands in the place of snapshots where none are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.engine.step import Rider, StepRecord
+from megatron.pretraining.session.resume.survivors import Begun, Live
+
+
+class NoSnapshots(Rider):
+    """Without ``--ckpt-policy``."""
+
+    gauges: Mapping[str, float] = MappingProxyType({})
+    live: Live | None = None
+    begun: Mapping[int, Begun] = MappingProxyType({})
+    record: StepRecord | None = None
+    run: str | None = None
+    storage_fails: bool = False
+    memory_is_free: bool = False
+
+    def completed(self, position: Position, record: StepRecord, begun: float) -> None:
+        """Keeps nothing of it."""
+
+    def take(self) -> None:
+        """Takes none."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def secure(self, position: Position) -> None:
+        """Nothing to bring to storage."""

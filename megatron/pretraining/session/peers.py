@@ -1,0 +1,339 @@
+"""Copies of snapshots in the memory of other nodes, and their way back when a node is lost (Gemini).
+
+Placement is :mod:`moc.recovery.placement`; what moves bytes is the keeper of each node (:mod:`moc.runtime.keeper`), a
+process of its own, by order of the worker that leads the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.session.agreement import agreed, gather
+from megatron.pretraining.session.carrying import carry, experts_of
+from megatron.pretraining.session.tiers import Tiers
+from moc.policy import Policy
+from moc.recovery.carrying import Carrier
+from moc.recovery.inventory import look
+from moc.recovery.lost_nodes import Inventory, Part, Restore, to_restore
+from moc.recovery.placement import Placement, describe, place, survival
+from moc.runtime import environment
+from moc.runtime.keeper_client import KeeperClient
+from moc.runtime.pull import Wanted, part_of
+from moc.runtime.wire import PeerGoneError, WireError
+from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.places import LocalPlace
+from moc.store.regions import RegionReader
+from moc.store.store import Store
+
+DEFAULT_REPLICAS = 2
+
+
+class Copied(NamedTuple):
+    """What copying a snapshot took on one node.
+
+    Attributes:
+        bytes: that came from other nodes.
+        seconds: that copying took.
+    """
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+def join_peers(config: Config, tiers: Tiers, policy: Policy, log: Log, again: bool) -> Peers | None:
+    """What copies snapshots to other nodes, with ``--ckpt-tier peers``; a collective call.
+
+    Args:
+        config: the flags in force.
+        tiers: where snapshots go.
+        policy: what is in them.
+        log: where to report.
+        again: it was all said before.
+
+    Returns:
+        None with another tier, and where there is no other node.
+
+    Raises:
+        ConfigError: there are not so many nodes, or nothing that keeps copies.
+        CheckpointError: on all workers: a keeper does not answer.
+    """
+    snapshot, nodes = config.snapshot, list(dict.fromkeys(tiers.nodes))
+    if snapshot.ckpt_tier != "peers":
+        return None
+    if environment.KEEPER not in os.environ:
+        raise ConfigError(
+            "--ckpt-tier peers needs a process on each node that outlives workers and keeps copies: start the job with "
+            "python -m moc.launch in place of torchrun."
+        )
+    replicas = copies_wanted(snapshot.replicas, len(nodes))
+    if not replicas:
+        if not again:
+            log.message(
+                "--ckpt-tier peers: with one node there are no peers, so snapshots are in its own memory alone, and "
+                "after the loss of the node the run goes on from --ckpt-dir"
+            )
+        return None
+    placement = place(len(nodes), replicas)
+    peers = Peers(tiers, policy, nodes, placement, snapshot.replication_rate)
+    peers.join()
+    if not again:
+        _tell(placement, nodes, log)
+    return peers
+
+
+def copies_wanted(told: int | None, nodes: int) -> int:
+    """How many other nodes keep copies of each node's snapshots.
+
+    Args:
+        told: ``--replicas``.
+        nodes: of the job.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    refuse(
+        told is not None and told > nodes - 1,
+        f"--replicas {told} is more than the {nodes - 1} other nodes that could keep copies: lower it, or leave it out "
+        f"for as many as there are, up to {DEFAULT_REPLICAS}.",
+    )
+    return min(DEFAULT_REPLICAS, nodes - 1) if told is None else told
+
+
+def _tell(placement: Placement, nodes: list[str], log: Log) -> None:
+    log.message(describe(placement, nodes))
+    log.events.write(
+        "placement",
+        replicas=placement.replicas,
+        groups=[[nodes[number] for number in group] for group in placement.groups],
+        survival={str(lost): survival(placement, lost) for lost in range(1, len(nodes) + 1)},
+    )
+
+
+class Peers:
+    """This node's copies of other nodes' snapshots, and the others' of its own.
+
+    Only the worker that leads a node has anything to do; to the others, all is done at once.
+
+    Args:
+        tiers: where snapshots go.
+        policy: what is in them.
+        nodes: names of all nodes, in the order of the placement.
+        placement: who keeps whose.
+        rate: GB/s that a node copies at, at most.
+    """
+
+    def __init__(self, tiers: Tiers, policy: Policy, nodes: list[str], placement: Placement, rate: float | None):
+        self._memory, self._leads = tiers.memory, tiers.leads_node
+        self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
+        self._safe = 0
+        self._node = tiers.nodes[tiers.node[0]]
+        self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
+        self._rate = None if rate is None else rate * 1e9
+        self._client: KeeperClient | None = None
+        self._addresses: dict[str, str] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-replicate")
+        self._leaving, self._left = threading.Lock(), False
+
+    def join(self) -> None:
+        """Tells the keeper of this node, and hears of the others; a collective call.
+
+        Raises:
+            CheckpointError: on all workers; a keeper does not answer.
+        """
+        agreed(self._connect, "cannot reach what keeps copies of snapshots")
+        told = gather((self._node, self._client.address) if self._leads else None)
+        self._addresses = dict(filter(None, told))
+
+    def replicate(self, iteration: int, patient: bool = True) -> Future[Copied]:
+        """Begins to copy what this node keeps of a snapshot; returns at once.
+
+        Args:
+            iteration: of the snapshot, which other nodes have published or are about to.
+            patient: wait for those that have not, or cannot be reached.
+
+        Returns:
+            Done when it is here; with a CheckpointError, if it cannot be had.
+        """
+        if self._leads:
+            return self._thread.submit(self._replicate, iteration, patient)
+        done: Future[Copied] = Future()
+        done.set_result(Copied())
+        return done
+
+    def give_up_older(self, iteration: int) -> None:
+        """All nodes have the copies of what supersedes the snapshots before an iteration: these go."""
+        for copies in self._carriers.values():
+            copies.retire(iteration)
+        self._safe = iteration
+
+    def restore(self, log: Log) -> None:
+        """Brings back what nodes have lost of the newest window that all together still have, and of what is newer.
+
+        A collective call.  All hashes are compared; where a copy is damaged, another one or an older window is taken.
+        """
+        spoilt: set[Restore] = set()
+        while restores := to_restore(self._inventories(), self._operators, self._exact, spoilt):
+            mine = [restore for restore in restores if self._leads and restore.of == self._node]
+            told = gather([(restore, self._bring_back(restore)) for restore in mine])
+            problems = {Restore(*restore): problem for one in told for restore, problem in one}
+            for restore in restores:
+                if problem := problems[restore]:
+                    spoilt.add(restore)
+                    self._drop_if_damaged(restore)
+                    log.message(f"WARNING: the copy of node {restore.of}'s snapshot cannot be used: {problem}")
+                else:
+                    log.events.write("restore", **restore._asdict())
+                    log.message(
+                        f"node {restore.of} has its part of the snapshot of iteration {restore.iteration} back, from "
+                        f"the memory of node {restore.held_by}"
+                    )
+
+    def goes_on_from(self, iterations: Collection[int], log: Log) -> None:
+        """Makes the copies of snapshots that are missing, and removes all others; a collective call.
+
+        Args:
+            iterations: of the snapshots in memory that are still needed.
+            log: where to report.
+        """
+        problems = []
+        for iteration in iterations:
+            try:
+                self.replicate(iteration, patient=False).result()
+            except (CheckpointError, WireError) as error:
+                problems.append((iteration, str(error)))
+        for iteration, text in (problem for told in gather(problems) for problem in told):
+            log.message(
+                f"WARNING: until what supersedes it is safe, there is a copy less of the snapshot of iteration "
+                f"{iteration}: {text}"
+            )
+        agreed(lambda: self._remove_others(iterations), "cannot tidy up old copies of snapshots")
+
+    def _remove_others(self, iterations: Collection[int]) -> None:
+        if not self._leads:
+            return
+        for name in self._memory.place.names():
+            if name.startswith("of_") and name[len("of_") :] not in self._kept:
+                self._memory.place.remove(name)
+        for copies in self._copies().values():
+            for other in copies.iterations():
+                if other not in iterations:
+                    copies.remove(other)
+        for copies in self._carriers.values():
+            copies.forget()
+        for copies in self._copies().values():
+            copies.clear_unpublished()
+
+    def rest(self) -> None:
+        """Ends what is under way for this node; nothing is written to its memory after it."""
+        self.close()
+        if self._leads:
+            with contextlib.suppress(WireError):  # a keeper that is gone writes nothing either
+                KeeperClient.connect(self._node, self._memory.place.root).close()
+
+    def close(self) -> None:
+        """Gives up what is under way."""
+        with self._leaving:
+            self._left = True
+            if self._client is not None:
+                self._client.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _connect(self) -> None:
+        if not self._leads:
+            return
+        try:
+            client = KeeperClient.connect(self._node, self._memory.place.root)
+        except WireError as error:
+            raise CheckpointError(
+                f"what keeps copies of snapshots on node {self._node} does not answer: {error}"
+            ) from None
+        with self._leaving:
+            self._client = client
+            if self._left:
+                client.close()
+
+    def _replicate(self, iteration: int, patient: bool) -> Copied:
+        amount, seconds = 0, 0.0
+        for node in self._kept:
+            copied = self._pull(Wanted(iteration, node, node, self._addresses[node], self._rate, patient))
+            amount, seconds = amount + copied[0], seconds + copied[1]
+            if patient and self._experts:
+                carry(self._carriers[node], self._safe)
+        return Copied(amount, seconds)
+
+    def _pull(self, wanted: Wanted) -> tuple[int, float]:
+        while True:
+            try:
+                return self._client.pull(wanted)
+            except PeerGoneError:
+                if self._left:
+                    raise
+                self._connect()  # the keeper has died, and is started again
+
+    def _inventories(self) -> dict[str, Inventory]:
+        mine = None
+        if self._leads:
+            copies = {node: _parts(store) for node, store in self._copies().items()}
+            mine = self._node, Inventory(_parts(self._memory), copies)
+        return dict(filter(None, gather(mine)))
+
+    def _bring_back(self, restore: Restore) -> str | None:
+        """What is wrong with a copy, if anything is."""
+        where = restore.iteration, restore.of, restore.held_by, self._addresses[restore.held_by]
+        try:
+            self._pull(Wanted(*where))
+            _verify(self._memory, restore.iteration)
+        except (CheckpointError, MissingRegionError, WireError, OSError) as error:
+            self._memory.remove(restore.iteration)
+            return str(error)
+        return None
+
+    def _drop_if_damaged(self, restore: Restore) -> None:
+        """On the node that keeps a copy of which another one did not like something: it is made anew."""
+        if not self._leads or restore.held_by != self._node:
+            return
+        copies = self._copies()[restore.of]
+        try:
+            _verify(copies, restore.iteration)
+        except (CheckpointError, MissingRegionError):
+            copies.remove(restore.iteration)
+
+    def _copies(self) -> dict[str, Store]:
+        root = self._memory.place.root
+        return {
+            node: Store(LocalPlace(part_of(root, self._node, node), in_memory=True), slack=True) for node in self._kept
+        }
+
+    @cached_property
+    def _carriers(self) -> dict[str, Carrier]:
+        return {node: Carrier(copies, self._experts) for node, copies in self._copies().items()}
+
+
+def _parts(store: Store) -> tuple[Part, ...]:
+    return tuple(
+        Part(
+            one.iteration,
+            one.writers,
+            one.files,
+            {name: detail for name, (detail, _) in one.operators.items()},
+            one.job,
+        )
+        for one in look(store)[0]
+    )
+
+
+def _verify(store: Store, iteration: int) -> None:
+    manifest = store.manifest(iteration)
+    files = (store.blob(iteration, name, entry) for name, entry in manifest.files.items())
+    for source in RegionReader(files).sources():
+        if damage := source.damage():
+            raise CheckpointError(damage)

@@ -1,0 +1,147 @@
+"""The snapshots that are not everywhere yet where they are to go, and how far this worker has come with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from megatron.pretraining.session.peers import Copied
+from megatron.pretraining.session.storage import tolerable
+from moc.policy import SnapshotPlan
+from moc.snapshot.saver import Snapshot
+
+PER_VOTE = 2
+"""Snapshots of a queue that one vote tells of: one more than begin in an iteration, since all that follow one which is
+too late for its vote would else stay a vote behind."""
+_LISTEN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One that is not everywhere yet where it is to go.
+
+    Attributes:
+        plan: what it holds.
+        storage: what of it goes to storage; None if nothing does.
+        state: what is not a tensor.
+        snapshot: this worker's part.
+        copied: done when this node has the copies of other nodes' parts that it keeps; without peers None.
+        published: done when it counts in storage; at once, on workers that do not publish there.
+    """
+
+    plan: SnapshotPlan
+    storage: SnapshotPlan | None
+    state: dict
+    snapshot: Snapshot
+    copied: Future[Copied] | None = None
+    published: Future[None] | None = None
+
+
+@dataclass(frozen=True)
+class Queues:
+    """All of them; each queue is served in the order in which snapshots were taken, the same on all workers.
+
+    Attributes:
+        copying: of which some worker may not have its part yet.
+        replicating: of which some node may not have its copies yet.
+        writing: of which some worker's part may not be in storage yet.
+        publishing: of which all parts are in storage, and the manifest may not be there yet.
+    """
+
+    copying: deque[Taken] = field(default_factory=deque)
+    replicating: deque[Taken] = field(default_factory=deque)
+    writing: deque[Taken] = field(default_factory=deque)
+    publishing: deque[Taken] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self.copying or self.replicating or self.to_storage)
+
+    @property
+    def to_storage(self) -> list[Taken]:
+        """Those that are on their way to storage, the oldest first; more may be about to be written."""
+        return [*self.publishing, *self.writing]
+
+    def not_safe(self, safe_in_memory: bool) -> list[Taken]:
+        """Those that may be lost yet; of one that is safe in memory it does not count whether it is written, too."""
+        return [*self.copying, *self.replicating, *(() if safe_in_memory else self.writing)]
+
+    def ballot(self) -> dict[str, float]:
+        """How far this worker has come with the first ones of each queue; :func:`told_of` undoes it."""
+        copied = _done(self.copying, lambda taken: taken.snapshot.sealed)
+        written = _done(self.writing, lambda taken: taken.snapshot.persisted)
+        replicated = _done(self.replicating, lambda taken: taken.copied)
+        published = _done(self.publishing, lambda taken: taken.published)
+        told = {}
+        for place in range(PER_VOTE):
+            come = _come(_at(copied, place), _at(replicated, place), _at(written, place))
+            come |= _come_to_storage(_at(written, place), _at(published, place))
+            told |= {f"{what}[{place}]": value for what, value in come.items()}
+        return told
+
+    def wait(self, for_storage: bool) -> None:
+        """Returns when this worker has come further than it had, or after a moment.
+
+        Args:
+            for_storage: it cannot go on before storage has something; what it does not wait for may hang.
+        """
+        if self.copying:
+            wait([self.copying[0].snapshot.sealed])
+        elif self.replicating:  # of a node that is lost meanwhile, a worker hears in the vote alone
+            wait([self.replicating[0].copied], timeout=_LISTEN_S)
+        elif for_storage:
+            heads = [taken.snapshot.persisted for taken in list(self.writing)[:1]]
+            heads += [taken.published for taken in list(self.publishing)[:1]]
+            wait([one for one in heads if not one.done()], timeout=_LISTEN_S, return_when=FIRST_COMPLETED)
+
+    def failure(self) -> str | None:
+        """What has gone wrong on this worker, if that is a reason to end."""
+        futures = [taken.snapshot.sealed for taken in self.copying]
+        futures += [taken.copied for taken in self.replicating]
+        futures += [taken.snapshot.persisted for taken in self.writing if not tolerable(taken.snapshot.persisted)]
+        futures += [taken.published for taken in self.publishing if not tolerable(taken.published)]
+        return next((str(future.exception()) for future in futures if future.done() and future.exception()), None)
+
+
+def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:
+    """What a vote tells of the snapshots that were at a place of their queues when it began."""
+    return {name.removesuffix(f"[{place}]"): value for name, value in tally.items() if name.endswith(f"[{place}]")}
+
+
+def _done(queue: Iterable[Taken], future: Callable[[Taken], Future]) -> list[Taken]:
+    """Those that nothing is waited for any more, nor for one before them."""
+    return list(takewhile(lambda taken: future(taken).done(), queue))
+
+
+def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None) -> dict[str, float]:
+    copies = replicated.copied.result() if replicated and not replicated.copied.exception() else Copied()
+    return {
+        "snapshot_copied": float(copied is not None),
+        "snapshot_bytes": float(copied.snapshot.layout.nbytes if copied else 0),
+        "snapshot_copy_s": copied.snapshot.capture.seconds if copied and not _failed(copied) else 0.0,
+        "snapshot_seal_s": copied.snapshot.seal_s if copied else 0.0,
+        "snapshot_replicated": float(replicated is not None),
+        "snapshot_replicated_bytes": float(copies.bytes),
+        "snapshot_replicate_s": copies.seconds,
+        "snapshot_written": float(written is not None),
+        "snapshot_written_bytes": float(written.snapshot.persisted_bytes if written else 0),
+        "snapshot_write_s": written.snapshot.persist_s if written else 0.0,
+    }
+
+
+def _come_to_storage(written: Taken | None, published: Taken | None) -> dict[str, float]:
+    return {
+        "snapshot_unwritten": float(written is not None and tolerable(written.snapshot.persisted) is not None),
+        "snapshot_published": float(published is not None),
+        "snapshot_unpublished": float(published is not None and tolerable(published.published) is not None),
+    }
+
+
+def _at(queue: Sequence[Taken], place: int) -> Taken | None:
+    return queue[place] if place < len(queue) else None
+
+
+def _failed(taken: Taken) -> bool:
+    return taken.snapshot.sealed.exception() is not None

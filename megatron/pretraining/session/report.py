@@ -1,0 +1,142 @@
+"""What a run tells about its snapshots: events while it trains, and at its end what all of them have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.config.snapshot import Snapshot
+from megatron.pretraining.engine.tokens import TokenBook
+from megatron.pretraining.logging.log import Log
+from moc.policy import Policy
+from moc.policy.pec import Pec
+
+_WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
+
+
+class SnapshotReport:
+    """Counts; times are means over workers.
+
+    Args:
+        log: where to report.
+        tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
+    """
+
+    def __init__(self, log: Log, tier: str):
+        self._log, self._tier = log, tier
+        self._count = self._bytes = 0
+        self._stall_s = self._training_s = 0.0
+        self._chosen: Mapping[str, float] | None = None
+
+    def trained(self, seconds: float) -> None:
+        """An iteration took so long, with all stalls."""
+        self._training_s += seconds
+
+    def stalled(self, newest: int | None, seconds: float) -> None:
+        """Training has waited for snapshots.
+
+        Args:
+            newest: iteration of the last snapshot that was begun.
+            seconds: for so long; may be 0.
+        """
+        self._stall_s += seconds
+        if seconds > _WORTH_TELLING_S:
+            self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
+
+    def expected(self, policy: Policy, config: Config, train_iters: int) -> None:
+        """Says once, before training, what a fault will cost by the flags that are given."""
+        snapshot = config.snapshot
+        if not isinstance(policy, Pec) or (said := expectation(policy, snapshot, train_iters)) is None:
+            return
+        text, fields = said
+        self._log.message(text)
+        self._log.events.write("expected", **fields)
+
+    def chosen(self, iteration: int, policy: Policy) -> None:
+        """Says what a policy has chosen, when that is something new."""
+        if (reason := policy.reason()) is None or (chosen := policy.chosen()) == self._chosen:
+            return
+        self._chosen = chosen
+        values = ", ".join(f"{name} {value}" for name, value in chosen.items())
+        self._log.message(f"--ckpt-policy {policy.name} has chosen {values}: {reason}")
+        self._log.events.write("choice", iteration=iteration, **chosen, reason=reason)
+
+    def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
+        """One is complete.
+
+        Args:
+            iteration: of it.
+            tally: the vote that said so.
+            workers: how many have voted.
+        """
+        self._count += 1
+        self._bytes += int(tally["snapshot_bytes"])
+        self._log.events.write(
+            "snapshot",
+            iteration=iteration,
+            tier=self._tier,
+            bytes=int(tally["snapshot_bytes"]),
+            copy_s=tally["snapshot_copy_s"] / workers,
+            hash_s=tally["snapshot_seal_s"] / workers,
+        )
+
+    def replicated(self, iteration: int, amount: int, seconds: float) -> None:
+        """All copies of one are where they are to be.
+
+        Args:
+            iteration: of it.
+            amount: bytes that went from node to node, over all nodes.
+            seconds: that a node's copying took, on average.
+        """
+        self._log.events.write("replicate", iteration=iteration, bytes=amount, replicate_s=seconds)
+
+    def end(self, tokens: TokenBook | None) -> None:
+        """The run ends.
+
+        Args:
+            tokens: the token ledger, where snapshots are partial.
+        """
+        if not self._count:
+            return
+        share = self._stall_s / self._training_s if self._training_s else 0.0
+        self._log.message(
+            f"snapshots: {self._count} taken, {self._bytes / self._count / 1e9:.3g} GB each; "
+            f"training waited {self._stall_s:.2f} s for them, {share:.2%} of its time"
+        )
+        if tokens is not None:
+            layers = ", ".join(f"{plt:.3%} in layer {layer}" for layer, plt in tokens.plt_by_layer.items() if plt)
+            self._log.message(
+                f"experts have lost {tokens.plt:.3%} of their tokens to faults" + (f": {layers}" if layers else "")
+            )
+
+
+def expectation(policy: Pec, snapshot: Snapshot, train_iters: int) -> tuple[str, dict] | None:
+    """What a fault is expected to cost, for people and for the log; None where it is not known before training.
+
+    Args:
+        policy: as its flags say.
+        snapshot: the flags.
+        train_iters: iterations of the whole training, of whose tokens a proportion is lost.
+    """
+    in_memory = snapshot.ckpt_tier != "disk"
+    if (ages := policy.expected(not in_memory or snapshot.persist_interval is not None)) is None:
+        return None
+    memory, storage = ages
+    plt = memory.mean / train_iters
+    fields = {"plt": plt, "oldest": memory.oldest}
+    where = "that leaves memory whole " if in_memory else ""
+    text = (
+        f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens of "
+        f"this training's experts, and the oldest expert is {memory.oldest} iterations behind"
+    )
+    if not in_memory:
+        return text, fields
+    if storage is None:
+        text += (
+            "; when memory is lost, --ckpt-dir has the first snapshot alone, and nearly all would be trained anew: add "
+            "--persist-interval"
+        )
+        return text, fields
+    plt_storage = storage.mean / train_iters
+    text += f"; from --ckpt-dir alone {plt_storage:.3%}, and {storage.oldest} iterations"
+    return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}

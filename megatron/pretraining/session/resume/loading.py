@@ -1,0 +1,368 @@
+"""Where a run goes on: from what workers have left, or a snapshot in memory or storage, whatever layout took it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.pretraining.checkpoint import contents
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.config import Config
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.replay import Reached, Repetition
+from megatron.pretraining.engine.step import Records, StepRecord
+from megatron.pretraining.engine.tokens import TokenBook
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import gather, on_first
+from megatron.pretraining.session.resume.reading import Damage, Key, SnapshotReader
+from megatron.pretraining.session.resume.rebuilding import Rebuilder, position_of, steps_of
+from megatron.pretraining.session.resume.repair import Repair
+from megatron.pretraining.session.resume.survivors import Left, Live, Survivors
+from megatron.pretraining.session.tiers import LOOKING_S, Tiers
+from moc.policy import Policy
+from moc.recovery.changes import refusal
+from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.plan import Inventory, Plan, plans, reason
+from moc.recovery.replicas import exchange
+from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, Recovery
+from moc.snapshot.background import within
+from moc.state.detail import Detail
+from moc.state.training_state import TrainingState
+from moc.store.errors import CheckpointError
+from moc.store.manifest import Manifest
+from moc.store.store import directory_of
+
+LIVE = "live"
+"""In place of a tier, where the state comes from the workers that are left."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run goes on.
+
+    Attributes:
+        plan: how everybody has got there.
+        position: the same, with samples.
+        record: of the iteration that led to it, if it is known.
+        held: the checkpoints that are still of use.
+    """
+
+    plan: Plan
+    position: Position
+    record: StepRecord | None
+    held: Sequence[Held]
+
+
+class SnapshotLoader:
+    """Loads into this worker's model and optimizer; all methods are collective, and fail on all workers alike.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        state: what to fill.
+        optimizer: of which loss scales are restored.
+        scheduler: the schedule of learning rate and weight decay.
+        tiers: where snapshots are.
+        policy: which goes on from what it was told.
+        tokens: the token ledger, where snapshots are partial.
+        repair: saves again what lost workers had not saved.
+        log: where to report.
+        repetition: computes iterations again.
+        records: of iterations of late, as far as this worker knows them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        state: TrainingState,
+        optimizer: VotedOptimizer,
+        scheduler: OptimizerParamScheduler,
+        tiers: Tiers,
+        policy: Policy,
+        tokens: TokenBook | None,
+        repair: Repair,
+        log: Log,
+        repetition: Repetition,
+        records: Records,
+    ):
+        self._config, self._world, self._state, self._log = config, world, state, log
+        self._repetition, self._policy, self._tokens = repetition, policy, tokens
+        self._repair = repair
+        self._stage = world.pipeline_rank
+        self._tiers, self._storage, self._memory = tiers, tiers.storage, tiers.memory
+        self._leads_node = tiers.leads_node
+        self._reader = SnapshotReader(config, world, state, tiers, policy.exact)
+        self._rebuilder = Rebuilder(world, state, optimizer, scheduler, self._reader, repetition, records, repair, log)
+        self._damage: str | None = None
+        self._unseen = False  # storage has not told what it has
+
+    def find(self, left: Survivors) -> list[Held]:
+        """The checkpoints that there are; what cannot be read of those in storage is said.
+
+        Args:
+            left: what workers still have: where they can go on from that and from memory, storage that hangs is not
+                waited for.
+        """
+        held, problems = self._look(left)
+        for problem in problems:
+            self._note(problem)
+        return held
+
+    def find_again(self) -> list[Held]:
+        """The same, when what lost workers had not saved was saved again."""
+        return self._in_memory() if self._unseen else self._look()[0]
+
+    def _look(self, left: Survivors | None = None) -> tuple[list[Held], list[str]]:
+        kept = self._in_memory()
+        goes_on = left is not None and self.has_memory_of(left) and next(self._plans(kept, left), None) is not None
+        stored, problems = self._in_storage(patient=not goes_on)
+        return stored + kept, problems
+
+    def has_memory_of(self, left: Survivors) -> bool:
+        """Whether the job has trained before, and memory has what it saved last."""
+        return left.again and self._memory is not None
+
+    def _in_memory(self) -> list[Held]:
+        there = []
+        for tier, store in ((MEMORY, self._memory), (BEFORE, self._tiers.before)):
+            here = look(store)[0] if store is not None and self._leads_node else []
+            nodes = [[Summary(*one) for one in node] for node in gather(here)]
+            there += in_memory(nodes, self._policy.operators, tier)
+        return there
+
+    def _in_storage(self, patient: bool) -> tuple[list[Held], list[str]]:
+        name = self._storage.place.name
+        seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
+        seen = on_first(seeing, f"cannot look for snapshots in {name}")
+        self._unseen = seen is None
+        if self._unseen:
+            self._log.message(
+                f"WARNING: {name} has not answered for {LOOKING_S:.0f} s: the run goes on from memory without it"
+            )
+            return [], []
+        stored, problems = seen
+        return in_storage(Summary(*one) for one in stored), problems
+
+    def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
+        """What is there once no older generation can publish any more; without that nothing is of use."""
+        try:
+            self._storage.take()
+        except OSError as error:
+            if self._memory is None:
+                raise
+            return [], [f"{self._storage.place.name} cannot be used ({error.strerror or error})"]
+        return look(self._storage)
+
+    def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: Left | None) -> Loaded | None:
+        """Fills model, optimizer and schedule by the newest plan that works.
+
+        Args:
+            held: the checkpoints that there are.
+            oldest: iteration of a dense checkpoint, which is better than older snapshots; None if there is none.
+            left: what workers still have.
+            mine: what this one has, which it loses where it loads.
+
+        Returns:
+            None if there is no plan.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
+                another model; or iterations would have to be computed again, and operators cannot be frozen.
+        """
+        found = bool(held)
+        if left.again:
+            self._rebuilder.tell(cut_off=True)
+        if not self.has_memory_of(left):
+            self._check_newest(held)
+        while plan := next(self._plans(held, left), None):
+            if oldest is not None and plan.iteration < oldest:
+                break
+            self._check_change(held, plan.iteration)
+            if plan.stages and (damaged := self._damaged_logs(plan)):
+                left = left.without_logs(damaged)
+                continue
+            self._leave(plan, mine)
+            with self._repair.of(self._torn(plan, held, left)):
+                saved, bad = self._follow(plan, left)
+            if not bad:
+                if mine is not None:  # should another worker be lost before training goes on
+                    mine.live = Live(position_of(saved), saved)
+                return Loaded(plan, position_of(saved), _record(saved), held)
+            self._rebuilder.tell(cut_off=True)
+            for damage in bad.values():
+                self._note(damage.text)
+            held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
+            left = left.only(plan.keep)
+        if self._unseen:
+            return self.load(self._in_storage(patient=True)[0] + held, oldest, left, mine)
+        if oldest is None and (found or self._damage):
+            self._check_change(held)
+            self._refuse(held)
+        if self._damage:
+            self._forget_moments()
+        return None
+
+    def _leave(self, plan: Plan, mine: Left | None) -> None:
+        """What this worker has is about to be written over, unless it keeps it, or goes on with it."""
+        course, progress = plan.course(self._stage), self._repetition.progress
+        if course is None or not course.goes_on:
+            progress.move_to(None)
+        elif mine is not None and mine.live is not None:
+            progress.move_to(Reached(mine.live.position))
+        if mine is not None and self._world.rank not in plan.keep:
+            mine.live = None
+
+    def _check_change(self, held: list[Held], iteration: int = -1) -> None:
+        if self._config.checkpoint.ckpt_step is None and (why := refusal(held, self._policy, iteration)):
+            raise CheckpointError(why)
+
+    def _refuse(self, held: list[Held]) -> NoReturn:
+        nothing, only = reason(Inventory(held), self._policy.operators), self._config.checkpoint.ckpt_step
+        if only is not None:
+            path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
+            nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
+        raise CheckpointError(
+            f"no snapshot is whole ({self._damage or nothing}): restore one, or start anew in another directory with "
+            "--ckpt-dir"
+        )
+
+    def _plans(self, held: list[Held], left: Survivors) -> Iterator[Plan]:
+        only = None if left.again else self._config.checkpoint.ckpt_step
+        return plans(
+            Inventory(held, left.live, left.pieces, left.logs), self._policy.operators, self._policy.exact, only
+        )
+
+    def _damaged_logs(self, plan: Plan) -> dict[int, list[int]]:
+        """By rank, iterations of which its log is there, but could not be served."""
+        course = plan.course(self._stage)
+        until = plan.iteration if course is None else course.begin
+        served = {iteration: plan.computing(iteration) for iteration in plan.again if iteration <= until}
+        damaged = self._repetition.stepper.boundaries.damaged(served)
+        told = {rank: iterations for rank, iterations in enumerate(gather(damaged)) if iterations}
+        if told:
+            self._log.message(f"WARNING: upstream logs of workers {', '.join(map(str, told))} are damaged")
+        return told
+
+    def _torn(self, plan: Plan, held: list[Held], left: Survivors) -> dict[int, Mapping[str, Detail]]:
+        """What was to be saved by the snapshots that are not whole, and come by when stages compute again alone."""
+        tier = STORAGE if self._memory is None else MEMORY
+        return {
+            iteration: begun.operators
+            for iteration, begun in left.begun.items()
+            if plan.stages
+            and min(course.whole for course in plan.courses.values()) < iteration < plan.iteration
+            and not any(one.has(iteration, tier, begun.operators) for one in held)
+        }
+
+    def _follow(self, plan: Plan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
+        """What of the state is not a tensor, once all is there; or by checkpoint what is wrong with it."""
+        begun, amount, manifests = time.perf_counter(), 0, {}
+        if plan.way is not None or plan.stages:
+            manifests, bad = self._rebuilder.rebuild(plan)
+            if bad:
+                return None, bad
+            self._rebuilder.tell()
+            for failure in filter(None, gather(self._repair.failure)):
+                self._log.message(f"WARNING: a snapshot cannot be saved again, so its window is given up: {failure}")
+            amount = sum(manifest.bytes for manifest in manifests.values())
+        if plan.way is None or plan.stages:
+            amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
+            saved = self._join(plan, left)
+        else:
+            self._restore_from(plan.way, manifests)
+            saved = manifests[plan.way.base.key].state
+        self._report(plan, amount, begun)
+        return saved, {}
+
+    def _join(self, plan: Plan, left: Survivors) -> Mapping:
+        """Brings all workers to where those are who keep their state; what of it is not a tensor."""
+        saved = left.states[plan.iteration]
+        if self._world.rank in plan.complete:
+            self._repetition.complete(_record(saved))
+        self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
+        if self._tokens is not None:
+            self._tokens.goes_on(saved["ledger"])
+        return saved
+
+    def _forget_moments(self) -> None:
+        """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
+        for fragment in self._state.fragments(self._state.operators(), Detail.MOMENTS):
+            fragment.view.zero_()
+
+    def _check_newest(self, held: list[Held]) -> None:
+        """Another model is refused by name, before anybody wonders what of it is missing."""
+        newest = max((one for one in held if one.tier == STORAGE), key=lambda one: one.iteration, default=None)
+        if newest is not None:
+            self._reader.check(newest, self._reader.store(newest).manifest(newest.iteration))
+
+    def _note(self, problem: str) -> None:
+        self._damage = self._damage or problem
+        self._log.message(f"WARNING: {problem}; an older snapshot is tried")
+
+    def _restore_from(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+        base = manifests[way.base.key]
+        self._restore(base.state, steps_of(base), base.policy, self._reader.where(way.base))
+        if self._tokens is not None:
+            self._count_lost_tokens(way, manifests)
+
+    def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
+        """All but the tensors."""
+        self._rebuilder.restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
+        contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
+        if policy == self._policy.name:  # another one has measured and remembers other things
+            if saved.get("interval"):
+                self._policy.interval.load_state_dict(saved["interval"])
+            if saved.get("policy_state"):
+                self._policy.load_state_dict(saved["policy_state"])
+
+    def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+        mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
+        has = gather(sorted(mine))  # in the memory of another node there may be ledgers that this one cannot read
+        first = {tuple(key): rank for rank, keys in reversed(list(enumerate(has))) for key in keys}
+        told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
+        states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
+        raised = self._tokens.recovered(way, states)
+        self._policy.recovered(raised.of_training)
+        by_layer = {str(layer): plt for layer, plt in self._tokens.plt_by_layer.items()}
+        self._log.events.write(
+            "lost",
+            iteration=way.iteration,
+            plt=self._tokens.plt,
+            raised_by=raised.so_far,
+            of_training=raised.of_training,
+            by_layer=by_layer,
+        )
+        self._log.message(
+            f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised.so_far:.3%} by this recovery"
+        )
+
+    def _report(self, plan: Plan, amount: int, begun: float) -> None:
+        seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
+        self._log.events.write(
+            "resume",
+            iteration=plan.iteration,
+            tier=tier,
+            bytes=amount,
+            seconds=seconds,
+            sources=[list(one.key) for one in plan.way.used()] if plan.way else [],
+            kept=len(plan.keep) + len(plan.complete),
+            stages=sorted(plan.stages),
+            went_on={stage: course.begin for stage, course in plan.courses.items() if course.goes_on},
+        )
+        kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
+        source = f"from {tier}" if plan.way else "from one another"
+        for stage, course in sorted(plan.courses.items()):
+            went_on = f"went on from iteration {course.begin} and " if course.goes_on else ""
+            what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
+            kept += f"stage {stage} {went_on}computed {what} again by itself; "
+        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source} in {seconds:.2f} s")
+
+
+def _record(saved: Mapping) -> StepRecord | None:
+    return StepRecord(**saved["record"]) if saved.get("record") else None

@@ -1,0 +1,151 @@
+"""What a worker reads of snapshots: manifests, and fragments of its state, each verified by its hash."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from megatron.pretraining.checkpoint import contents
+from megatron.pretraining.config import Config
+from megatron.pretraining.engine.replay import record_of
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.resume.tied_weights import saved_elsewhere
+from megatron.pretraining.session.tiers import Tiers
+from moc.faults import reach
+from moc.recovery.sources import BEFORE, COMPUTE, MEMORY, STORAGE, Held, Moment, Recovery, part_of_slot
+from moc.state.detail import Detail
+from moc.state.fragments import Fragment
+from moc.state.operators import operator_of
+from moc.state.training_state import TrainingState
+from moc.store.errors import CheckpointError
+from moc.store.fill import reading_ahead, values_for
+from moc.store.manifest import Manifest
+from moc.store.regions import MissingRegionError, RegionReader, read_sources
+from moc.store.store import Store, directory_of, file_of
+
+Key = tuple[int, str]
+"""Tells a checkpoint from the others: see :class:`Held`."""
+
+Problem = tuple[Key, str, list[str] | None]
+"""A checkpoint, what is wrong with it, and which operators are of no use for it; None for all."""
+
+
+class Damage(NamedTuple):
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        text: for people.
+        operators: which are of no use for it; None for all.
+    """
+
+    text: str
+    operators: frozenset[str] | None
+
+
+class SnapshotReader:
+    """Reads into the state of this worker; asks nothing of the others.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        state: what to fill.
+        tiers: where snapshots are.
+        exact: of a damaged checkpoint nothing is of use; if not, other experts may be.
+    """
+
+    def __init__(self, config: Config, world: World, state: TrainingState, tiers: Tiers, exact: bool):
+        self._config, self._world, self._state, self._exact = config, world, state, exact
+        self._stores = {STORAGE: tiers.storage, MEMORY: tiers.memory, BEFORE: tiers.before}
+
+    def fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
+        """By checkpoint, what this worker takes from it; what other stages save they give it when they have it."""
+        fragments: dict[Key, list[Fragment]] = defaultdict(list)
+        for moment in way.moments:
+            for fragment in self.loaded_at(moment):
+                if not saved_elsewhere(fragment):
+                    learns = fragment.operator in moment.full
+                    part = part_of_slot(fragment.slot) if learns else COMPUTE
+                    fragments[moment.sources[fragment.operator, part].key].append(fragment)
+        return fragments
+
+    def loaded_at(self, moment: Moment) -> Iterator[Fragment]:
+        """What of this worker's state a moment of a window fills."""
+        yield from self._state.fragments(moment.full, Detail.FULL)
+        yield from self._state.fragments(moment.frozen, Detail.COMPUTE)
+
+    def manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], Problem | None]:
+        """Of what this worker reads; and what is wrong with a checkpoint, if anything is."""
+        manifests, problem = {}, None
+        needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
+        for one in way.used():
+            try:
+                if one.key in needed:  # the memory of another node cannot be read here, and need not
+                    manifests[one.key] = self.store(one).manifest(one.iteration)
+                    if one.iteration > way.moments[0].iteration:
+                        record_of(manifests[one.key].state, self.where(one))
+            except CheckpointError as error:
+                problem = problem or (one.key, str(error), None)
+        return manifests, problem
+
+    def fill(
+        self, moment: Moment, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
+    ) -> Problem | None:
+        """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
+        reach("loading")
+        for one in moment.used():
+            if one.key in manifests:
+                manifest = manifests[one.key]
+                problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
+                if problem is not None:
+                    return one.key, problem, None if self._exact else self._damaged(one, manifest)
+        return None
+
+    def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
+        try:
+            for fragment in reading_ahead(fragments, reader):
+                self._state.load(fragment, values_for(fragment, reader))
+            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # all, whoever needs them
+                self.store(one).blob(one.iteration, name, manifest.files[name])
+        except MissingRegionError as error:
+            return str(error)
+        except OSError as error:
+            return f"{self.where(one)} cannot be read ({error.strerror or error})"
+        return None
+
+    def _damaged(self, one: Held, manifest: Manifest) -> list[str] | None:
+        """The operators that are not whole in this node's files; all hashes are compared."""
+        whole: dict[str, Counter] = defaultdict(Counter)
+        for name, entry in manifest.files.items():
+            with contextlib.suppress(MissingRegionError, OSError):
+                for source in read_sources(self.store(one).blob(one.iteration, name, entry)):
+                    if source.damage() is None:
+                        whole[operator_of(source.entry.name)][source.entry.slot] += source.entry.region.numel
+        damaged = [name for name, entry in manifest.operators.items() if whole[name] != Counter(entry.elements)]
+        return damaged or None
+
+    def _reader(self, one: Held, manifest: Manifest) -> RegionReader:
+        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
+        names = sorted(manifest.files, key=lambda name: name != mine)
+        blobs = (self.store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
+        return RegionReader(blobs, verify=True, lazy=True)
+
+    def store(self, held: Held) -> Store:
+        """Where a checkpoint is."""
+        return self._stores[held.tier]
+
+    def where(self, held: Held) -> str:
+        """What to call it in a message."""
+        return self.store(held).place.path(directory_of(held.iteration))
+
+    def check(self, held: Held, manifest: Manifest, window: bool = False) -> None:
+        """Refuses a checkpoint of another model, or of another optimizer, and a window of another precision.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        contents.check_shape(self._config, manifest.state["shape"], self.where(held))
+        contents.check_optimizer(self._config, manifest.state, self.where(held))
+        if window:
+            contents.check_window(self._config, manifest.state, self.where(held))

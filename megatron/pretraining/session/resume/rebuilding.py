@@ -1,0 +1,255 @@
+"""From checkpoints to the state of an iteration, where a plan has loaded and computed again: by all, or by some stages.
+
+for each iteration, from the first at which some stage begins to that at which the others are:
+    load what snapshots of this iteration hold of operators that do not learn yet    # all look whether it is whole
+    stages that have begun:   compute the next iteration again
+    the others:               serve what they had logged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.pretraining.checkpoint import contents
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.replay import Reached, Repetition, check_freezing, nothing_frozen_after, record_of
+from megatron.pretraining.engine.step import Records, StepRecord
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import gather
+from megatron.pretraining.session.resume.reading import Damage, Key, Problem, SnapshotReader
+from megatron.pretraining.session.resume.repair import Repair
+from megatron.pretraining.session.resume.tied_weights import give_to_other_stages
+from moc.recovery.going_on import Course
+from moc.recovery.plan import Plan
+from moc.state.fragments import Fragment
+from moc.state.training_state import TrainingState
+from moc.store.manifest import Manifest
+
+
+class Rebuilder:
+    """Brings this worker's state to where a plan goes on; all methods are collective.
+
+    Args:
+        world: this worker's place.
+        state: what to fill.
+        optimizer: of which loss scales are restored.
+        scheduler: the schedule of learning rate and weight decay.
+        reader: of snapshots.
+        repetition: computes iterations again.
+        records: of iterations of late, as far as this worker knows them.
+        repair: saves again what lost workers had not saved.
+        log: where to report.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        state: TrainingState,
+        optimizer: VotedOptimizer,
+        scheduler: OptimizerParamScheduler,
+        reader: SnapshotReader,
+        repetition: Repetition,
+        records: Records,
+        repair: Repair,
+        log: Log,
+    ):
+        self._world, self._state, self._optimizer, self._scheduler = world, state, optimizer, scheduler
+        self._reader, self._repetition, self._records, self._repair = reader, repetition, records, repair
+        self._log = log
+
+    def rebuild(self, plan: Plan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
+        """Loads what a plan has loaded, and computes again what it has computed again.
+
+        Args:
+            plan: the same on all workers.
+
+        Returns:
+            The manifests that this worker has read; and by checkpoint what is wrong with it, if anything is.
+        """
+        if any(course.whole > course.begin for course in self._courses(plan)):
+            check_freezing(self._state)
+        keeps, course = self._world.rank in plan.keep | plan.complete, plan.course(self._world.pipeline_rank)
+        course = None if keeps else course
+        manifests, fragments, bad = self._read(plan, course)
+        if bad:
+            return manifests, bad
+        if plan.way is not None:
+            base = plan.way.base
+            self._reader.check(base, manifests[base.key], window=len(plan.way.moments) > 1)
+            self._log.message(f"loading snapshot {self._reader.where(base)}")
+        self._know_records(plan)
+        return manifests, self._follow(plan, course, manifests, fragments)
+
+    def tell(self, cut_off: bool = False) -> None:
+        """Tells of what was computed again.
+
+        Args:
+            cut_off: by a recovery that another loss has ended, or a snapshot that is damaged.
+        """
+        for one in self._repetition.repeated():
+            self._log.events.write(
+                "replay",
+                iteration=one.iteration,
+                seconds=one.seconds,
+                frozen=one.frozen,
+                workers=one.workers,
+                stages=one.stages,
+                loss=one.loss,
+                exact=one.exact,
+                cut_off=cut_off,
+            )
+            if one.exact is False:
+                self._log.message(
+                    f"WARNING: iteration {one.iteration}, computed again, has {one.is_not}. Layout, data or flags are "
+                    "others than it was saved with: the run that goes on is not bit-identical to the one that was"
+                )
+
+    def restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
+        """What is not a tensor and belongs to some operators, after they were loaded.
+
+        Args:
+            saved: what of the snapshot is not a tensor.
+            steps: by operator, the updates that its moments have seen.
+            operators: that were loaded.
+            where: the snapshot, for messages.
+        """
+        self._state.gather_weights()
+        # stale experts count the run's updates, not their own, as the published systems have it
+        latest = max(steps.values(), default=None)
+        if latest is not None:
+            self._state.set_steps({name: steps.get(name, latest) for name in operators})
+        contents.restore_grad_scaler(self._optimizer, saved["grad_scaler"])
+        contents.restore_scheduler(self._scheduler, saved["scheduler"], where)
+
+    def _courses(self, plan: Plan) -> list[Course]:
+        """Of all stages, each once."""
+        mine = plan.course(self._world.pipeline_rank)  # the same for all where no stage has one of its own
+        return list(plan.courses.values()) or [mine] * (mine is not None)
+
+    def _read(
+        self, plan: Plan, course: Course | None
+    ) -> tuple[dict[Key, Manifest], dict[Key, list[Fragment]], dict[Key, Damage]]:
+        """Manifests, what this worker takes from which checkpoint, and by checkpoint what is wrong with it.
+
+        Whoever goes on alone reads what it lacks; that of the others need not be in the memory of its node.
+        """
+        fragments = self._reader.fragments(course.way) if course is not None and course.way is not None else {}
+        manifests, problem = {}, None
+        ways = [plan.way] if course is None or course.way is plan.way else [plan.way, course.way]
+        for way in filter(None, ways):
+            of_way, wrong = self._reader.manifests(way, fragments)
+            manifests, problem = manifests | of_way, problem or wrong
+        return manifests, fragments, self._agree(problem)
+
+    def _agree(self, problem: Problem | None) -> dict[Key, Damage]:
+        """By checkpoint what is wrong with it, for all that any worker has found."""
+        found: dict[Key, Damage] = {}
+        for key, text, operators in filter(None, gather(problem)):
+            known = found.get(tuple(key), Damage(text, frozenset()))
+            lost = None if operators is None or known.operators is None else known.operators | set(operators)
+            found[tuple(key)] = Damage(known.text, lost)
+        return found
+
+    def _know_records(self, plan: Plan) -> None:
+        """Asks all for the records of iterations that are computed again by them; who knows one tells."""
+        wanted = set(range(plan.begin, plan.iteration + 1))
+        mine = wanted.intersection(self._records.iterations())
+        for record in (record for records in gather(self._records.of(sorted(mine))) for record in records):
+            self._records.add(record)
+
+    def _follow(
+        self,
+        plan: Plan,
+        course: Course | None,
+        manifests: dict[Key, Manifest],
+        fragments: dict[Key, list[Fragment]],
+    ) -> dict[Key, Damage]:
+        with nothing_frozen_after(self._state):
+            if course is not None and self._world.rank in course.behind:
+                self._complete(course)
+            for iteration in range(plan.begin, plan.iteration + 1):
+                if bad := self._load(plan, course, iteration, manifests, fragments):
+                    return bad
+                if iteration < plan.iteration:
+                    self._go_by(plan, course, iteration, manifests)
+        return {}
+
+    def _complete(self, course: Course) -> None:
+        """Completes the iteration that others of this stage have completed, so that all of it begin alike."""
+        progress, lacking = self._repetition.progress, _lacking(course)
+        (record,) = self._records.of([course.begin])
+        position = progress.at.position.after(record)
+        self._state.freeze(lacking)
+        progress.move_to(None)
+        self._repetition.complete(record)
+        progress.move_to(Reached(position, frozenset(lacking)))
+
+    def _load(
+        self,
+        plan: Plan,
+        course: Course | None,
+        iteration: int,
+        manifests: dict[Key, Manifest],
+        fragments: dict[Key, list[Fragment]],
+    ) -> dict[Key, Damage]:
+        """Loads what any stage is to load at an iteration; by checkpoint what is wrong with it, as all know."""
+        if all(one.moment(iteration) is None for one in self._courses(plan)):
+            return {}
+        mine = None if course is None else course.moment(iteration)
+        moment = mine or (plan.way and plan.way.moment(iteration))  # all look whether it is whole
+        bad = self._agree(moment and self._reader.fill(moment, manifests, fragments))
+        if not bad:
+            loaded = () if moment is None else self._reader.loaded_at(moment)
+            give_to_other_stages(self._state, loaded, takes=mine is not None)
+        if mine is not None:
+            self._state.freeze(mine.frozen)
+            self._state.activate(mine.full)
+        return bad
+
+    def _go_by(self, plan: Plan, course: Course | None, iteration: int, manifests: dict[Key, Manifest]) -> None:
+        """The iteration after one, once the state is that of the one."""
+        stages = plan.computing(iteration + 1)
+        if course is None or iteration < course.begin:
+            self._repetition.serve(iteration + 1, stages)
+            return
+        moment = course.moment(iteration)
+        if moment is not None:
+            held = course.way.at(iteration)
+            here = manifests[held.key]
+            self.restore_moment(here.state, steps_of(here), moment.full, self._reader.where(held))
+            position = position_of(here.state)
+        else:
+            position = self._repetition.progress.at.position
+            if iteration == course.begin:
+                self._state.gather_weights()
+        if iteration >= course.whole:
+            self._repair.comes_by(iteration)
+        record = self._record(course, iteration + 1, manifests)
+        self._repetition.compute(position, record, self._state.frozen, stages)
+
+    def _record(self, course: Course, iteration: int, manifests: dict[Key, Manifest]) -> StepRecord:
+        """Of an iteration: as long as snapshots are loaded, the next one tells it."""
+        if iteration > course.whole:
+            return self._records.of([iteration])[0]
+        held = course.way.at(iteration)
+        return record_of(manifests[held.key].state, self._reader.where(held))
+
+
+def _lacking(course: Course) -> set[str]:
+    """Operators that do not learn yet where a course begins."""
+    return set() if course.way is None else {name for moment in course.way.moments for name in moment.full}
+
+
+def position_of(saved: Mapping) -> Position:
+    """How far a run had come, by what of a snapshot is not a tensor."""
+    return Position(**{name: saved[name] for name in asdict(Position())})
+
+
+def steps_of(manifest: Manifest) -> dict[str, int]:
+    """By operator, the updates that its moments have seen."""
+    return {name: entry.step for name, entry in manifest.operators.items() if entry.step is not None}

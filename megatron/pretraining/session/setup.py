@@ -1,0 +1,458 @@
+"""Where a run begins: from a snapshot, a ``--load`` checkpoint or nothing; and what takes its snapshots from there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.pretraining.checkpoint import contents
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.checkpoint.dense import Checkpoints
+from megatron.pretraining.config import Config, ConfigError, layout_sizes, train_iterations
+from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.replay import Repetition, check_freezing
+from megatron.pretraining.engine.step import Records, StepRecord
+from megatron.pretraining.engine.tokens import TokenBook
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.model.shape import model_shape
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import agreed, gather, on_first
+from megatron.pretraining.session.auto import Auto
+from megatron.pretraining.session.claims import claimed, take_places
+from megatron.pretraining.session.none import NoSnapshots
+from megatron.pretraining.session.peers import Peers, join_peers
+from megatron.pretraining.session.publishing import Publisher
+from megatron.pretraining.session.report import SnapshotReport
+from megatron.pretraining.session.resume.loading import Loaded, SnapshotLoader
+from megatron.pretraining.session.resume.repair import Repair
+from megatron.pretraining.session.resume.survivors import Left, Survivors, publish_what_is_whole, survivors
+from megatron.pretraining.session.snapshots import Snapshots, Start
+from megatron.pretraining.session.storage import Storage
+from megatron.pretraining.session.tiers import LOOKING_S, Tiers, check_nodes
+from moc.policy import Policy, interval_named, policy_named
+from moc.recovery.carrying import Carrier
+from moc.recovery.changes import in_storage_alone, is_of
+from moc.recovery.retention import experts_staying, staying
+from moc.recovery.sources import MEMORY, STORAGE
+from moc.runtime import environment
+from moc.sharding import scheme_named
+from moc.sharding.layout import Layout
+from moc.sharding.shares import Stage, describe, pack, unpack
+from moc.snapshot.contents import Contents
+from moc.snapshot.saver import Saver
+from moc.state.detail import Detail
+from moc.state.shape import model_operators
+from moc.state.training_state import TrainingState
+from moc.store.claims import Claim
+from moc.store.errors import CheckpointError
+from moc.store.locate import place_of
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+from moc.store.tiers import memory_place
+
+_LATE_AFTER = 100  # iterations; where it is not asked for how often something goes to storage
+
+
+class NothingToGoOnFrom(Exception):
+    """There is no snapshot, and this worker's model has been trained since it was built: build it again."""
+
+
+def begin(
+    config: Config,
+    world: World,
+    chunks: list[DistributedDataParallel],
+    optimizer: VotedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    vocab_size: int,
+    checkpoints: Checkpoints,
+    log: Log,
+    repetition: Repetition,
+    records: Records,
+    mine: Left | None = None,
+    auto: Auto | None = None,
+) -> tuple[Position, Snapshots | NoSnapshots]:
+    """Brings all workers to the newest state that there is; a collective call.
+
+    Args:
+        config: the flags in force.
+        world: this worker's place.
+        chunks: the model.
+        optimizer: its optimizer.
+        scheduler: its learning-rate schedule.
+        vocab_size: rows of the embedding.
+        checkpoints: the dense ones.
+        log: where to report.
+        repetition: computes iterations again; it knows what logs what crosses pipeline stages, if anything does.
+        records: of iterations of late, as far as this worker knows them.
+        mine: what this worker has left of the state; None if it has not trained yet.
+        auto: what chooses the policy, if the flags do not.
+
+    Returns:
+        Where to go on, and what takes snapshots from there.
+
+    Raises:
+        CheckpointError: on all workers: nothing whole to load although there is something, another model, another
+            job in the same directory, no memory for snapshots.
+        NothingToGoOnFrom: there is no snapshot, and the model is not as it was built any more.
+    """
+    if config.snapshot.ckpt_policy is None:
+        if mine is not None:
+            raise NothingToGoOnFrom
+        return checkpoints.load() or Position(), NoSnapshots()
+    boundaries = repetition.stepper.boundaries
+    claim = claimed(config, world, mine, log)
+    tiers = _tiers(config, world, claim)
+    beside = take_places(config, tiers, world, mine is not None, log)
+    if auto is not None:
+        config = auto.in_force(tiers, mine, first=world.rank == 0)
+        tiers = dataclasses.replace(_tiers(config, world, claim), storage=tiers.storage)
+    with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
+        counts = auto is not None and auto.counts_tokens
+        settings = config, world, chunks, optimizer, vocab_size, log
+        its = _setting(*settings, mine is not None, counts, tiers, undo, beside)
+        if config.snapshot.upstream_logging:
+            logs = _memory(config, world, its.tiers.nodes, claim).root
+            agreed(lambda: boundaries.open(logs), "cannot keep upstream logs")
+            undo.callback(boundaries.close)
+        saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
+        loader = SnapshotLoader(
+            config=config,
+            world=world,
+            state=its.state,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            tiers=its.tiers,
+            policy=its.policy,
+            tokens=its.tokens,
+            repair=Repair(world, saved, its.tiers),
+            log=log,
+            repetition=repetition,
+            records=records,
+        )
+        left = survivors(mine, its.state, world, records, repetition)
+        start = _go_on(its, loader, checkpoints, world, log, left, mine)
+        storage = _storage(config, its, world, start, log)
+        its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
+        if auto is not None:
+            ep = config.parallel.expert_model_parallel_size
+            auto.sized(busiest, its.policy.operators, ep, _stages(config), lambda: _may_replay(config, its))
+        saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
+        undo.callback(saver.close)
+        report = SnapshotReport(log, config.snapshot.ckpt_tier)
+        if mine is None and auto is None:
+            report.expected(its.policy, config, train_iterations(config, world.size))
+        snapshots = Snapshots(
+            world=world,
+            policy=its.policy,
+            contents=saved,
+            saver=saver,
+            publisher=its.publisher,
+            tiers=its.tiers,
+            peers=its.peers,
+            describe=_describer(config, world, optimizer, scheduler, its.policy, its.tokens, auto),
+            blocking=config.snapshot.ckpt_blocking,
+            most_behind=config.snapshot.max_snapshot_lag,
+            start=start,
+            tokens=its.tokens,
+            boundaries=boundaries,
+            report=report,
+            storage=storage,
+            stops=config.checkpoint.save_failure == "stop",
+            observe=(lambda seen: None) if auto is None else auto.observe,
+        )
+        snapshots.reserve()
+        snapshots.take_again()
+        undo.pop_all()
+    return start.position, snapshots
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What snapshots are taken and recovered with.
+
+    Attributes:
+        tiers: where they go.
+        peers: what copies them to other nodes, if anything does.
+        state: what is in them.
+        policy: when what of it is.
+        stage: who holds what, in this pipeline stage.
+        publisher: makes them count.
+        tokens: the token ledger, where the policy wants one.
+        beside: storage is made ready beside training, since the job goes on from memory.
+    """
+
+    tiers: Tiers
+    peers: Peers | None
+    state: TrainingState
+    policy: Policy
+    stage: Stage
+    publisher: Publisher
+    tokens: TokenBook | None
+    beside: bool
+
+
+def _setting(
+    config: Config,
+    world: World,
+    chunks: list[DistributedDataParallel],
+    optimizer: VotedOptimizer,
+    vocab_size: int,
+    log: Log,
+    again: bool,
+    counts_tokens: bool,
+    tiers: Tiers,
+    undo: contextlib.ExitStack,
+    beside: bool,
+) -> _Setting:
+    state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
+    peers = join_peers(config, tiers, policy, log, again)
+    if peers is not None:
+        undo.callback(peers.close)
+    stage = _stage(state)
+    _check_saving(state, stage, tiers, config.snapshot.ckpt_tier, policy, policy.replays)
+    publisher = Publisher(world, policy, tiers, layout_sizes(config, world.size), log)
+    undo.callback(publisher.close)
+    tokens = None
+    if counts_tokens or policy.counts_tokens:
+        tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
+        undo.callback(tokens.close)
+    return _Setting(tiers, peers, state, policy, stage, publisher, tokens, beside)
+
+
+def _go_on(
+    its: _Setting,
+    loader: SnapshotLoader,
+    checkpoints: Checkpoints,
+    world: World,
+    log: Log,
+    left: Survivors,
+    mine: Left | None,
+) -> Start:
+    """Brings the state to where the run goes on, and removes what it will take anew."""
+    publish_what_is_whole(left, its.tiers, its.publisher, world)
+    if its.peers is not None:
+        its.peers.restore(log)
+    held = loader.find(left)
+    oldest = checkpoints.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
+    loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
+    if mine is not None and not loaded:
+        raise NothingToGoOnFrom
+    if loaded and loaded.plan.stages:  # they have saved again what some of them had lost
+        publish_what_is_whole(left, its.tiers, its.publisher, world)
+        loaded = dataclasses.replace(loaded, held=loader.find_again())
+    start = _from(loaded, its, left) if loaded else Start(checkpoints.load() or Position())
+    if its.tokens is not None and not loaded:
+        its.tokens.starts_at(start.position.iteration)
+    if its.peers is not None:
+        its.peers.goes_on_from(sorted({*start.in_memory, *start.experts}), log)
+    agreed(lambda: _tidy_memory(its.tiers, start), "cannot tidy up old snapshots")
+    if not its.beside:
+        tidy = lambda: its.publisher.beside(lambda: _tidy_storage(its.tiers, start)).result()  # noqa: E731
+        on_first(tidy, "cannot tidy up old snapshots")
+    return start
+
+
+def _storage(config: Config, its: _Setting, world: World, start: Start, log: Log) -> Storage:
+    """How storage fares; if the job goes on from memory, nothing waits until it is taken and tidied up."""
+
+    def make_ready() -> None:
+        its.tiers.storage.take()
+        _tidy_storage(its.tiers, start)
+
+    prepares, asked = its.beside and world.rank == 0, config.snapshot.persist_interval
+    return Storage(
+        name=its.tiers.storage.place.name,
+        every=its.tiers.persist_interval if its.tiers.memory is not None else None,
+        late_after=asked or _LATE_AFTER,
+        newest=None if start.newest in start.in_memory else start.newest,
+        log=log,
+        prepare=(lambda: its.publisher.beside(make_ready)) if prepares else None,
+    )
+
+
+def _from(loaded: Loaded, its: _Setting, left: Survivors) -> Start:
+    """What there is when a run goes on; the policy learns whether its window does."""
+    policy, tier, at = its.policy, MEMORY if its.tiers.memory is not None else STORAGE, loaded.position.iteration
+    there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
+    if not there.goes_on:
+        policy.begin_anew()
+    begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
+    stays = experts_staying(() if policy.exact else loaded.plan.way.used(), there.in_memory, at)
+    if not policy.exact:
+        in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
+        policy.found(in_order and is_of(policy, loaded.plan.way), in_storage_alone(loaded.held, policy))
+    return Start(
+        loaded.position,
+        loaded.record,
+        there.newest,
+        there.in_memory,
+        *stays,
+        again=there.again,
+        begun=begun,
+    )
+
+
+def _describer(
+    config: Config,
+    world: World,
+    optimizer: VotedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    policy: Policy,
+    tokens: TokenBook | None,
+    auto: Auto | None,
+) -> Callable[[Position, StepRecord | None], dict]:
+    """What of the state is not a tensor, at a position."""
+    return lambda at, record: {
+        **contents.training_state(config, world, at, optimizer, scheduler),
+        "record": None if record is None else dataclasses.asdict(record),
+        "optimizer": config.regularization.optimizer,
+        "policy": policy.name,
+        "interval": policy.interval.state_dict(),
+        "policy_state": policy.state_dict(),
+        "ledger": tokens.state_dict() if tokens is not None else None,
+        "auto": auto.state_dict() if auto is not None else None,
+    }
+
+
+def _may_replay(config: Config, its: _Setting) -> bool:
+    try:
+        _check_saving(its.state, its.stage, its.tiers, config.snapshot.ckpt_tier, its.policy, replays=True)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _tiers(config: Config, world: World, claim: Claim) -> Tiers:
+    snapshot, directory = config.snapshot, config.snapshot_dir
+    nodes = _nodes(snapshot.node_of_rank, world)
+    node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
+    memory = Store(_memory(config, world, nodes, claim), slack=True) if snapshot.ckpt_tier != "disk" else None
+    return Tiers(
+        storage=Store(place_of(directory, claim)),
+        memory=memory,
+        nodes=tuple(nodes),
+        leads_node=world.rank == node[0],
+        node=node,
+        persist_interval=1 if snapshot.chooses_experts and memory is not None else snapshot.persist_interval,
+        keep=snapshot.ckpt_keep,
+    )
+
+
+def _memory(config: Config, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
+    """The memory of this node."""
+    launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
+    emulated = nodes[world.rank] if config.snapshot.node_of_rank else launched
+    return memory_place(config.snapshot.ckpt_memory_dir, config.snapshot_dir, claim.run, emulated, claim)
+
+
+def _nodes(told: str | None, world: World) -> list[str]:
+    """By rank the node on which it is: what is told, its place in the job under our launcher, or the name of its host.
+
+    Whoever takes the place of a lost node has the same ranks, and is given what others keep for them.
+    """
+    if told is None:
+        return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
+    nodes = told.split(",")
+    if len(nodes) != world.size:
+        raise ConfigError(
+            f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."
+        )
+    return nodes
+
+
+def _policy(config: Config, vocab_size: int) -> Policy:
+    snapshot = config.snapshot
+    operators = model_operators(model_shape(config.network, config.moe, vocab_size))
+    interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
+    kind = policy_named(snapshot.ckpt_policy)
+    wanted = {field.name for field in dataclasses.fields(kind)}
+    settings = {name: value for name, value in _settings(config).items() if name in wanted}
+    try:
+        return kind(operators, interval, **settings)
+    except ValueError as error:
+        raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
+
+
+def _settings(config: Config) -> dict[str, object]:
+    """What policies may be told; each takes what it has a field for."""
+    snapshot = config.snapshot
+    every, interval = snapshot.persist_interval, snapshot.snapshot_interval
+    return {
+        "k": snapshot.experts[0],
+        "k_persist": snapshot.experts[1],
+        "auto": snapshot.chooses_experts,
+        "auto_plt_limit": snapshot.pec_plt_limit,
+        "mtbf_s": snapshot.mtbf_s,
+        "one_level": snapshot.ckpt_tier == "disk",
+        "selection": snapshot.pec_selection,
+        "target": snapshot.pec_target,
+        "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,
+        "ep": config.parallel.expert_model_parallel_size,
+        "window": 0 if snapshot.sparse_window == "auto" else int(snapshot.sparse_window),
+        "order": snapshot.sparse_order,
+        "stages": _stages(config),
+        "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
+    }
+
+
+def _stages(config: Config) -> tuple[int, ...]:
+    """By layer, the pipeline stage that computes it."""
+    parallel, layers = config.parallel, config.network.num_layers
+    pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
+
+
+def _tidy_storage(tiers: Tiers, start: Start) -> None:
+    """Takes out of the way what the run will take anew, and what killed jobs have left behind; on the first worker."""
+    for newer in tiers.storage.iterations():
+        if newer > start.position.iteration:
+            tiers.storage.set_aside(newer)
+    tiers.storage.clear_unpublished()
+
+
+def _tidy_memory(tiers: Tiers, start: Start) -> None:
+    """The same in the memory of this node."""
+    if tiers.memory is not None and tiers.leads_node:
+        tiers.memory.place.remove("slots")
+        before = tiers.before
+        for other in before.iterations():
+            if other not in start.before:
+                before.remove(other)
+        for other in tiers.memory.iterations():
+            if other in start.newer:
+                before.remove(other)
+                tiers.memory.move(other, before)
+            elif other not in (*start.in_memory, *start.experts):
+                tiers.memory.remove(other)
+        Carrier(tiers.memory, ()).forget()
+        tiers.memory.clear_unpublished()
+
+
+def _stage(state: TrainingState) -> Stage:
+    """What the workers of this pipeline stage hold: they are all that may hold copies of one another."""
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    told = [
+        holding
+        for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE)
+        for holding in describe(state.fragments(state.operators(), detail), detail)
+    ]
+    return Stage({rank: unpack(text) for rank, text in gather((dist.get_rank(), pack(told)), group)})
+
+
+def _check_saving(state: TrainingState, stage: Stage, tiers: Tiers, tier: str, policy: Policy, replays: bool) -> None:
+    """Refuses, on all workers, what the snapshots of a policy cannot bring back."""
+    if tiers.memory is not None:
+        slices = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        items = stage.items(policy.everything(0).operators)
+        agreed(lambda: check_nodes(items, slices, tiers, tier), "cannot keep snapshots in memory")
+    if replays:
+        check_freezing(state)

@@ -1,0 +1,615 @@
+"""Snapshots beside training: what each worker has done of them travels with the vote of every iteration.
+
+    completed       the update is done: what is lost from here on does not undo the iteration
+    take            copies begin right after it, into a buffer that holds no snapshot which is still needed
+    vote            tells how far all have come: copied by all, and it is published in memory, and safe there or, with
+                    peers, when their copies are there too; written by all, and it is published in storage
+    before apply    the copies must be done, since the update changes what they read; training waits for them if
+                    they are not, and the wait is counted; with --max-snapshot-lag also for what is to be safe by now
+
+No collective is added to an iteration.  Buffers rotate as :mod:`moc.snapshot.rotation` says, the same on all workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.engine.step import Rider, StepRecord, sum_over_workers
+from megatron.pretraining.engine.tokens import TokenBook
+from megatron.pretraining.engine.upstream import Boundaries
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.session.agreement import first_of_any, on_first
+from megatron.pretraining.session.carrying import Carrying
+from megatron.pretraining.session.meter import Meter
+from megatron.pretraining.session.peers import Peers
+from megatron.pretraining.session.publishing import Publisher
+from megatron.pretraining.session.queues import PER_VOTE, Queues, Taken, told_of
+from megatron.pretraining.session.report import SnapshotReport
+from megatron.pretraining.session.resume.survivors import Begun, Live
+from megatron.pretraining.session.storage import Storage, tolerable
+from megatron.pretraining.session.tiers import Tiers, copy_to_storage
+from moc.faults import reach
+from moc.policy import Load, Observed, Policy, SnapshotPlan
+from moc.snapshot.contents import Contents
+from moc.snapshot.rotation import Rotation
+from moc.snapshot.saver import Saver
+from moc.store.errors import CheckpointError, TakenError
+
+SPARE = 2
+"""Buffers beside those of what is needed to recover: one that is copied into, and one that is written to storage
+(MoC-System, section 5.2)."""
+
+LAST_TRIES_S = (1.0, 2.0, 4.0)
+"""Pauses between tries to bring the last state to storage."""
+
+_ENDING_S = 10.0
+"""Without a memory tier, how long a write may take to end well when a worker is lost: the run goes on from it."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from.
+
+    Attributes:
+        position: from here.
+        record: of the iteration that led to it, if it is known.
+        newest: iteration of the newest way to go on, in memory or in storage; None if there is none.
+        in_memory: iterations of the snapshots in memory that stay: those of that way if it is there, and those of the
+            window under way.
+        experts: others in memory, of which experts are still of use.
+        newer: the same, of a time line that was given up; they make room for those of this one.
+        before: the same, which have made room already.
+        again: the snapshot of this position, if it was begun already and is lost.
+        begun: by iteration what is known of those in memory; their parts and copies may be lost later.
+    """
+
+    position: Position
+    record: StepRecord | None = None
+    newest: int | None = None
+    in_memory: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    newer: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+    again: SnapshotPlan | None = None
+    begun: Mapping[int, Begun] = field(default_factory=dict)
+
+
+class Snapshots(Rider):
+    """Takes them; all methods are for all workers alike.
+
+    Args:
+        world: this worker's place.
+        policy: when what is saved.
+        contents: what this worker saves of it.
+        saver: copies and writes this worker's part.
+        publisher: makes them count.
+        tiers: where to.
+        peers: what copies snapshots to other nodes, if anything does.
+        describe: what is not a tensor, for a position and the record of the iteration that led to it.
+        blocking: wait until a snapshot is safe.
+        most_behind: iterations that may be completed while a snapshot is not safe; None if all may.
+        start: what the run goes on from.
+        tokens: the token ledger, where snapshots are partial.
+        boundaries: what logs what crosses pipeline stages, if anything does.
+        report: where to say what it costs.
+        storage: how storage fares.
+        stops: what cannot be saved in storage ends the run, in place of being tried again.
+        observe: who is told, too, what each iteration has shown.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        contents: Contents,
+        saver: Saver,
+        publisher: Publisher,
+        tiers: Tiers,
+        peers: Peers | None,
+        describe: Callable[[Position, StepRecord | None], dict],
+        blocking: bool,
+        most_behind: int | None,
+        start: Start,
+        tokens: TokenBook | None,
+        boundaries: Boundaries,
+        report: SnapshotReport,
+        storage: Storage,
+        stops: bool = False,
+        observe: Callable[[Observed], None] = lambda seen: None,
+    ):
+        self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
+        self._publisher, self._describe, self._carrying = publisher, describe, Carrying(tiers, policy)
+        self._blocking, self._most_behind = blocking, most_behind
+        self._peers, self._tokens, self._boundaries, self._report = peers, tokens, boundaries, report
+        self._observe, self._storage, self._stops = observe, storage, stops
+        spare = SPARE + (peers is not None)  # one more from which peers copy
+        self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
+        self._start = start
+        self._queues = Queues()
+        self.begun = dict(start.begun)
+        """By iteration the last snapshots: who is to publish one, or has not saved it, may be lost."""
+        self._failure: str | None = None
+        self._newest = start.newest
+        self._newest_is_complete = not (start.experts or start.newer or start.before)  # else they are in no other
+        self._stored = None if start.newest in start.in_memory else start.newest
+        self._in_memory: Taken | None = None
+        self._superseded: int | None = None  # what is newest in memory supersedes what is older than this
+        self._broken_window: int | None = None  # its first snapshot: storage does not have all of it
+        self._base_lost = self._base_asked = False  # storage lacks what partial snapshots need; it is taken again
+        self._problem = ""  # the last that kept a snapshot from storage
+        self._stores_since: int | None = None  # first snapshot of the window that goes from memory to storage, too
+        self._meter = Meter(world.size)
+        self.record = start.record  # of the iteration that was completed last
+        self._position: Position | None = start.position  # None while the update changes the state
+
+    def reserve(self) -> None:
+        """Makes the buffers that are needed for sure, before training needs them.
+
+        Each can hold everything.  Of windows it is one, for the first and the last snapshot of a run: how many there
+        are of the others, and how large, is found out as they come.
+
+        Raises:
+            CheckpointError: on all workers, if one of them has not so much memory.
+        """
+        share = self._contents.share(self._policy.everything(0).operators)
+        recovered, keeps = len(self._rotation.slots), self._rotation.keep
+        count = 1 if self._policy.replays and keeps else self._rotation.spare + (keeps and not recovered)
+        failure = None
+        try:
+            for number in range(recovered, recovered + count):
+                self._saver.reserve(number, share)
+        except CheckpointError as error:
+            failure = str(error)
+        if failure := first_of_any(failure):
+            raise CheckpointError(failure)
+
+    def take_again(self) -> None:
+        """Begins the snapshot that the run goes on without, if there is one: the policy knows that it was taken.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        plan = self._start.again
+        if plan is not None:
+            self._newest, self._newest_is_complete = plan.iteration, plan.complete
+            self._copy(plan, self._for_storage(plan), self._start.position)
+            if self._blocking:
+                self._wait_until_safe()
+
+    def completed(self, position: Position, record: StepRecord, begun: float) -> None:
+        """The update is done, so from here on the state is that of the next position, whoever is lost.
+
+        Args:
+            position: how far the run has come.
+            record: of the iteration that is complete.
+            begun: when it began, by ``time.perf_counter``.
+        """
+        self._position, self.record = position, record
+        seen = self._meter.completed(begun)
+        if seen is not None:
+            self._policy.interval.observe(seen)
+            self._observe(seen)
+            self._report.chosen(position.iteration, self._policy)
+        if self._tokens is not None:
+            self._tokens.completed(skipped=record.skipped)
+            if self._policy.counts_probabilities and not record.skipped:
+                self._policy.routed(self._tokens.probabilities)
+
+    def take(self) -> None:
+        """Begins a snapshot of the completed iteration where the policy wants one; weights must be gathered.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        position = self._position
+        if self._lacks_base and not (self._base_asked or self._storage.rests or self._storage.closed):
+            self._policy.storage_lost()
+            self._base_asked = True
+        plan = self._policy.plan(position.iteration, self._load)
+        if self._tiers.memory is None and self._storage.rests:
+            plan = None  # it would go nowhere
+        if plan is not None:
+            with self._meter.stalling():
+                self._begin(plan, self._for_storage(plan), position)
+                if self._blocking:
+                    self._wait_until_safe()
+        under_way = next((taken.plan.iteration for taken in self._queues.to_storage), None)
+        self._storage.passes(position.iteration, under_way)
+        # what hangs disturbs nobody, and would keep the interval from being measured
+        busy = self._queues.not_safe(safe_in_memory=True) or (self._queues.to_storage and not self._storage.late)
+        self._meter.ended(started=plan is not None, busy=bool(busy))
+
+    def ballot(self) -> dict[str, float]:
+        """How far this worker has come; see :class:`Rider`."""
+        queues = self._queues.ballot()  # before failures are looked for, so that none that counts as done is missed
+        others = (self._tokens.ballot() if self._tokens is not None else {}) | self._boundaries.ballot()
+        failed = {"snapshot_failed": float(self._find_failure() is not None)}
+        return others | queues | self._storage.ballot() | failed | self._meter.ballot()
+
+    def voted(self, tally: dict[str, float]) -> None:
+        """Acts on how far all have come, and waits for copies of what the update is about to change.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved.
+        """
+        self._meter.voted()
+        # publishing in memory takes its time; without it not even a microsecond counts, since --snapshot-interval auto
+        # measures what is undisturbed
+        with self._meter.stalling() if self._all_have("copied", told_of(tally, 0)) else contextlib.nullcontext():
+            self._hear(tally)
+        seconds = self._meter.trained(tally)
+        if seconds is not None:
+            self._report.trained(seconds)
+        if self._tokens is not None:
+            self._tokens.voted(tally)
+        if self._behind:
+            with self._meter.stalling():
+                while self._behind:
+                    self._wait_and_vote(for_storage=self._tiers.memory is None)
+        if self._queues.copying:
+            with self._meter.stalling():
+                for taken in self._queues.copying:
+                    taken.snapshot.capture.wait()
+        self._position = None
+
+    def finish(self) -> None:
+        """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
+        begun = time.monotonic()
+        while self._queues or self._storage.closed:
+            self._storage.wait()
+            self._wait_and_vote(for_storage=True)
+            self._storage.is_waited_for(time.monotonic() - begun)
+        self._wait_and_vote()
+
+    def secure(self, position: Position) -> None:
+        """The run ends here in good order: its state goes to storage, and the node gets its memory back.
+
+        Raises:
+            CheckpointError: on all workers; something could not be saved, though it was tried again.
+        """
+        self._bring_everything(position)
+        for pause in LAST_TRIES_S:
+            if self._is_stored(position):
+                break
+            time.sleep(pause)
+            self._bring_everything(position)
+        if not self._is_stored(position):
+            raise CheckpointError(self._not_stored(position))
+        if self._peers is not None:
+            self._peers.rest()
+        if self.memory_is_free and self._tiers.leads_node:
+            self._tiers.memory.clear()
+        self._boundaries.forget()
+        self._report.end(self._tokens)
+
+    @property
+    def live(self) -> Live | None:
+        """The state that this worker has now; None if it is being changed."""
+        return self._position and Live(self._position, self._describe(self._position, self.record))
+
+    @property
+    def run(self) -> str:
+        """What the run is called of which these are the snapshots."""
+        return self._tiers.storage.place.claim.run
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What there is to see of every iteration."""
+        plt = {} if self._tokens is None else {"plt": self._tokens.plt}
+        return plt | self._policy.gauges() | dict(self._boundaries.gauges) | self._storage.gauges
+
+    @property
+    def memory_is_free(self) -> bool:
+        """Whether there is memory, and nothing in it that is not in storage; the same on all workers."""
+        return self._tiers.memory is not None and self._newest == self._stored
+
+    @property
+    def storage_fails(self) -> bool:
+        """Whether the last snapshot that was to go to storage could not; the same on all workers."""
+        return bool(self._problem)
+
+    def close(self) -> None:
+        """Gives up what is not published yet, as if this worker had been killed; asks nothing of the others.
+
+        With a memory tier nothing is waited for that storage may hold up: the run does not go on from there.
+        """
+        if self._peers is not None:
+            self._peers.close()
+        self._carrying.close()
+        patience = _ENDING_S if self._tiers.memory is None else 0.0
+        self._saver.close(patience)
+        self._publisher.close(patience)
+        if self._tokens is not None:
+            self._tokens.close()
+        self._boundaries.close()
+
+    @property
+    def _behind(self) -> bool:
+        """Whether the iteration that is about to be completed must wait until a snapshot is safe."""
+        if self._most_behind is None:
+            return False
+        not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
+        return any(self._position.iteration - taken.plan.iteration >= self._most_behind for taken in not_safe)
+
+    @property
+    def _lacks_base(self) -> bool:
+        """Beside memory, storage lacks what partial snapshots need to be of use there."""
+        return self._tiers.memory is not None and (
+            self._base_lost or self._policy.stores(self._policy.everything(self._position.iteration))
+        )
+
+    @property
+    def _load(self) -> Load | None:
+        return self._tokens.load if self._tokens is not None else None
+
+    def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position) -> None:
+        self._newest, self._newest_is_complete = plan.iteration, plan.complete
+        self._tell_policy(plan, storage)  # at once: should a worker be lost before it begins, it is taken again
+        while self._rotation.free() is None:
+            self._wait_and_vote(for_storage=self._tiers.memory is None)
+        window = self._policy.window_length
+        self._rotation = self._rotation.trimmed(window)
+        self._saver.trim(max(len(self._rotation.slots), self._rotation.needs(window)))
+        self._copy(plan, storage, position)
+
+    def _copy(
+        self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position, in_memory: bool = True
+    ) -> None:
+        slot, others = self._rotation.free(), self._rotation.all_free()
+        if in_memory:
+            self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
+        try:
+            share, entries = self._contents.share(plan.operators), self._contents.entries(plan.operators)
+            snapshot = self._saver.take(
+                slot,
+                plan.iteration,
+                share,
+                entries,
+                others,
+                in_memory,
+                self._carrying.begin(plan) if in_memory else None,
+            )
+        except CheckpointError as error:
+            self._failure = str(error)  # the next vote tells the others
+            return
+        taken = Taken(plan, storage, self._describe(position, self.record), snapshot)
+        self._queues.copying.append(taken)
+        self._remember(taken)
+        if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
+            self._persist(taken)
+
+    def _remember(self, taken: Taken) -> None:
+        self.begun[taken.plan.iteration] = Begun(dict(taken.plan.operators), taken.state)
+        most = 2 * self._policy.window_length + self._rotation.spare  # those of two windows, and those on their way
+        for older in sorted(self.begun)[:-most]:
+            del self.begun[older]
+
+    def _begin_everything(self, position: Position) -> None:
+        """At the end of a run: nothing is under way, and nothing else begins."""
+        everything = self._policy.everything(position.iteration)
+        with self._trying():
+            on_first(lambda: self._tiers.storage.remove(position.iteration), "cannot replace a partial snapshot")
+        if not self._rotation.holds(position.iteration):
+            self._begin(everything, everything, position)
+            return
+        # memory has a part of it, without which what is there may be of no use: it goes to storage alone
+        self._newest, self._newest_is_complete = position.iteration, True
+        self._tell_policy(everything, everything)
+        self._copy(everything, everything, position, in_memory=False)
+
+    def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
+        """What of a snapshot that begins now is to go to storage."""
+        if self._tiers.memory is None:
+            return plan
+        wanted = plan.complete if self._lacks_base else self._storage.is_due(plan.iteration)
+        if plan.since == plan.iteration and wanted and self._may_go_to_storage:
+            self._storage.begins(plan.iteration)
+            self._stores_since = plan.since
+        elif plan.complete:
+            self._base_asked = False
+        return self._policy.for_storage(plan) if self._stores_since == plan.since else None
+
+    def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
+        self._policy.taken(plan, self._load)
+        if storage is not None:
+            self._policy.stored(storage)
+        if self._tokens is not None:
+            self._tokens.begun(plan, storage)
+
+    def _bring_to_storage(self, taken: Taken) -> None:
+        """All of a snapshot that is in memory; it is that of this iteration."""
+        self._rotation = self._rotation.persist(taken.plan.iteration)
+        self._policy.stored(taken.plan)
+        if self._tokens is not None:
+            self._tokens.brought_to_storage(taken.plan)
+        self._persist(dataclasses.replace(taken, storage=taken.plan))
+
+    def _persist(self, taken: Taken) -> None:
+        whole = taken.storage.operators == taken.plan.operators
+        self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
+        self._queues.writing.append(taken)
+
+    def _wait_until_safe(self) -> None:
+        in_memory = self._tiers.memory is not None
+        while self._queues.not_safe(safe_in_memory=in_memory) or (self._queues.publishing and not in_memory):
+            self._wait_and_vote(for_storage=not in_memory)
+        self._wait_and_vote()
+
+    def _wait_and_vote(self, for_storage: bool = False) -> None:
+        self._queues.wait(for_storage)
+        self._hear(sum_over_workers(self.ballot(), self._world))
+
+    def _hear(self, tally: dict[str, float]) -> None:
+        self._rotation = self._rotation.voted()
+        self._report.stalled(self._newest, self._meter.hear(tally))
+        if tally["snapshot_failed"]:
+            raise CheckpointError(first_of_any(self._find_failure()))
+        self._boundaries.voted(tally)
+        self._storage.voted(tally)
+        self._give_up_older()
+        for told in (told_of(tally, place) for place in range(PER_VOTE)):
+            if self._all_have("copied", told):
+                self._all_copied(self._queues.copying.popleft(), told)
+            if self._all_have("replicated", told):
+                self._all_replicated(self._queues.replicating.popleft(), told)
+            if self._all_have("written", told):
+                self._all_written(self._queues.writing.popleft(), told)
+            if self._all_have("published", told):
+                self._all_published(self._queues.publishing.popleft(), told)
+
+    def _all_have(self, done: str, told: dict[str, float]) -> bool:
+        return told[f"snapshot_{done}"] == self._world.size
+
+    def _all_copied(self, taken: Taken, told: dict[str, float]) -> None:
+        iteration = taken.plan.iteration
+        self._meter.copied(told)
+        self._report.snapshot(iteration, told, self._world.size)
+        if not taken.snapshot.in_memory:
+            return  # it is safe when it is written
+        if self._tiers.memory is not None and self._tiers.leads_node:
+            # at once: no worker may write over the snapshot before this one until the next vote
+            with self._remembering_failure():
+                self._publisher.in_memory(taken.plan, taken.state)
+            self._carrying.published(iteration)
+        reach("snapshot_published")
+        if self._peers is None:
+            self._is_safe(taken)
+        else:
+            self._queues.replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
+            reach("replicating")
+
+    def _all_replicated(self, taken: Taken, told: dict[str, float]) -> None:
+        nodes = len(set(self._tiers.nodes))
+        amount, seconds = int(told["snapshot_replicated_bytes"]), told["snapshot_replicate_s"] / nodes
+        self._report.replicated(taken.plan.iteration, amount, seconds)
+        self._meter.replicated(amount, seconds, nodes)
+        self._is_safe(taken)
+
+    def _is_safe(self, taken: Taken) -> None:
+        """All workers have it where it outlives what may be lost: older ones are not needed any more."""
+        self._rotation = self._rotation.complete(taken.plan.iteration)
+        if self._tokens is not None:
+            self._tokens.snapshotted(taken.plan.iteration)
+        if self._tiers.memory is not None:
+            if taken.plan.supersedes is not None:
+                self._superseded = taken.plan.supersedes
+            self._in_memory = taken
+            self._boundaries.stored(taken.plan)
+
+    def _give_up_older(self) -> None:
+        """A vote has passed since the newest was published in memory, so the other nodes have it too."""
+        if self._superseded is not None and self._tiers.leads_node:
+            with self._remembering_failure():
+                self._carrying.give_up_before(self._superseded)
+                if self._peers is not None:
+                    self._peers.give_up_older(self._superseded)
+        self._superseded = None
+
+    @property
+    def _may_go_to_storage(self) -> bool:
+        """Whether there is a buffer for what goes to storage, and storage is not to be left alone.
+
+        One state at a time: what is being written keeps its buffers, however long that takes.  One more may wait for
+        its manifest.
+        """
+        on_its_way = self._rotation.persisting or len(self._queues.publishing) > 1
+        begun = any(taken.storage is not None for taken in self._queues.copying)
+        return not (on_its_way or begun or self._storage.rests or self._storage.closed)
+
+    def _all_written(self, taken: Taken, told: dict[str, float]) -> None:
+        """Every rank has written its part, or one cannot: then all give the snapshot up."""
+        self._rotation = self._rotation.persisted(taken.plan.iteration)
+        if told["snapshot_unwritten"]:
+            self._give_up(taken, taken.snapshot.persisted)
+            return
+        self._meter.written(told)
+        published: Future = Future()
+        if self._world.rank == 0:
+            amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
+            published = self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
+        else:
+            published.set_result(None)
+        self._queues.publishing.append(dataclasses.replace(taken, published=published))
+
+    def _all_published(self, taken: Taken, told: dict[str, float]) -> None:
+        if told["snapshot_unpublished"]:
+            self._give_up(taken, taken.published)
+            return
+        iteration, self._problem = taken.plan.iteration, ""
+        self._base_lost = self._base_lost and not taken.storage.complete
+        if not self._base_lost:
+            self._stored = iteration
+        self._storage.stored(iteration)
+        if self._tiers.memory is None and taken.plan.since != self._broken_window:
+            self._boundaries.stored(taken.plan)
+        if self._tokens is not None:
+            self._tokens.persisted(iteration)
+
+    def _give_up(self, taken: Taken, done: Future) -> None:
+        """A snapshot could not be brought to storage, as all workers hear in the same vote."""
+        iteration, error = taken.plan.iteration, tolerable(done)
+        self._problem = first_of_any(None if error is None else str(error))
+        if self._stops:
+            raise CheckpointError(self._problem)
+        self._storage.failed(iteration, self._problem)
+        if self._world.rank == 0:
+            self._publisher.gives_up(iteration)
+        if iteration == self._newest and not (self._tiers.memory is not None and taken.snapshot.in_memory):
+            self._newest_is_complete = False
+        self._broken_window, self._stores_since = taken.plan.since, None
+        if not self._policy.exact and taken.storage.complete:
+            self._base_lost, self._base_asked = True, False
+        if self._tiers.memory is None:
+            self._policy.begin_anew()
+
+    def _is_stored(self, position: Position) -> bool:
+        return position.iteration == 0 or (self._stored == self._newest and self._newest_is_complete)
+
+    def _not_stored(self, position: Position) -> str:
+        newest = "none is there" if self._stored is None else f"the newest one there is of iteration {self._stored}"
+        kept = "" if self._in_memory is None else f", and of iteration {self._in_memory.plan.iteration} in memory"
+        return (
+            f"the last state, of iteration {position.iteration}, could not be saved: {self._problem} ({newest}{kept})"
+        )
+
+    def _bring_everything(self, position: Position) -> None:
+        self.finish()
+        if position.iteration != 0 and (position.iteration != self._newest or not self._newest_is_complete):
+            self._begin_everything(position)
+            self.finish()
+        if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
+            self._bring_to_storage(self._in_memory)
+            self.finish()
+        elif self._in_memory is None and self._newest != self._stored and self._tiers.memory is not None:
+            # nothing was done since it was recovered
+            way = [iteration for iteration in self._start.in_memory if iteration <= self._newest]
+            with self._trying():
+                copy_to_storage(way, self._tiers, self._policy)
+                self._stored = self._newest
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Something with storage that works on all workers or on none, and may be tried again."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self._stops or isinstance(error, TakenError):
+                raise
+            self._problem = str(error)
+
+    @contextlib.contextmanager
+    def _remembering_failure(self):
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            self._failure = str(error)  # the next vote tells the others
+
+    def _find_failure(self) -> str | None:
+        self._failure = self._failure or self._storage.problem() or self._queues.failure()
+        return self._failure

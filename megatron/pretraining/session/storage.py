@@ -1,0 +1,191 @@
+"""Storage beside a safer tier, or instead of one: when snapshots go there, and what a run says when it will not do.
+
+What is decided here is the same on all workers: it follows from votes.  Only clocks differ, and on what they say all
+vote, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+
+from megatron.pretraining.logging.log import Log
+from moc.store.errors import CheckpointError, TakenError
+from moc.trouble import Trouble
+
+_LISTEN_S = 0.5
+_LONG_S = 30.0
+
+
+def tolerable(future: Future) -> BaseException | None:
+    """What has kept a snapshot from storage, if that is no reason to end: no mistake, and no other job there."""
+    error = future.exception() if future.done() and not future.cancelled() else None
+    is_storage = isinstance(error, (CheckpointError, OSError)) and not isinstance(error, TakenError)
+    return error if is_storage else None
+
+
+class Storage:
+    """How it fares.
+
+    Args:
+        name: of the place.
+        every: iterations between snapshots that go there, where there is a memory tier that has all of them.
+        late_after: iterations for which one may be on its way, at least, before the next one counts as skipped.
+        newest: iteration of the newest snapshot there; None if there is none.
+        log: where to report.
+        prepare: begins to make it ready, on the worker that does that beside training; nothing goes there before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        every: int | None,
+        late_after: int,
+        newest: int | None,
+        log: Log,
+        prepare: Callable[[], Future] | None = None,
+    ):
+        self._name, self._every, self._log = name, every, log
+        self.newest, self._stored_at = newest, None
+        self._due = every or 0
+        self._late_after = every and max(every, late_after)
+        self._missed: tuple[int | None, int] = None, 0
+        self.failures = self.skipped = 0
+        self._failing, self._late, self._waits = Trouble(), Trouble(), Trouble()
+        self._prepare, self._ready = prepare, None if prepare is None else prepare()
+        self.rests = False
+        """It has failed, and is to be left alone for a while."""
+        self.closed = True
+        """It is not ready yet, as far as this worker has heard."""
+
+    @property
+    def late(self) -> bool:
+        """What is being written has taken so long that another snapshot should have gone there."""
+        return bool(self._late)
+
+    def ballot(self) -> dict[str, float]:
+        """What this worker's clock says."""
+        return {"storage_rests": float(self._failing.rests), "storage_closed": float(not self._is_ready())}
+
+    def voted(self, tally: Mapping[str, float]) -> None:
+        """Hears what all clocks say."""
+        self.rests, self.closed = tally["storage_rests"] > 0, tally["storage_closed"] > 0
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a snapshot of this iteration should go there."""
+        return self._every is not None and iteration >= self._due
+
+    def problem(self) -> str | None:
+        """Why the job must not go on, if there is a reason."""
+        failed = self._ready is not None and self._ready.done() and not tolerable(self._ready)
+        return str(self._ready.exception()) if failed and self._ready.exception() else None
+
+    def begins(self, iteration: int) -> None:
+        """A snapshot begins to go there."""
+        if self._every is not None:
+            self._due = (iteration // self._every + 1) * self._every
+
+    def wait(self) -> None:
+        """Returns when it is ready, on the worker that makes it so, or after a moment."""
+        if self._ready is not None:
+            wait([self._ready], timeout=_LISTEN_S)
+
+    def is_waited_for(self, seconds: float) -> None:
+        """All that is under way has to be there before the run goes on, or ends; says so where that takes long."""
+        if seconds > _LONG_S and self._waits.failed():
+            self._log.message(f"WARNING: {self._name} has been waited for {seconds:.0f} s; {self._newest_there()}")
+
+    def passes(self, iteration: int, under_way: int | None) -> None:
+        """An iteration is complete; says so if a snapshot should have gone there, and an earlier one still does.
+
+        Args:
+            iteration: iterations completed.
+            under_way: iteration of the snapshot that is on its way; None if none is.
+        """
+        if under_way is None or self._late_after is None:
+            return
+        missed = (iteration - under_way) // self._late_after
+        before = self._missed[1] if self._missed[0] == under_way else 0
+        if missed <= before:
+            return
+        self._missed = under_way, missed
+        self.skipped += 1
+        age_s = self._age_s()
+        self._log.events.write(
+            "save_skipped", iteration=iteration, under_way=under_way, newest=self.newest, age_s=age_s, where=self._name
+        )
+        if self._late.failed():
+            self._log.message(
+                f"WARNING: {self._name} is slow: the snapshot of iteration {under_way} is still being written there, "
+                f"and those that follow are not; {self._newest_there()}. Training goes on: memory has the newest one"
+            )
+
+    def failed(self, iteration: int, problem: str) -> None:
+        """A snapshot could not be brought there."""
+        self.failures += 1
+        if self._every is not None:
+            self._due = iteration + 1  # as soon as it may be tried again
+        self._late.over()
+        warns = self._failing.failed()
+        self.rests = True
+        self._log.events.write(
+            "save_failed",
+            what="snapshot",
+            iteration=iteration,
+            reason=problem,
+            failures=self.failures,
+            lasted_s=round(self._failing.seconds, 3),
+            newest=self.newest,
+            age_s=self._age_s(),
+        )
+        if warns:
+            lasted = f", for {self._failing.seconds:.0f} s now" if self._failing.seconds > 1 else ""
+            self._log.message(
+                f"WARNING: snapshots cannot be saved{lasted}: {problem}. Training goes on, and tries again; "
+                f"{self._newest_there()}"
+            )
+
+    def stored(self, iteration: int) -> None:
+        """A snapshot is there."""
+        if self._failing:
+            self._log.message(
+                f"snapshots can be saved again, after {self._failing.over():.0f} s; {self.failures} could not be"
+            )
+        if self._late:
+            self._log.message(
+                f"{self._name} had been slow for {self._late.over():.0f} s; {self.skipped} snapshots did not go there"
+            )
+        self.newest, self._stored_at = iteration, time.monotonic()
+        self.rests = False
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What there is to see, once there was something to see."""
+        counted = {"saves_failed": self.failures, "saves_skipped": self.skipped}
+        return {name: float(count) for name, count in counted.items() if count}
+
+    def _is_ready(self) -> bool:
+        if self._ready is None:
+            return True
+        if not self._ready.done():
+            return False
+        error = tolerable(self._ready)
+        if error is None:
+            if self._ready.exception() is None:
+                self._ready = None
+            return self._ready is None
+        if not self._failing.rests:
+            if self._failing.failed():
+                self._log.message(f"WARNING: {self._name} cannot be used ({error}). Training goes on, and tries again")
+            self._ready = self._prepare()
+        return False
+
+    def _age_s(self) -> float | None:
+        return None if self._stored_at is None else round(time.monotonic() - self._stored_at, 3)
+
+    def _newest_there(self) -> str:
+        if self.newest is None:
+            return "none was saved there since this start"
+        age = f"{self._age_s():.0f} s old" if self._stored_at is not None else "from before this start"
+        return f"the newest one there is of iteration {self.newest}, {age}"

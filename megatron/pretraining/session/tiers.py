@@ -1,0 +1,104 @@
+"""Where snapshots go, and how one gets from the memory of the nodes to storage without being taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.pretraining.session.agreement import agreed, gather, on_first
+from moc.policy import Policy
+from moc.recovery.retention import retain
+from moc.sharding import Item
+from moc.store.errors import CheckpointError
+from moc.store.places import LocalPlace
+from moc.store.publish import joined
+from moc.store.store import Store
+
+LOOKING_S = 5.0
+"""How long storage may take to tell what it has, where a run can go on without it."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where snapshots go.
+
+    Attributes:
+        storage: the checkpoints in ``--ckpt-dir``.
+        memory: those in this node's memory, or None with ``--ckpt-tier disk``.
+        nodes: by rank, the name of the node on which it is.
+        leads_node: this worker publishes in this node's memory.
+        node: the workers of this node.
+        persist_interval: with a memory tier, iterations between snapshots that go to storage too.
+        keep: checkpoints to keep in storage.
+    """
+
+    storage: Store
+    memory: Store | None
+    nodes: tuple[str, ...]
+    leads_node: bool
+    node: tuple[int, ...]
+    persist_interval: int | None
+    keep: int
+
+    @property
+    def before(self) -> Store | None:
+        """In this node's memory, experts of a time line that was given up, until what follows it is safe."""
+        if self.memory is None:
+            return None
+        return Store(LocalPlace(Path(self.memory.place.name) / "before", in_memory=True), slack=True)
+
+
+def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:
+    """Copies the snapshots of a window from the memory of all nodes, and publishes them; a collective call.
+
+    Raises:
+        CheckpointError: on all workers; one cannot be read or written.
+    """
+    for iteration in iterations:
+        _copy_one(iteration, tiers)
+    keep = (tiers.storage, policy.operators, policy.exact, tiers.keep, max(iterations))
+    on_first(lambda: retain(*keep), "cannot remove old snapshots from storage")
+
+
+def _copy_one(iteration: int, tiers: Tiers) -> None:
+    manifest = None
+
+    def copy() -> None:
+        nonlocal manifest
+        if tiers.leads_node:
+            manifest = tiers.memory.manifest(iteration)
+            tiers.memory.copy_files(manifest, tiers.storage)
+
+    agreed(copy, "cannot write a snapshot to storage")
+    manifests = [found for found in gather(manifest) if found is not None]
+    on_first(lambda: tiers.storage.publish(joined(manifests)), "cannot publish a snapshot in storage")
+
+
+def check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier: str) -> None:
+    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory.
+
+    Compute weights and the biases of routers follow the optimizer: what of them a rank does not load, it is given by
+    its data-parallel peers.
+
+    Args:
+        items: all of the state of this rank's pipeline stage.
+        slices: ranks that have the other tensor-parallel slices of what this one has.
+        tiers: where snapshots go.
+        tier: what the flag calls it.
+
+    Raises:
+        CheckpointError: there is such state.
+    """
+    here = set(tiers.node)
+    if not here.issuperset(slices):
+        raise CheckpointError(
+            f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold "
+            "alike: keep tensor parallelism inside of a node, or take --ckpt-tier disk"
+        )
+    for item in items:
+        if here & set(item.holders) and not here.issuperset(item.holders):
+            raise CheckpointError(
+                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
+                "with --use-distributed-optimizer, or take --ckpt-tier disk"
+            )

@@ -1,0 +1,270 @@
+"""Builds all parts of a worker, and leaves them where the last run stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.timers import Timers
+
+from megatron.pretraining.checkpoint.contents import Position
+from megatron.pretraining.checkpoint.dense import Checkpoints
+from megatron.pretraining.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
+from megatron.pretraining.config.snapshot import AUTO
+from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
+from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimizer, build_scheduler
+from megatron.pretraining.engine.replay import Progress, Repetition
+from megatron.pretraining.engine.reset import forget_half_done
+from megatron.pretraining.engine.schedule import ForwardStep, Schedule
+from megatron.pretraining.engine.step import Records, Stepper, sum_over_workers
+from megatron.pretraining.engine.upstream import boundaries
+from megatron.pretraining.logging.log import Log
+from megatron.pretraining.model.build import ModelProvider, build_model
+from megatron.pretraining.process.initialize import World
+from megatron.pretraining.process.phases import Phases
+from megatron.pretraining.process.stopping import StopRequests
+from megatron.pretraining.session.auto import Auto
+from megatron.pretraining.session.none import NoSnapshots
+from megatron.pretraining.session.resume.survivors import Left
+from megatron.pretraining.session.setup import begin
+from megatron.pretraining.session.snapshots import Snapshots
+from moc.faults import reach
+from moc.runtime.job import Loss
+
+
+@dataclass(frozen=True)
+class Providers:
+    """What a program hands to :func:`megatron.pretraining.loop.pretrain`.
+
+    Attributes:
+        model: ``(config, core config, vocabulary size, virtual stage or None) -> bare model chunk``.
+        datasets: ``(config, tokenizer, samples of train, valid and test) -> Datasets``.
+        forward_step: ``(micro batches, model chunk) -> (output, loss function)``; see :class:`Schedule`.
+    """
+
+    model: ModelProvider
+    datasets: Callable[..., Datasets]
+    forward_step: ForwardStep
+
+
+@dataclass
+class Parts:
+    """What a worker builds once, and keeps when others are lost.
+
+    Attributes:
+        chunks: the model.
+        optimizer: its optimizer.
+        scheduler: its learning-rate schedule.
+        streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
+        train_iters: iterations of the whole run.
+        vocab_size: rows of the embedding.
+        auto: what chooses the policy, with ``--ckpt-policy auto``.
+        saving: what saves the state, once training has started.
+        changed: the state is not that which was built any more.
+        left: what the state is, if an iteration was cut off that has not changed it.
+        records: of the iterations of late.
+        progress: how far it has come with computing iterations again, as long as that is not over.
+    """
+
+    config: Config
+    world: World
+    chunks: list[DistributedDataParallel]
+    optimizer: VotedOptimizer
+    scheduler: OptimizerParamScheduler
+    schedule: Schedule
+    streams: dict[str, BatchStream | None]
+    train_iters: int
+    vocab_size: int
+    log: Log
+    auto: Auto | None
+    saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
+    changed: bool = False
+    left: Left = field(default_factory=Left)
+    records: Records = field(default_factory=Records)
+    progress: Progress = field(default_factory=Progress)
+
+    def met(self, loss: Loss | None) -> None:
+        """All workers are there again, if one was lost."""
+        if loss is not None:
+            self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
+            self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
+
+    def go_on_after(self, loss: Loss) -> None:
+        """An iteration was cut off: brings everything but the state to where it is between two iterations."""
+        self.met(loss)
+        if self.saving is not None:
+            checkpoints, snapshots = self.saving
+            self.left.live, self.left.begun = snapshots.live, snapshots.begun
+            checkpoints.close()
+            snapshots.close()
+            self.saving = None
+        forget_half_done(self.chunks)
+
+
+@dataclass
+class Run:
+    """A worker's parts, and how far it has come.
+
+    Attributes:
+        auto: as in :class:`Parts`.
+        streams: as in :class:`Parts`.
+        splits: the splits that have data, the same on all workers.
+        train_iters: iterations of the whole run.
+        vocab_size: rows of the embedding.
+        position: iterations and samples completed.
+        records: what iterations of late decided; with what snapshots and logs hold it makes them repeatable.
+    """
+
+    config: Config
+    world: World
+    stepper: Stepper
+    checkpoints: Checkpoints
+    snapshots: Snapshots | NoSnapshots
+    auto: Auto | None
+    log: Log
+    streams: dict[str, BatchStream | None]
+    splits: set[str]
+    train_iters: int
+    vocab_size: int
+    position: Position
+    records: Records
+
+    def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
+        """This worker's micro batches of a split from a position on; None on stages that read no data."""
+        stream = self.streams[split]
+        return stream.iteration(first_sample) if stream is not None else None
+
+
+def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Parts:
+    """Builds model, optimizer, data and logs.
+
+    A collective call where all workers begin together; one that takes the place of a lost one builds alone.
+
+    Raises:
+        ConfigError, TokenizerError: something that the flags name cannot be used.
+        StopRequested: a worker was asked to stop.
+    """
+    batch, train_iters = global_batch_size(config, world.size), train_iterations(config, world.size)
+    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
+    tokenizer = build_tokenizer(
+        config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model, config.tokenizer.vocab_size
+    )
+    vocab_size = padded_vocab_size(tokenizer.vocab_size, config.network.make_vocab_size_divisible_by, world.tensor_size)
+    log = Log(config, world, vocab_size, train_iters, timers)
+    stop.check_set_up(world)
+    phases.done("tokenizer")
+
+    chunks = build_model(config, vocab_size, providers.model)
+    optimizer = build_optimizer(config, chunks)
+    scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
+    chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
+    micro_batches = num_microbatches(config, world.size)
+    sizes = config.training.micro_batch_size, config.data.seq_length
+    schedule = Schedule(providers.forward_step, chunks, micro_batches, *sizes)
+    stop.check_set_up(world)
+    phases.done("model")
+    reach("rebuilding")
+
+    datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
+    for line in datasets.described:
+        log.message(line)
+    streams = _streams(config, world, datasets, micro_batches)
+    stop.check_set_up(world)
+    phases.done("data")
+    auto = Auto(config, log) if config.snapshot.ckpt_policy == AUTO else None
+    return Parts(config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log, auto)
+
+
+def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
+    """Brings all workers to where the last run stopped; a collective call.
+
+    Raises:
+        ConfigError, CheckpointError: something that the flags name cannot be used.
+        StopRequested: a worker was asked to stop.
+        NothingToGoOnFrom: this worker has trained already, and there is no snapshot to bring it back to.
+    """
+    config, world, log = parts.config, parts.world, parts.log
+    stop.check_set_up(world)  # the first collective of a generation
+    phases.done("meet")
+    state = parts.chunks, parts.optimizer, parts.scheduler
+    checkpoints = Checkpoints(config, world, *state, log)
+    crossing = boundaries(config, parts.chunks[0].config, world, log.message)
+    stepper = Stepper(
+        world=world,
+        chunks=parts.chunks,
+        schedule=parts.schedule,
+        optimizer=parts.optimizer,
+        scheduler=parts.scheduler,
+        auxiliary=AuxiliaryLosses(config, world, num_microbatches(config, world.size)),
+        seed=config.rng.seed,
+        global_batch_size=global_batch_size(config, world.size),
+        params_norm=config.logging.log_params_norm,
+        count_zeros=config.logging.log_num_zeros_in_grad,
+        refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
+        boundaries=crossing,
+    )
+    repetition = Repetition(stepper, parts.streams["train"], parts.progress)
+    left = parts.left if parts.changed else None
+    position, snapshots = begin(
+        config, world, *state, parts.vocab_size, checkpoints, log, repetition, parts.records, left, parts.auto
+    )
+    stepper = replace(stepper, rider=snapshots)
+    log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
+    parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
+    parts.progress.move_to(None)
+    reach("loaded")
+    stop.check_set_up(world)
+    phases.done("load")
+
+    readers = sum_over_workers({split: float(s is not None) for split, s in parts.streams.items()}, world)
+    splits = {split for split, count in readers.items() if count}
+    if "train" not in splits:
+        raise ConfigError("the data leave nothing to train on: make the first number of --split greater than 0.")
+    log.events.write(
+        "start",
+        iteration=position.iteration,
+        run=snapshots.run,
+        job=world.job.id,
+        term=world.job.term,
+        world_size=world.size,
+        parameters=count_parameters(parts.chunks),
+        startup_s=phases.seconds,
+    )
+    parts.changed = True
+    saving, sizes = (checkpoints, snapshots, parts.auto), (parts.train_iters, parts.vocab_size)
+    data = parts.streams, splits, *sizes
+    return Run(config, world, stepper, *saving, log, *data, position, parts.records)
+
+
+def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:
+    """:func:`build` and :func:`start`."""
+    return start(build(config, world, providers, stop, phases), stop, phases)
+
+
+def samples_wanted(config: Config, train_iters: int, batch: int) -> tuple[int, int, int]:
+    """Samples of the three splits that a whole run reads."""
+    eval_iters, eval_interval = config.validation.eval_iters, config.validation.eval_interval
+    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
+    return train_iters * batch, evaluations * eval_iters * batch, eval_iters * batch
+
+
+def count_parameters(chunks) -> int:
+    """Parameters that this worker holds."""
+    return sum(p.numel() for chunk in chunks for p in chunk.parameters())
+
+
+def _streams(config: Config, world: World, datasets: Datasets, micro_batches: int) -> dict[str, BatchStream | None]:
+    def stream(dataset, **options):
+        if dataset is None:
+            return None
+        return BatchStream(dataset, config.training.micro_batch_size, micro_batches, world, **options)
+
+    return {
+        "train": stream(datasets.train, num_workers=config.data.num_workers),
+        "valid": stream(datasets.valid, wrap=True),
+        "test": stream(datasets.test, wrap=True),
+    }

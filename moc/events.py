@@ -1,0 +1,163 @@
+"""``events.jsonl``: one typed JSON object a line, the source of every figure, table and report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+from moc.runtime.lease import Lease
+from moc.snapshot.background import Background
+from moc.trouble import Trouble
+
+_TAIL = 1 << 20  # bytes
+_MOST_WAITING = 100_000  # lines
+_PATIENCE_S = 1.0  # for one that hangs, once
+
+
+class EventLog:
+    """Appends events; without a directory it does nothing.
+
+    A line is written whole before :meth:`write` returns, so that a killed worker leaves at most one torn line at the
+    end.  Numbers that JSON cannot hold (nan, inf) are written as null.
+
+    Nothing that happens to the file ends or holds up who writes: what cannot be written waits in memory and is tried
+    again, and a write that hangs is waited for once.  When lines can be written again, ``log_failed`` tells it.
+
+    Args:
+        directory: of the file; made if it is not there, also later.
+        say: takes a line of prose when it cannot be written, in a thread.
+    """
+
+    def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
+        self._path = None if directory is None else Path(directory) / "events.jsonl"
+        self._lines: deque[bytes] = deque()
+        self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
+        self._descriptor: int | None = None
+        self._lease = Lease.of_this_worker()
+        self._written = self._lost = 0  # bytes of the first line; lines
+        self._late: Future | None = None
+        self._thread = None if directory is None else Background("event-log")
+        self._ask(self._drain)
+
+    def write(self, event: str, **fields) -> None:
+        """Appends one event; ``type`` and ``time`` (Unix seconds) come first."""
+        if self._thread is not None:
+            self._keep(event, fields)
+            self._ask(self._drain)
+
+    def newest(self, event: str) -> dict:
+        """The newest event of a kind among the last thousands, also of earlier processes; empty if there is none."""
+        return self._ask(self._newest, event) or {}
+
+    def close(self) -> None:
+        """Closes the file; later events are dropped."""
+        if self._thread is None:
+            return
+        if self._late is not None:
+            wait([self._late], timeout=_PATIENCE_S)
+        self._ask(self._close)
+        self._thread.end()
+        self._thread = None
+        if self._lines:
+            self._say(f"WARNING: {len(self._lines) + self._lost} lines of {self._path} are lost: it cannot be written")
+
+    def _ask(self, action: Callable, *args):
+        """Its result; None if that cannot be had, or not soon."""
+        if self._thread is None or (self._late is not None and not self._late.done()):
+            return None
+        self._late = self._thread.submit(action, *args)
+        wait([self._late], timeout=_PATIENCE_S)
+        failed = not self._late.done() or self._late.exception() is not None
+        return None if failed else self._late.result()
+
+    def _keep(self, event: str, fields: dict) -> None:
+        record = {"type": event, "time": round(time.time(), 3), **fields}
+        line = (json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode()
+        with self._lock:
+            self._lines.append(line)
+            if len(self._lines) > _MOST_WAITING:
+                self._lines.pop()
+                self._lost += 1
+
+    def _drain(self, last: bool = False) -> None:
+        """Writes what waits, unless that has failed just now; in the thread, as all that follows."""
+        if self._trouble.rests and not last:
+            return
+        try:
+            self._open()
+            while self._lines:
+                self._write_first()
+        except OSError as error:
+            self._forget_file()
+            if self._trouble.failed():
+                self._tell(
+                    f"WARNING: {self._path} cannot be written ({error.strerror or error}). Training goes on, and what "
+                    "there is to tell waits in memory"
+                )
+            return
+        if self._trouble:
+            count, lasted = self._trouble.count, self._trouble.over()
+            self._keep("log_failed", dict(what="events", tries=count, lasted_s=round(lasted, 3), lost=self._lost))
+            self._tell(f"{self._path} can be written again, after {lasted:.0f} s; {self._lost} lines are lost")
+            self._lost = 0
+            self._drain()
+
+    def _write_first(self) -> None:
+        if self._lease is not None:  # a worker that stood still must not tell what another one tells by now
+            self._lease.enforce()
+        line = self._lines[0]
+        while self._written < len(line):
+            self._written += os.write(self._descriptor, line[self._written :])
+        self._lines.popleft()
+        self._written = 0
+
+    def _open(self) -> None:
+        if self._descriptor is not None and self._is_there():
+            return
+        self._forget_file()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
+            os.write(self._descriptor, b"\n")
+
+    def _is_there(self) -> bool:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        return False
+
+    def _forget_file(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._written = None, 0
+
+    def _newest(self, event: str) -> dict:
+        if not self._path.exists():
+            return {}
+        with open(self._path, "rb") as lines:
+            lines.seek(max(0, self._path.stat().st_size - _TAIL))
+            told = [line for line in lines.read().splitlines() if line.startswith(b'{"type": "%s"' % event.encode())]
+        for line in reversed(told):
+            with contextlib.suppress(ValueError):  # torn
+                return json.loads(line)
+        return {}
+
+    def _close(self) -> None:
+        self._drain(last=True)
+        self._forget_file()
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._say(text)
+
+
+def _finite(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value

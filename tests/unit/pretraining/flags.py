@@ -1,0 +1,42 @@
+"""Command lines for the tests of flags."""
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+from megatron.pretraining.arguments import parse_config
+
+DENSE = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+BASE = DENSE + " --num-experts 8"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+def parse(flags="", base=BASE):
+    return parse_config(shlex.split(f"{base} {flags}"))
+
+
+def refusal(capsys, flags, base=BASE):
+    """The sentence that ends the process, which exits with code 2."""
+    with pytest.raises(SystemExit) as exit:
+        parse(flags, base)
+    assert exit.value.code == 2
+    message = capsys.readouterr().err.split("error: ", 1)[1].strip()
+    assert "\n" not in message
+    return message
+
+
+def without(flag, base=BASE):
+    """The base flags less one, with its value."""
+    return re.sub(rf"{flag}( (?!--)\S+)?( |$)", "", base)
+
+
+def write(tmp_path, content):
+    path = tmp_path / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path

@@ -1,0 +1,207 @@
+"""Which policy is in force with ``--ckpt-policy auto``: by what is measured alone, and as it was for who goes on."""
+
+from megatron.pretraining.process import cpu
+
+cpu.install()
+
+import json  # noqa: E402
+
+import pytest  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from megatron.pretraining.checkpoint.contents import Position  # noqa: E402
+from megatron.pretraining.config import ConfigError, compose  # noqa: E402
+from megatron.pretraining.model.shape import model_shape  # noqa: E402
+from megatron.pretraining.session.auto import DRIFT, HOLDS, Auto, changed  # noqa: E402
+from megatron.pretraining.session.resume.survivors import Left, Live  # noqa: E402
+from megatron.pretraining.session.tiers import Tiers  # noqa: E402
+from moc.events import EventLog  # noqa: E402
+from moc.policy import Observed, Transfer  # noqa: E402
+from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
+from moc.state.detail import Detail  # noqa: E402
+from moc.state.shape import model_operators  # noqa: E402
+from moc.store.places import LocalPlace  # noqa: E402
+from moc.store.store import Store  # noqa: E402
+
+MODEL = dict(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=8, moe_ffn_hidden_size=64, seq_length=8)
+TRAINING = dict(micro_batch_size=1, train_iters=1, lr=1.0, mock_data=True, tokenizer_type="NullTokenizer")
+AUTO = dict(ckpt_policy="auto", save="nowhere", vocab_size=10, max_position_embeddings=8, add_bias_linear=False)
+BYTES = {Detail.FULL: 12, Detail.COMPUTE: 2}
+
+
+class Log:
+    """What is said, and events as they are."""
+
+    def __init__(self, directory):
+        self.lines, self.events = [], EventLog(directory)
+        self.message = self.lines.append
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    """One worker, that can ask itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Run:
+    """One that measures what it is told."""
+
+    def __init__(self, directory, state=None, nodes=("a",), may_replay=True, **flags):
+        self.config = compose(MODEL | TRAINING | AUTO | flags)
+        self.log = Log(directory)
+        self.auto, self.iteration = Auto(self.config, self.log), 0
+        left = None if state is None else Left(Live(Position(), {"auto": json.loads(json.dumps(state))}))
+        self._tiers = Tiers(Store(LocalPlace(directory)), None, nodes, True, (0,), None, 2)
+        self.in_force = self.auto.in_force(self._tiers, left, first=True).snapshot
+        operators = model_operators(model_shape(self.config.network, self.config.moe, 10))
+        parameters = {operator.name: operator.parameters for operator in operators}
+        self.full = 12.0 * sum(parameters.values())
+
+        def busiest(plan):
+            return sum(BYTES[detail] * parameters[name] for name, detail in plan.items())
+
+        self.auto.sized(busiest, operators, 1, (0, 0), lambda: may_replay)
+
+    def train(self, iterations, iteration_s=1.0, copy_s=2.0, write_s=4.0):
+        """Whether, and when, it began again under another policy; times are those of a snapshot of everything."""
+        for _ in range(iterations):
+            self.iteration += 1
+            moved = {"copied": copy_s, "written": write_s, "replicated": copy_s}
+            seen = {name: Transfer(self.full, seconds) for name, seconds in moved.items()}
+            self.auto.observe(Observed(iteration_s, forward_backward_s=0.9 * iteration_s, **seen))
+            if self.auto.plans_anew(self.iteration):
+                return self.iteration
+        return None
+
+    @property
+    def flags(self):
+        return self.auto.state_dict()["flags"]
+
+
+def test_it_measures_then_chooses_and_says_why(tmp_path):
+    run = Run(tmp_path, exact_only=True, mtbf_hours=1)
+    assert (run.in_force.ckpt_policy, run.in_force.snapshot_interval) == ("full", "auto")
+    assert run.train(BLOCK + WARM_UP + 5) == BLOCK + WARM_UP
+    again = Run(tmp_path, run.auto.state_dict(), exact_only=True, mtbf_hours=1)
+    assert again.in_force.ckpt_policy == run.flags["ckpt_policy"] in ("full", "sparse")
+    (line,) = run.log.lines
+    assert "since it has measured" in line and "The next best" in line
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert event["type"] == "choice" and event["reason"] in line and len(event["ettr"]) == 2
+
+
+def test_all_who_see_the_same_choose_the_same(tmp_path):
+    one, other = (Run(tmp_path / name, mtbf_hours=1) for name in "ab")
+    one.train(40), other.train(40)
+    assert one.auto.state_dict() == other.auto.state_dict() and one.flags
+
+
+def test_a_choice_holds_until_something_has_changed(tmp_path):
+    first = Run(tmp_path, mtbf_hours=1, exact_only=True)
+    first.train(40, copy_s=0.5, write_s=0.4)
+    run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
+    run.iteration = first.iteration
+    assert run.flags == {"ckpt_policy": "full", "snapshot_interval": "1"}
+    assert run.train(3 * HOLDS, copy_s=0.5, write_s=0.4) is None and not run.log.lines
+    begun = run.iteration
+    assert begun < run.train(2 * HOLDS, copy_s=5.0, write_s=0.4) < begun + HOLDS
+    assert "copy_rate is" in run.log.lines[0] and run.flags != {"ckpt_policy": "full", "snapshot_interval": "1"}
+
+
+def test_it_does_not_look_again_before_what_it_saw_is_forgotten(tmp_path):
+    first = Run(tmp_path, mtbf_hours=1, exact_only=True)
+    chosen = first.train(40, copy_s=0.5, write_s=0.4)
+    run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
+    run.iteration = chosen
+    assert run.train(2 * HOLDS, copy_s=5.0, write_s=0.4) == chosen + HOLDS
+
+
+def test_nothing_is_switched_for_little(tmp_path):
+    first = Run(tmp_path, mtbf_hours=1, exact_only=True)
+    first.train(40, copy_s=0.1, write_s=0.1)
+    run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
+    run.iteration = first.iteration
+    assert run.train(2 * HOLDS, copy_s=0.1, write_s=0.1 * DRIFT) is None and run.flags == first.flags
+    assert "stays in force" in run.log.lines[0]
+
+
+def test_faults_are_counted_and_ends_are_not(tmp_path):
+    run = Run(tmp_path)
+    run.train(WARM_UP)
+    state = run.auto.state_dict()
+    assert [Run(tmp_path, state).auto.state_dict()["measured"]["faults"] for _ in "ab"] == [1, 1]
+    run.auto.ends()
+    assert Run(tmp_path, run.auto.state_dict()).auto.state_dict()["measured"]["faults"] == 0
+    run = Run(tmp_path)
+    assert run.train(40)
+    run.auto.ends()  # a switch is none either
+    again = Run(tmp_path, run.auto.state_dict())
+    assert again.auto.state_dict()["measured"]["faults"] == 0
+    for _ in range(4):
+        again = Run(tmp_path, again.auto.state_dict())
+    again.iteration = run.iteration
+    again.train(2 * HOLDS)
+    assert "mtbf_s is" in again.log.lines[0]
+
+
+@pytest.mark.parametrize("other", [dict(exact_only=True), dict(mtbf_hours=2), dict(ckpt_tier="memory")], ids=str)
+def test_under_other_limits_it_chooses_anew_from_what_it_knows(other, tmp_path):
+    run = Run(tmp_path, mtbf_hours=1)
+    run.train(40)
+    again = Run(tmp_path, run.auto.state_dict(), **dict(mtbf_hours=1) | other)
+    assert again.in_force.ckpt_policy == "full" and again.in_force.snapshot_interval == "auto"
+    assert again.train(1) == 1
+
+
+@pytest.mark.parametrize("other", [dict(nodes=("a", "b")), dict(expert_model_parallel_size=2)], ids=str)
+def test_elsewhere_it_measures_again(other, tmp_path):
+    run = Run(tmp_path, mtbf_hours=1)
+    run.train(40)
+    again = Run(tmp_path, run.auto.state_dict(), mtbf_hours=1, **other)
+    assert again.in_force.snapshot_interval == "auto"
+    known = again.auto.state_dict()["measured"]
+    assert (known["trained_s"], known["faults"]) == (run.iteration, 1)
+    assert again.train(40) == BLOCK + WARM_UP
+
+
+def test_flags_of_policies_that_are_not_chosen_have_no_effect(tmp_path):
+    wanted = dict(pec_selection="load_aware", sparse_order="index", pec_plt_limit=0.5, host_memory_gb=1.0)
+    run = Run(tmp_path, mtbf_hours=0.1, exact_only=True, **wanted)
+    assert run.in_force.pec_selection == "sequential" and run.in_force.host_memory_gb is None
+    assert run.train(40, copy_s=4.0, write_s=1.0), run.log.lines
+    again = Run(tmp_path, run.auto.state_dict(), mtbf_hours=0.1, exact_only=True, **wanted).in_force
+    assert (again.ckpt_policy, again.sparse_order) == ("sparse", "index"), run.log.lines
+
+
+def test_what_cannot_be_recovered_here_is_not_chosen(tmp_path):
+    chosen = []
+    for may_replay in (True, False):
+        run = Run(tmp_path, mtbf_hours=0.1, exact_only=True, ckpt_tier="memory", may_replay=may_replay)
+        run.train(40, copy_s=4.0, write_s=1.0)
+        chosen.append(run.flags)
+    assert [flags["ckpt_policy"] for flags in chosen] == ["sparse", "full"]
+    assert min(flags["persist_interval"] for flags in chosen) >= 1
+
+
+def test_more_memory_than_there_may_be_is_refused_at_the_start(tmp_path):
+    peers = dict(ckpt_tier="peers", nodes=("a", "b", "c"))
+    full = Run(tmp_path).full
+    run = Run(tmp_path, mtbf_hours=1, host_memory_gb=7.1 * full / 1e9, **peers)  # four buffers, and three of one copy
+    assert run.in_force.replicas == 1
+    run.train(40)
+    assert run.flags["replicas"] == 1
+    run = Run(tmp_path, mtbf_hours=1, **peers)
+    run.train(40, copy_s=0.1)
+    assert run.flags["replicas"] == 2
+    with pytest.raises(ConfigError, match=r"--host-memory-gb .* is not enough: with --ckpt-tier peers"):
+        Run(tmp_path, host_memory_gb=6.9 * full / 1e9, **peers)
+
+
+def test_what_counts_as_a_change():
+    before = {"iteration_s": 1.0, "copy_rate": 4e9}
+    assert changed(before, {"iteration_s": 1.9, "copy_rate": 2.1e9}) is None
+    assert changed(before, {"iteration_s": 1.0, "copy_rate": 2e9}) == "copy_rate is 2e+09 now, and was 4e+09"
+    assert changed(before, {"iteration_s": 2.0, "copy_rate": 4e9}).startswith("iteration_s is 2 now")
+    assert changed(before, before | {"write_rate": 1.0}) == "write_rate is 1 now, and was not known"

@@ -1,0 +1,155 @@
+"""Directories of checkpoints: whole or not there, wherever a kill cuts a save in two."""
+
+import itertools
+import json
+import os
+import shutil
+
+import pytest
+
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.checkpoint.files import CheckpointError
+from moc.store.claims import Claim
+from moc.store.errors import SupersededError
+from moc.store.fence import Fence
+from tests.unit.store.turns import Actor
+
+
+def save(root, iteration, content):
+    staging = files.start(root, iteration)
+    (staging / "optimizer").mkdir()
+    (staging / "optimizer" / "a").write_text(content)
+    entries = {"optimizer/a": files.describe(staging / "optimizer" / "a")}
+    return files.publish(root, iteration, entries)
+
+
+def newest(root):
+    """Iteration and content of the newest checkpoint, verified."""
+    iteration = files.latest_iteration(root)
+    directory = files.directory_of(root, iteration)
+    assert files.damage_in(directory, files.read_manifest(directory)["files"]) is None
+    return iteration, (directory / "optimizer" / "a").read_text()
+
+
+def test_a_saved_checkpoint_is_found_whole(tmp_path):
+    assert files.latest_iteration(tmp_path) is None
+    assert save(tmp_path, 3, "three").name == "iter_0000003"
+    save(tmp_path, 12, "twelve")
+    assert newest(tmp_path) == (12, "twelve")
+    assert files.saved_iterations(tmp_path) == [3, 12]
+    files.remove(tmp_path, 3)
+    assert files.saved_iterations(tmp_path) == [12]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of ours sees it."""
+
+
+def die_at(monkeypatch, step):
+    """Lets the step-th change of the file system be the last one."""
+    count = itertools.count()
+
+    def mortal(function):
+        def call(*args, **kwargs):
+            if next(count) >= step:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"), (os, "mkdir")):
+        monkeypatch.setattr(module, name, mortal(getattr(module, name)))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration again"])
+def test_killed_at_any_step_of_a_save(again, tmp_path):
+    killed = completed = 0
+    for step in range(40):
+        root = tmp_path / str(step)
+        save(root, 1, "old")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            die_at(monkeypatch, step)
+            try:
+                save(root, 1 if again else 2, "new")
+                completed += 1
+            except Killed:
+                killed += 1
+        files.restore_replaced(root)  # as the next start does
+        assert newest(root) in ((1, "old"), (1, "new") if again else (2, "new"))
+        save(root, 3, "later")
+        assert newest(root) == (3, "later")
+        assert not list(root.glob(".iter_*"))
+    assert killed > 5 and completed > 5
+
+
+def test_damage_is_named(tmp_path):
+    directory = save(tmp_path, 1, "content")
+    listed, path = files.read_manifest(directory)["files"], directory / "optimizer" / "a"
+    path.write_text("cOntent")
+    assert "optimizer/a does not match its hash" in files.damage_in(directory, listed)
+    path.write_text("cont")
+    assert "has 4 bytes instead of 7" in files.damage_in(directory, listed)
+    path.unlink()
+    assert "optimizer/a is missing" in files.damage_in(directory, listed)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "something else"}'])
+def test_a_damaged_manifest(text, tmp_path):
+    directory = save(tmp_path, 1, "content")
+    (directory / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        files.read_manifest(directory)
+
+
+def test_a_damaged_tracker(tmp_path):
+    (tmp_path / files.TRACKER).write_text("release")
+    with pytest.raises(CheckpointError, match="holds 'release' instead of an iteration"):
+        files.latest_iteration(tmp_path)
+
+
+OLD, NEW = (Claim("launch", (0, generation)) for generation in (3, 4))
+
+
+def saves(root, claim, iteration, content):
+    """What the first worker of a generation does, as one action."""
+    fence = Fence(root, claim)
+
+    def action():
+        staging = files.start(root, iteration, fence)
+        (staging / "optimizer").mkdir()
+        (staging / "optimizer" / "a").write_text(content)
+        entries = {"optimizer/a": files.describe(staging / "optimizer" / "a")}
+        return files.publish(root, iteration, entries, fence)
+
+    return action
+
+
+@pytest.mark.parametrize("iteration", [1, 2], ids=["the same iteration again", "a new iteration"])
+def test_a_generation_that_was_superseded_anywhere_in_a_save_completes_nothing(iteration, tmp_path):
+    done = refused = 0
+    for step in itertools.count():
+        root = tmp_path / str(step)
+        saves(root, OLD, 1, "first")()
+        old, begins = Actor(saves(root, OLD, iteration, "old")), Fence(root, NEW)
+        old.step(step)
+        over = old.over
+        begins.take()
+        files.restore_replaced(root)  # as the next start does
+        before = newest(root)
+        old.step(None)
+        files.restore_replaced(root)
+        assert newest(root) == before
+        if old.error is None:
+            done += 1
+        else:
+            assert isinstance(old.error, (SupersededError, FileNotFoundError)), old.error
+            refused += 1
+        saves(root, NEW, iteration, "new")()
+        assert newest(root) == (iteration, "new")
+        assert not list(root.glob(".iter_*"))
+        with pytest.raises(SupersededError, match="generation 0.4 of this job"):
+            saves(root, OLD, 5, "old")()
+        assert json.loads((files.directory_of(root, iteration) / files.MANIFEST).read_text())["term"] == [0, 4]
+        if over:
+            break
+    assert refused > 10 and done > 0

@@ -1,0 +1,55 @@
+"""A run that cannot go on ends with one sentence of one worker."""
+
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from megatron.pretraining.process import cpu
+
+cpu.install()
+
+from megatron.pretraining.checkpoint.files import CheckpointError  # noqa: E402
+from megatron.pretraining.config import ConfigError  # noqa: E402
+from megatron.pretraining.errors import reported  # noqa: E402
+from megatron.pretraining.process import rank0 as first_worker  # noqa: E402
+from moc.runtime.groups import Aborted, Suspicion  # noqa: E402
+
+
+@pytest.fixture
+def handled():
+    """SIGTERM is only noted, as with --exit-signal-handler."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("error, code", [(CheckpointError("it is damaged"), 1), (ConfigError("it is wrong"), 2)])
+def test_the_sentence_and_the_code(error, code, capsys, monkeypatch, handled):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as ended, reported():
+        raise error
+    assert ended.value.code == code
+    assert capsys.readouterr().err == f"pretrain_gpt_moe.py: error (worker 0): {error}\n"
+
+
+@pytest.mark.parametrize("kind", [Suspicion, Aborted, dist.DistNetworkError, dist.DistStoreError])
+def test_a_lost_connection_is_one_sentence(kind, capsys, monkeypatch, handled):
+    monkeypatch.setenv("RANK", "0")
+    gloo = (
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:40934\nException raised from ... (most recent call first)"
+    )
+    with pytest.raises(SystemExit) as ended, reported():
+        raise kind(gloo)
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.count("\n") == 1
+    assert "cannot be reached ([pair.cc:553] Connection closed by peer [127.0.0.1]:40934)" in said
+
+
+def test_the_launcher_can_end_a_worker_that_lets_the_first_one_speak(monkeypatch, handled):
+    monkeypatch.setenv("RANK", "1")
+    waited = []
+    monkeypatch.setattr(first_worker.time, "sleep", lambda _: waited.append(signal.getsignal(signal.SIGTERM)))
+    with pytest.raises(SystemExit), reported():
+        raise CheckpointError("it is damaged")
+    assert waited == [signal.SIG_DFL]

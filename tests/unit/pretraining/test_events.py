@@ -1,0 +1,126 @@
+"""events.jsonl: every line is whole, whatever ended the run before."""
+
+import json
+import math
+import resource
+import shutil
+import signal
+import threading
+import time
+
+from moc.events import EventLog
+
+
+def lines(directory):
+    return (directory / "events.jsonl").read_text().splitlines()
+
+
+def test_events_are_typed_and_timed(tmp_path):
+    log = EventLog(tmp_path / "new" / "directory")
+    log.write("save", iteration=3, elapsed_s=0.5)
+    event = json.loads(lines(tmp_path / "new" / "directory")[0])
+    assert list(event)[:2] == ["type", "time"]
+    assert event["type"] == "save" and event["iteration"] == 3 and event["time"] > 1e9
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    EventLog(tmp_path).write("iteration", loss=math.nan, grad_norm=math.inf, tokens=5)
+    event = json.loads(lines(tmp_path)[0])
+    assert (event["loss"], event["grad_norm"], event["tokens"]) == (None, None, 5)
+
+
+def test_a_torn_line_stays_alone(tmp_path):
+    first = EventLog(tmp_path)
+    first.write("start")
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"type": "iter')
+    EventLog(tmp_path).write("start")
+    assert [line for line in lines(tmp_path) if line.endswith("}")] == [lines(tmp_path)[0], lines(tmp_path)[-1]]
+    assert json.loads(lines(tmp_path)[-1])["type"] == "start"
+
+
+def test_the_newest_of_a_kind_whoever_wrote_it(tmp_path):
+    log = EventLog(tmp_path)
+    assert log.newest("iteration") == {}
+    for iteration in (1, 2):
+        log.write("iteration", iteration=iteration)
+    log.write("save", iteration=7)
+    log.close()
+    with open(tmp_path / "events.jsonl", "a") as torn:
+        torn.write('{"type": "iteration", "iter')
+    assert EventLog(tmp_path).newest("iteration")["iteration"] == 2
+    assert EventLog(None).newest("iteration") == {}
+
+
+def test_without_a_directory_nothing_happens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = EventLog(None)
+    log.write("start")
+    log.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_after_close_events_are_dropped(tmp_path):
+    log = EventLog(tmp_path)
+    log.close()
+    log.write("start")
+    assert lines(tmp_path) == []
+
+
+def told_by(log: EventLog, directory) -> list[str]:
+    """What was said is appended, and the kinds of the events that are there."""
+    log.close()
+    return [json.loads(line)["type"] for line in lines(directory)]
+
+
+def test_a_directory_that_is_gone_costs_nothing(tmp_path):
+    """Neither its removal nor a file in its place ends a run; what was to be written is, when that works again."""
+    directory, said = tmp_path / "log", []
+    log = EventLog(directory, said.append)
+    log.write("start")
+    shutil.rmtree(directory)
+    log.write("iteration", iteration=1)  # it is made again
+    assert len(lines(directory)) == 1 and not said
+    shutil.rmtree(directory)
+    directory.write_text("in its place")
+    log.write("iteration", iteration=2)
+    log.write("iteration", iteration=3)
+    assert len(said) == 1 and str(directory) in said[0] and "Training goes on" in said[0]
+    directory.unlink()
+    assert told_by(log, directory) == ["iteration", "iteration", "log_failed"]
+    assert len(said) == 2 and "can be written again" in said[1]
+
+
+def test_no_room_for_a_line_costs_nothing(tmp_path):
+    """A line of which a part was written goes on where it ended, when there is room again."""
+    said = []
+    log = EventLog(tmp_path, said.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+        log.write("iteration", iteration=1, loss=0.123456789)
+        log.write("iteration", iteration=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(said) == 1
+    log.close()
+    told = [json.loads(line) for line in lines(tmp_path) if line.endswith("}")]
+    assert [event.get("iteration") for event in told] == [1, 2, None]
+    assert (told[2]["type"], told[2]["what"], told[2]["lost"]) == ("log_failed", "events", 0)
+
+
+def test_a_write_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
+    log, hangs, opened = EventLog(tmp_path), threading.Event(), EventLog._open
+    monkeypatch.setattr(EventLog, "_open", lambda log: (hangs.wait(), opened(log)))
+    begun = time.monotonic()
+    log.write("iteration", iteration=1)
+    once = time.monotonic() - begun
+    for iteration in range(2, 7):
+        log.write("iteration", iteration=iteration)
+    assert time.monotonic() - begun < 2 * once
+    hangs.set()
+    log.write("save")
+    log.close()
+    assert [json.loads(line).get("iteration") for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, None]

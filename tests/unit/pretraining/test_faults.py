@@ -1,0 +1,38 @@
+"""Injected faults in a worker: whom the flags may name, and what is told."""
+
+import json
+import shlex
+
+import pytest
+
+from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.process.faults import inject_faults
+from moc.faults import on_reach, reach
+from moc.runtime.job import Job
+from tests.unit.pretraining.flags import BASE
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_afterwards():
+    yield
+    on_reach(None)
+
+
+def armed(tmp_path, fault):
+    inject_faults(parse_config([*shlex.split(BASE), "--log-dir", str(tmp_path), "--inject", fault]), Job())
+
+
+def test_workers_that_there_are_not_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--inject kill ranks=0,1 .*: workers are counted from 0 to 0: name"):
+        armed(tmp_path, "kill ranks=0,1 iteration=2")
+
+
+def test_a_fault_is_an_event_and_a_line(tmp_path, capsys):
+    armed(tmp_path, "slow rank=0 iteration=2 seconds=0.001")
+    for iteration in (1, 2, 3):
+        reach("start", iteration)
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert event.pop("time") > 0
+    assert event == dict(type="inject", action="slow", rank=0, iteration=2, point="start")
+    assert capsys.readouterr().out == "injected: slow of worker 0 in iteration 2, start\n"

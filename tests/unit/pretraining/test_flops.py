@@ -1,0 +1,36 @@
+"""The FLOP count, against counting by hand."""
+
+import pytest
+
+from megatron.pretraining.config import compose
+from megatron.pretraining.logging.flops import flops_per_sample
+
+SMALL = dict(
+    num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, seq_length=4, train_iters=1, lr=1e-3,
+    micro_batch_size=1, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=10,
+)  # fmt: skip
+ATTENTION = 4 * 8 * 8 + 8 * 4  # four projections; half of scores and of their product with values
+OUTPUT = 8 * 128
+
+
+def weights(**flags):
+    """Multiply-adds of a token in the forward pass, as the module counts them."""
+    return flops_per_sample(compose(SMALL | flags), 128) / 6.0 / 4
+
+
+def test_a_dense_model():
+    assert weights() == 2 * (ATTENTION + 2 * 8 * 16) + OUTPUT
+    assert weights(swiglu=True) == 2 * (ATTENTION + 3 * 8 * 16) + OUTPUT
+
+
+def test_experts_count_as_often_as_tokens_visit_them():
+    layer = ATTENTION + 2 * (2 * 8 * 16) + 8 * 4
+    experts = dict(num_experts=4, moe_router_topk=2, add_bias_linear=False)
+    assert weights(**experts) == 2 * layer + OUTPUT
+    assert weights(**experts, moe_shared_expert_intermediate_size=32) == 2 * (layer + 2 * 8 * 32) + OUTPUT
+    assert weights(**experts, moe_layer_freq=2) == layer + ATTENTION + 2 * 8 * 16 + OUTPUT
+
+
+def test_grouped_queries_have_fewer_keys_and_values():
+    less = weights() - weights(group_query_attention=True, num_query_groups=1)
+    assert less == pytest.approx(2 * 2 * 8 * 4)

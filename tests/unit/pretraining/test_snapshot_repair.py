@@ -1,0 +1,54 @@
+"""Parts of snapshots that were lost are saved again when the state comes by them, or it is said why not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.pretraining.session.resume.repair import Repair
+from moc.snapshot.contents import share
+from moc.state.detail import Detail
+from moc.state.fragments import Fragment
+from moc.state.region import Region
+from moc.store.errors import CheckpointError
+from moc.store.manifest import OperatorEntry
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+
+TORN = {5: {"output": Detail.FULL}, 6: {"output": Detail.FULL}}
+
+
+@pytest.fixture(params=["memory", "storage"])
+def repair(request, tmp_path):
+    values = torch.randn(8)
+    box = Region((0, 0), (4, 2))
+    held = [Fragment("output_layer.weight", "master", (4, 2), box, values, True, False, values, 0, (0,), False)]
+    contents = SimpleNamespace(
+        share=lambda operators: share(held), entries=lambda operators: {"output": OperatorEntry("full", 1, {})}
+    )
+    storage, memory = (Store(LocalPlace(tmp_path / name)) for name in ("storage", "memory"))
+    tiers = SimpleNamespace(storage=storage, memory=memory if request.param == "memory" else None)
+    world = SimpleNamespace(rank=1, device=torch.device("cpu"))
+    return Repair(world, contents, tiers), memory if request.param == "memory" else storage
+
+
+def test_what_is_torn_is_saved_and_nothing_else(repair):
+    repair, store = repair
+    with repair.of(TORN):
+        for iteration in (4, 5, 6, 7):
+            repair.comes_by(iteration)
+    assert [store.has_all(iteration, [1]) for iteration in (4, 5, 6, 7)] == [False, True, True, False]
+    assert repair.failure is None
+    with repair.of(TORN):  # another time they are there already
+        repair.comes_by(5)
+
+
+def test_where_there_is_no_room_it_is_said(repair, monkeypatch):
+    def full(*args, **kwargs):
+        raise CheckpointError("no room")
+
+    repair, store = repair
+    monkeypatch.setattr("moc.snapshot.saver.Buffer", full)
+    with repair.of(TORN):
+        repair.comes_by(5)
+    assert repair.failure == "no room" and not store.has_all(5, [1])

@@ -1,0 +1,50 @@
+"""What is said before training of what a fault will cost."""
+
+from megatron.pretraining.process import cpu
+
+cpu.install()
+
+import pytest  # noqa: E402
+
+from megatron.pretraining.session.report import expectation  # noqa: E402
+from moc.policy import Every  # noqa: E402
+from moc.policy.pec import Pec  # noqa: E402
+from moc.state.shape import ModelShape, model_operators  # noqa: E402
+from tests.unit.pretraining.flags import parse  # noqa: E402
+
+TIERS = {
+    "disk": "--pec-k 1",
+    "memory alone": "--pec-k-snapshot 4 --pec-k-persist 1 --ckpt-tier memory",
+    "peers alone": "--pec-k-snapshot 4 --pec-k-persist 1 --ckpt-tier peers",
+    "memory and storage": "--pec-k-snapshot 4 --pec-k-persist 1 --ckpt-tier memory --persist-interval 50",
+}
+
+
+def told(flags: str, **settings) -> tuple[str, dict] | None:
+    """Of 16 experts, with a snapshot in every tenth of 10,000 iterations."""
+    snapshot = parse(f"--ckpt-policy pec --ckpt-dir x --snapshot-interval 10 {flags}").snapshot
+    shape = ModelShape((1,), 8, 16, 8, 8, 4, 100, num_experts=16, expert_ffn_hidden_size=16)
+    k, k_persist = snapshot.experts
+    every = (snapshot.persist_interval or 10) // 10
+    policy = Pec(model_operators(shape), Every(10), k, k_persist, persist_every=every, **settings)
+    return expectation(policy, snapshot, 10_000)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_is_expected_follows_from_the_flags(tier):
+    text, fields = told(TIERS[tier])
+    if tier == "disk":  # ages of 0 to 15 snapshots
+        assert fields == {"plt": pytest.approx(75 / 10_000), "oldest": 150}
+        assert "a fault is expected to cost 0.750%" in text and text.endswith("is 150 iterations behind")
+        return
+    assert fields["plt"] == pytest.approx(15 / 10_000) and fields["oldest"] == 30
+    assert "a fault that leaves memory whole is expected to cost 0.150%" in text and "30 iterations behind" in text
+    if tier == "memory and storage":  # one expert of 16 in every fifth snapshot
+        assert fields["plt_storage"] == pytest.approx(375 / 10_000) and fields["oldest_storage"] == 750
+        assert "from --ckpt-dir alone 3.750%, and 750 iterations" in text and "add --persist-interval" not in text
+    else:
+        assert fields.keys() == {"plt", "oldest"} and text.endswith("trained anew: add --persist-interval")
+
+
+def test_nothing_is_said_of_what_load_decides():
+    assert told(TIERS["disk"], selection="load_aware") is None

@@ -1,0 +1,100 @@
+"""When snapshots go to storage beside memory, and what is said when it will not do."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from megatron.pretraining.session.storage import Storage, tolerable
+from moc.events import EventLog
+from moc.snapshot.background import Background
+from moc.store.errors import CheckpointError, TakenError
+
+
+class Log:
+    """What a run tells."""
+
+    def __init__(self):
+        self.said, self.told = [], []
+        self.message = self.said.append
+        self.events = EventLog(None)
+        self.events.write = lambda kind, **fields: self.told.append((kind, fields))
+
+
+def storage(log: Log, prepare=None, **changes) -> Storage:
+    told = dict(name="disk", every=10, late_after=10, newest=None, log=log, prepare=prepare)
+    return Storage(**told | changes)
+
+
+def failed_with(error: BaseException) -> Future:
+    done = Future()
+    done.set_exception(error)
+    return done
+
+
+def test_what_is_under_way_for_too_long_is_told_once_and_counted():
+    log = Log()
+    disk = storage(log)
+    assert not disk.is_due(9) and disk.is_due(10)
+    disk.begins(12)
+    assert not disk.is_due(19) and disk.is_due(20)
+    for iteration in range(12, 45):
+        disk.passes(iteration, under_way=12)
+    assert [fields["iteration"] for kind, fields in log.told if kind == "save_skipped"] == [22, 32, 42]
+    assert len(log.said) == 1 and "disk is slow" in log.said[0] and "iteration 12" in log.said[0]
+    assert disk.late and disk.gauges == {"saves_skipped": 3.0}
+    disk.stored(12)
+    assert not disk.late and disk.newest == 12 and "had been slow" in log.said[1]
+    disk.passes(60, under_way=None)
+    assert disk.skipped == 3
+
+
+def test_what_fails_is_told_once_tried_again_later_and_counted():
+    log = Log()
+    disk = storage(log, newest=7)
+    disk.begins(20)
+    disk.failed(20, "no room")
+    assert disk.rests and disk.is_due(21)  # as soon as it may
+    disk.failed(21, "no room")
+    assert [fields["failures"] for kind, fields in log.told] == [1, 2]
+    assert len(log.said) == 1 and "no room" in log.said[0] and "iteration 7" in log.said[0]
+    disk.voted({"storage_rests": 0.0, "storage_closed": 0.0})
+    disk.stored(22)
+    assert not disk.rests and "can be saved again" in log.said[1]
+
+
+def test_nothing_goes_there_before_it_is_ready():
+    thread, ready, log = Background("test"), threading.Event(), Log()
+    disk = storage(log, prepare=lambda: thread.submit(ready.wait))
+    assert disk.closed and disk.ballot()["storage_closed"] == 1.0
+    disk.voted({"storage_rests": 0.0, "storage_closed": 1.0})  # as another worker hears it
+    assert disk.closed
+    ready.set()
+    while disk.ballot()["storage_closed"]:
+        disk.wait()
+    assert disk.problem() is None and not log.said
+
+
+def test_what_cannot_be_made_ready_is_tried_again_unless_it_is_another_jobs():
+    log, tries = Log(), [failed_with(OSError(5, "input/output error")), Future()]
+    tries[1].set_result(None)
+    disk = storage(log, prepare=lambda: tries.pop(0))
+    assert disk.ballot()["storage_closed"] == 1.0 and len(log.said) == 1 and "input/output error" in log.said[0]
+    assert disk.ballot()["storage_closed"] == 0.0 and disk.problem() is None
+    taken = storage(log, prepare=lambda: failed_with(TakenError("another job is using disk")))
+    assert taken.problem() == "another job is using disk" and taken.ballot()["storage_closed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "error, is_tolerable",
+    [(OSError(28, "full"), True), (CheckpointError("lacks"), True), (TakenError("taken"), False), (KeyError(1), False)],
+)
+def test_mistakes_and_other_jobs_are_not_tolerated(error, is_tolerable):
+    assert (tolerable(failed_with(error)) is not None) == is_tolerable
+
+
+def test_what_is_under_way_or_well_has_not_failed():
+    well = Future()
+    assert tolerable(well) is None
+    well.set_result(None)
+    assert tolerable(well) is None

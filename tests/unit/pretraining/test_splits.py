@@ -1,0 +1,167 @@
+"""What a split has is known, and said, before megatron-core looks for samples in it."""
+
+from types import SimpleNamespace
+
+import numpy
+import pytest
+
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.process import cpu
+
+SEQ_LENGTH = 8
+SAMPLES = (100, 20, 10)
+
+
+@pytest.fixture(scope="module")
+def splits():
+    """The module; importing megatron-core takes seconds."""
+    cpu.install()
+    from megatron.pretraining.data import splits
+
+    return splits
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a dataset with documents of these lengths, by megatron-core's own writer; gives its prefix."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_idx_path
+
+    def write(name, *lengths):
+        prefix = str(tmp_path / name)
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+        for length in lengths:
+            builder.add_document(numpy.ones(length, dtype=numpy.uint16), [length])
+        builder.finalize(get_idx_path(prefix))
+        return prefix
+
+    return write
+
+
+def core_config(**sources):
+    """megatron-core's, as the flags would have it made."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    plain = dict(reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False)
+    tokenizer = SimpleNamespace(vocab_size=100, eod=0, unique_identifiers={})
+    return GPTDatasetConfig(random_seed=1, sequence_length=SEQ_LENGTH, tokenizer=tokenizer, **plain, **sources)
+
+
+def refusal(splits, config, samples=SAMPLES):
+    """The sentence, or None where all splits have what it takes."""
+    splits.drop_unread(config, samples)
+    try:
+        splits.refuse_empty(splits.splits_of(config, samples), config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_the_default_split_of_a_small_corpus(splits, write):
+    small = write("small", *[50] * 10)
+    said = refusal(splits, core_config(blend=([small], None), split="969,30,1"))
+    assert said == (
+        f"the valid split (969,30,1) of {small} has none of its 10 documents: give it more text, "
+        "or change its share in --split, or evaluate nothing with --eval-iters 0."
+    )
+    assert "the train split (1,998,1)" in refusal(splits, core_config(blend=([small], None), split="1,998,1"))
+
+
+def test_each_remedy_is_one(splits, write):
+    small, large = write("small", *[50] * 10), write("large", *[50] * 1000)
+    default = "969,30,1"
+    assert refusal(splits, core_config(blend=([large], None), split=default)) is None
+    assert refusal(splits, core_config(blend=([small], None), split="80,10,10")) is None
+    assert refusal(splits, core_config(blend=([small], None), split="90,10,0")) is None
+    assert refusal(splits, core_config(blend=([small], None), split=default), (100, 0, 0)) is None
+
+
+def test_a_split_that_is_not_read_is_not_built(splits, write):
+    config = core_config(blend=([write("small", *[50] * 10)], None), split="80,10,10")
+    splits.drop_unread(config, (100, 0, 10))
+    assert config.split_matrix[0] and config.split_matrix[1] is None and config.split_matrix[2]
+    assert [split.name for split in splits.splits_of(config, (100, 0, 10))] == ["train", "test"]
+
+
+def test_documents_without_a_token(splits, write):
+    hollow = write("hollow", 0, 0, 0)
+    said = refusal(splits, core_config(blend=([hollow], None), split="1,1,1"))
+    assert "the train split (1,1,1)" in said and "has no token in its documents (1)" in said
+    assert "--eval-iters" not in said
+
+
+def test_a_dataset_without_a_document(splits, write):
+    said = refusal(splits, core_config(blend=([write("nothing")], None), split="1,1,1"))
+    assert "has no document: give it more text" in said
+
+
+def test_every_dataset_of_a_blend_is_looked_at(splits, write):
+    large, small = write("large", *[50] * 1000), write("small", *[50] * 10)
+    blend = ([large, small], [0.99, 0.01])
+    assert f"of {small} has none" in refusal(splits, core_config(blend=blend, split="969,30,1"))
+    assert refusal(splits, core_config(blend=blend, split="80,10,10")) is None
+
+
+def test_what_is_read_once_gives_a_sample(splits, write):
+    large, short = write("large", *[50] * 100), write("short", SEQ_LENGTH)
+    said = refusal(splits, core_config(blend=([large, short], None), split="1,0,0"))
+    assert f"{short} has 8 tokens, too few for one sample of --seq-length 8" in said
+    assert refusal(splits, core_config(blend=([large, short], [0.5, 0.5]), split="1,0,0")) is None
+    enough = write("enough", SEQ_LENGTH + 1)
+    assert refusal(splits, core_config(blend=([large, enough], None), split="1,0,0")) is None
+
+
+def test_splits_with_files_of_their_own(splits, write):
+    large, hollow = write("large", *[50] * 100), write("hollow", 0)
+    per_split = [([large], None), ([hollow], None), None]
+    said = refusal(splits, core_config(blend_per_split=per_split))
+    assert said == (
+        f"--valid-data-path {hollow} has no token in its documents (1): give it more text, "
+        "or evaluate nothing with --eval-iters 0."
+    )
+    assert refusal(splits, core_config(blend_per_split=per_split), (100, 0, 0)) is None
+
+
+def test_tokens_are_those_of_megatron_core(splits, write):
+    lengths = [3, 0, 7, 50, 1, 0]
+    corpus = splits.IndexedCorpus(write("mixed", *lengths))
+    for start in range(len(lengths) + 1):
+        for end in range(start, len(lengths) + 1):
+            assert corpus.tokens(start, end) == sum(lengths[start:end])
+
+
+def test_documents_and_epochs_are_those_of_megatron_core(splits, write):
+    """Also where shares round: what is counted is what the datasets then hold."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    prefix = write("odd", *range(10, 47))
+    config = core_config(blend=([prefix], None), split="70,17,13")
+    built = BlendedMegatronDatasetBuilder(GPTDataset, list(SAMPLES), lambda: True, config).build()
+    for split, dataset in zip(splits.splits_of(config, SAMPLES), built, strict=True):
+        (source,) = split.sources
+        assert source.documents == len(dataset.indices)
+        assert source.tokens == dataset._get_num_tokens_per_epoch()
+        epochs = dataset._get_num_epochs(source.tokens)
+        assert epochs - 1 < source.epochs(SEQ_LENGTH) <= epochs
+
+
+def test_the_banner(splits, write):
+    one, two = write("one", *[50] * 100), write("two", *[10] * 100)
+    told = splits.splits_of(core_config(blend=([one], None), split="80,10,10"), SAMPLES)
+    assert [split.describe(SEQ_LENGTH) for split in told] == [
+        "train: 80 documents, 4,000 tokens, 0.2 epochs",
+        "valid: 10 documents, 500 tokens, 0.32 epochs",
+        "test: 10 documents, 500 tokens, 0.16 epochs",
+    ]
+    (train,) = splits.splits_of(core_config(blend=([one, two], [3, 1]), split="1,0,0"), (1000, 0, 0))
+    assert train.describe(SEQ_LENGTH) == "train: 200 documents in 2 datasets, 6,000 tokens, 1.2 to 2 epochs"
+    for samples, epochs in (((1, 0, 0), "under 0.01"), ((1_000_000, 0, 0), "2,000")):
+        train, *_ = splits.splits_of(core_config(blend=([one], None), split="80,0,20"), samples)
+        assert train.describe(SEQ_LENGTH).endswith(f" tokens, {epochs} epochs")
+
+
+def test_mock_data_is_never_empty(splits):
+    config = core_config()
+    assert refusal(splits, config) is None
+    train, *_ = splits.splits_of(config, SAMPLES)
+    assert train.sources[0].documents == 33333 and train.sources[0].tokens > 33333

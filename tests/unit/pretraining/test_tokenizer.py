@@ -1,0 +1,166 @@
+"""The tokenizers are megatron-core's, whole enough for its datasets, and mistakes are one sentence."""
+
+import importlib.util
+import json
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pretraining.data.tokenizer import TokenizerError, build_tokenizer, padded_vocab_size
+
+TEXT = ["one two three four five six", "def f(x):\n    return x\n"] * 20
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Trains a tiny SentencePiece model."""
+
+    def run(name, **options):
+        prefix = tmp_path_factory.mktemp("tokenizer") / name
+        settings = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2} | options
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_prefix=str(prefix), **settings)
+        return f"{prefix}.model"
+
+    return run
+
+
+def test_sentencepiece_ends_documents_with_eos(train):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", train("plain"))
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.eod == tokenizer.eos == 2
+    assert tokenizer.pad == -1
+    assert tokenizer.detokenize(tokenizer.tokenize("one two")) == "one two"
+
+
+def test_sentencepiece_ends_documents_with_eod_where_there_is_one(train):
+    path = train("eod", control_symbols=["<eod>"])
+    tokenizer = build_tokenizer("SentencePieceTokenizer", path)
+    assert tokenizer.eod == tokenizer._tokenizer.tokenizer.piece_to_id("<eod>") == 3
+
+
+def test_sentencepiece_without_an_end_is_refused(train):
+    path = train("endless", eos_id=-1)
+    with pytest.raises(TokenizerError, match="endless.model has neither an <eod>"):
+        build_tokenizer("SentencePieceTokenizer", path)
+
+
+def test_null_tokenizer():
+    tokenizer = build_tokenizer("NullTokenizer", None, 100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.tokenize("5 99 0") == [5, 99, 0]
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "NullTokenizer"])
+def test_serves_a_gpt_dataset(kind, train, tmp_path):
+    tokenizer = build_tokenizer(kind, train("data") if kind.startswith("Sent") else None, 299)
+    import numpy
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "d.bin"), dtype=numpy.uint16)
+    for _ in range(4):
+        document = numpy.array([*tokenizer.tokenize("1 2 3"), tokenizer.eod])
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "d.idx"))
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=16,
+        blend=([str(tmp_path / "d")], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+        mid_level_dataset_surplus=0.005,
+    )
+    dataset = BlendedMegatronDatasetBuilder(GPTDataset, [3, None, None], lambda: True, config).build()[0]
+    sample = dataset[0]
+    assert tokenizer.eod in sample["tokens"].tolist()
+    assert (sample["loss_mask"] == 0).tolist() == (sample["tokens"] == tokenizer.eod).tolist()
+    json.dumps(tokenizer.unique_identifiers)
+
+
+def hugging_face_directory(path, eos="<end>") -> str:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = byte_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(TEXT, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos).save_pretrained(path)
+    return str(path)
+
+
+def test_hugging_face(tmp_path):
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", hugging_face_directory(tmp_path))
+    assert tokenizer.eod == 0
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT[1])) == TEXT[1]
+
+
+def test_hugging_face_without_an_end_is_refused(tmp_path):
+    path = hugging_face_directory(tmp_path, eos=None)
+    with pytest.raises(TokenizerError, match="names no eos_token"):
+        build_tokenizer("HuggingFaceTokenizer", path)
+
+
+def test_hugging_face_directory_without_a_tokenizer(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(TokenizerError, match=f"transformers finds no tokenizer in {tmp_path}"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_hugging_face_needs_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TokenizerError, match="needs the package transformers: pip install"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "message"),
+    [
+        ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),
+        ("SentencePieceTokenizer", lambda path: None, "tok.model does not exist"),
+        ("SentencePieceTokenizer", lambda path: path.mkdir(), "wants a SentencePiece .model file"),
+        ("SentencePieceTokenizer", lambda path: path.write_bytes(b"\x08nonsense"), "tok.model is not a Sent"),
+        ("SentencePieceTokenizer", lambda path: path.touch(), "tok.model is not a Sent"),
+        ("HuggingFaceTokenizer", lambda path: path.touch(), "wants the directory of a tokenizer"),
+        ("NullTokenizer", None, "NullTokenizer needs --vocab-size"),
+        (
+            "GPT2BPETokenizer",
+            None,
+            "no tokenizer type 'GPT2BPETokenizer': give one of SentencePieceTokenizer",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, kind, make, message):
+    path = tmp_path / "tok.model"
+    if make:
+        make(path)
+    with pytest.raises(TokenizerError, match=message) as raised:
+        build_tokenizer(kind, str(path) if make else None)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_truncated_model_is_refused(train, tmp_path):
+    path = tmp_path / "short.model"
+    path.write_bytes(open(train("whole"), "rb").read()[:-1000])
+    with pytest.raises(TokenizerError, match="short.model is not a SentencePiece model, or not a whole one"):
+        build_tokenizer("SentencePieceTokenizer", str(path))
+
+
+@given(st.integers(1, 200_000), st.integers(1, 256), st.integers(1, 16))
+def test_padding_of_the_vocabulary(size, divisible_by, ranks):
+    padded = padded_vocab_size(size, divisible_by, ranks)
+    assert padded % (divisible_by * ranks) == 0
+    assert 0 <= padded - size < divisible_by * ranks
+
+
+def test_padding_as_megatron_does_it():
+    assert padded_vocab_size(50257, 128, 1) == 50304
+    assert padded_vocab_size(50257, 128, 8) == 51200

@@ -1,0 +1,26 @@
+"""What fails again and again: tried ever more seldom, and told ever more seldom."""
+
+from moc.trouble import Trouble
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_pauses_double_and_end_with_the_trouble():
+    clock = Clock()
+    trouble = Trouble(clock)
+    assert not trouble and not trouble.rests
+    told = []
+    for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+        told.append(trouble.failed())
+        clock.now += pause - 0.1
+        assert trouble.rests
+        clock.now += 0.2
+        assert not trouble.rests
+    assert told == [True, False, False, False, False, False, True, False]  # after 60 seconds once more
+    assert round(trouble.over()) == 184 and not trouble and trouble.count == 8
+    assert trouble.failed()  # another one is told at once

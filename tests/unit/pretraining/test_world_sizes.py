@@ -1,0 +1,88 @@
+"""Flags and the number of workers, and the machine."""
+
+import pytest
+
+from megatron.pretraining.config import (
+    ConfigError,
+    check_backend,
+    check_world,
+    data_parallel_size,
+    derive,
+    global_batch_size,
+    num_microbatches,
+    together,
+    train_iterations,
+)
+from tests.unit.pretraining.flags import PP2, TP2, parse, without
+
+
+def test_batches_follow_from_the_number_of_workers():
+    config = parse(PP2)
+    assert data_parallel_size(config, 8) == 4
+    assert (global_batch_size(config, 8), num_microbatches(config, 8)) == (8, 1)
+    config = parse(f"{PP2} --global-batch-size 32")
+    assert (global_batch_size(config, 8), num_microbatches(config, 8)) == (32, 4)
+    assert train_iterations(config, 8) == 10
+    samples = parse("--train-samples 70 --global-batch-size 32", without("--train-iters"))
+    assert train_iterations(samples, 4) == 2
+
+
+@pytest.mark.parametrize(
+    "flags, world, sentence",
+    [
+        (PP2, 3, "3 workers are not a multiple of .* start a multiple of 2"),
+        (
+            "--expert-model-parallel-size 4",
+            2,
+            "2 workers are not a multiple of --expert-model-parallel-size 4",
+        ),
+        (f"{PP2} --expert-model-parallel-size 4", 4, "start a multiple of 8"),
+        ("--global-batch-size 10", 4, "--global-batch-size 10 is not a multiple of 8, .* make it 8"),
+        (f"{PP2} --num-virtual-stages-per-pipeline-rank 2", 2, "a multiple of 2 micro batches, not 1"),
+    ],
+)
+def test_worlds_that_do_not_fit(flags, world, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_world(parse(flags), world)
+
+
+def test_too_few_samples_for_one_batch():
+    config = parse("--train-samples 3 --global-batch-size 4", without("--train-iters"))
+    with pytest.raises(ConfigError, match="do not fill one batch of 4"):
+        check_world(config, 1)
+
+
+@pytest.mark.parametrize(
+    "flags, world",
+    [
+        ("", 1),
+        (f"{PP2} --expert-model-parallel-size 2", 4),
+        (f"{TP2} --expert-model-parallel-size 2", 2),
+        (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 2),
+    ],
+)
+def test_worlds_that_fit(flags, world):
+    check_world(parse(flags), world)
+
+
+def test_gloo_cannot_do_everything():
+    split = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear "
+    split += "--expert-model-parallel-size 2"
+    check_backend(parse(split), "gloo")
+    alltoall = parse(f"{split} --moe-token-dispatcher-type alltoall")
+    check_backend(alltoall, "nccl")
+    with pytest.raises(ConfigError, match="choose allgather"):
+        check_backend(alltoall, "gloo")
+    check_backend(alltoall.replace("parallel", expert_tensor_parallel_size=1), "gloo")
+
+
+def test_kernels_that_need_cuda(monkeypatch):
+    for module in (derive, together):
+        monkeypatch.setattr(module, "installed", lambda package: True)
+    for flags in ("--moe-grouped-gemm --disable-bias-linear", "--moe-permute-fusion"):
+        config = parse(f"{flags} --transformer-impl local")
+        check_backend(config, "nccl")
+        with pytest.raises(ConfigError, match="needs CUDA"):
+            check_backend(config, "gloo")
+    with pytest.raises(ConfigError, match="choose --transformer-impl local"):
+        check_backend(parse(), "gloo")
