@@ -31,7 +31,7 @@ def forward_step(batches, model):
         Its output (on the last stage the loss of each token, [micro batch, sequence], fp32), and the function
         that makes the loss of it.
     """
-    from moc.state.parameters import unwrap
+    from megatron.pretraining.model.parameters import unwrap
 
     bare = unwrap(model)
     batch = next(batches) if bare.pre_process or bare.post_process else {}

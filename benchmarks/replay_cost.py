@@ -56,6 +56,7 @@ def measure(config, windows: Sequence[int], rounds: int) -> dict[str, dict]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from benchmarks.train_overhead import gather, timed
+    from megatron.pretraining.engine.state import MegatronState
     from megatron.pretraining.loop import iterate
     from megatron.pretraining.model.shape import model_shape
     from megatron.pretraining.process.initialize import initialize
@@ -63,13 +64,12 @@ def measure(config, windows: Sequence[int], rounds: int) -> dict[str, dict]:
     from megatron.pretraining.process.stopping import StopRequests
     from megatron.pretraining.setup import set_up
     from moc.state.shape import model_operators
-    from moc.state.training_state import TrainingState
     from pretrain_gpt_moe import providers
 
     stop = StopRequests(config)
     run = set_up(config, initialize(config), providers(), stop, Phases())
     operators = model_operators(model_shape(config.network, config.moe, run.vocab_size))
-    state = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+    state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
     records = [iterate(run, stop) for _ in range(WARM_UP)]
     first_sample = run.position.consumed_samples - run.stepper.global_batch_size
 

@@ -46,12 +46,12 @@ def main() -> None:
     import torch.distributed.checkpoint as dcp
 
     from benchmarks.save_peers.torch_dcp import DcpSaver, state_dict
+    from megatron.pretraining.engine.state import MegatronState
     from megatron.pretraining.loop import collect_garbage_by_hand, iterate
     from megatron.pretraining.process.initialize import initialize
     from megatron.pretraining.process.phases import Phases
     from megatron.pretraining.process.stopping import StopRequests
     from megatron.pretraining.setup import set_up
-    from moc.state.training_state import TrainingState
     from pretrain_gpt_moe import providers
 
     stop, phases = StopRequests(config), Phases()
@@ -66,7 +66,7 @@ def main() -> None:
         dcp.load(state, checkpoint_id=found[-1])
         iterations, samples = position.tolist()
         run.position = replace(run.position, iteration=iterations, consumed_samples=samples)
-        training = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+        training = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
         training.set_steps(dict.fromkeys(training.steps(), iterations))
         run.stepper.scheduler.step(samples)
         run.log.events.write("resume", iteration=iterations, tier="dcp", seconds=time.perf_counter() - begun)

@@ -63,7 +63,7 @@ class DistSaver:
     def _state(self) -> dict:
         from megatron.core import parallel_state
 
-        from moc.state.parameters import unwrap
+        from megatron.pretraining.model.parameters import unwrap
 
         metadata = {
             "distrib_optim_sharding_type": "dp_reshardable",

@@ -82,10 +82,11 @@ class DcpSaver:
 
 def state_dict(chunks, optimizer) -> dict:
     """Views of live memory, by names that say what they are."""
-    from moc.state.fragments import buffer_pieces, parameter_pieces
-    from moc.state.training_state import Detail, TrainingState
+    from megatron.pretraining.engine.state import MegatronState
+    from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
+    from moc.state.detail import Detail
 
-    state = TrainingState(chunks, optimizer)
+    state = MegatronState(chunks, optimizer)
     # weights come from all who hold them: torch picks one of these
     held = parameter_pieces(chunks) | buffer_pieces(chunks)
     weights = [("param", piece) for pieces in held.values() for piece in pieces]

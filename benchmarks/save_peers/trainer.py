@@ -49,7 +49,7 @@ def build(flags: list[str]) -> Trainer:
 
 
 def _parameters(chunks, optimizer) -> int:
-    from moc.state.fragments import optimizer_fragments
+    from megatron.pretraining.engine.state import optimizer_fragments
 
     masters = (f for f in optimizer_fragments(chunks, optimizer) if f.slot == "master" and f.first_copy)
     return sum(gather(sum(f.view.numel() for f in masters)))

@@ -15,7 +15,7 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.process.rank0 import let_first_worker_speak
-from megatron.pretraining.session.agreement import first_line
+from moc.runtime.agreement import first_line
 from moc.runtime.groups import Aborted, Suspicion
 
 EXIT_FLAGS = 2

@@ -8,7 +8,7 @@ import time
 
 from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.config import Config
-from megatron.pretraining.engine.step import NonFiniteError, StepRecord
+from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.evaluation import evaluate
 from megatron.pretraining.process.faults import inject_faults
 from megatron.pretraining.process.initialize import initialize, shut_down
@@ -20,6 +20,7 @@ from megatron.pretraining.session.snapshots import LAST_TRIES_S
 from megatron.pretraining.setup import Providers, Run, build, start
 from moc.runtime.job import join_job
 from moc.runtime.progress import progress
+from moc.state.record import StepRecord
 from moc.store.tiers import memory_of_run
 
 

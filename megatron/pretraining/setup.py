@@ -9,7 +9,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
 from megatron.pretraining.config.snapshot import AUTO
@@ -20,11 +19,10 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimize
 from megatron.pretraining.engine.replay import Progress, Repetition
 from megatron.pretraining.engine.reset import forget_half_done
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule
-from megatron.pretraining.engine.step import Records, Stepper, sum_over_workers
+from megatron.pretraining.engine.step import Stepper, sum_over_workers
 from megatron.pretraining.engine.upstream import boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
-from megatron.pretraining.process.initialize import World
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.session.auto import Auto
@@ -34,6 +32,8 @@ from megatron.pretraining.session.setup import begin
 from megatron.pretraining.session.snapshots import Snapshots
 from moc.faults import reach
 from moc.runtime.job import Loss
+from moc.runtime.world import World
+from moc.state.record import Position, Records
 
 
 @dataclass(frozen=True)

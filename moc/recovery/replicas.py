@@ -12,7 +12,7 @@ import xxhash
 from moc.recovery.plan import Copy
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
-from moc.state.training_state import TrainingState
+from moc.state.interface import TrainingState
 
 
 def pieces(state: TrainingState) -> dict[str, str]:

@@ -29,7 +29,7 @@ from moc.sharding.item import Item, cut_large
 from moc.state.detail import Detail
 from moc.state.region import boxes_of_range
 
-if TYPE_CHECKING:  # which imports torch and megatron-core
+if TYPE_CHECKING:  # which imports torch
     from moc.state.fragments import Fragment
 
 _OPTIMIZER = "optimizer"

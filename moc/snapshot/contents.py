@@ -12,7 +12,7 @@ from moc.sharding import Scheme
 from moc.sharding.shares import Stage, heaviest, share_of, shares
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
-from moc.state.training_state import TrainingState
+from moc.state.interface import TrainingState
 from moc.store.manifest import OperatorEntry
 from moc.store.regions import Entry, FileLayout
 

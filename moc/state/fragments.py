@@ -1,22 +1,67 @@
 """Fragments: what lives on this rank, cut into boxes of the unpartitioned model.
 
-The arithmetic of ZeRO's shard boundaries, tensor and expert slices ends here; nobody else sees a flat buffer.
+An engine says of each local tensor which boxes of the unpartitioned model it holds (:class:`Piece`), and of which
+range of it this rank owns the optimizer state (:class:`OwnedSlice`); :func:`fragments_of` cuts one by the other.  The
+arithmetic of ZeRO's shard boundaries, tensor and expert slices ends here; nobody else sees a flat buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 
 from moc.state.operators import operator_of
-from moc.state.optimizer import OwnedSlice, owned_slices
-from moc.state.parameters import Piece, unpartitioned_buffers, unpartitioned_parameters, unwrap
 from moc.state.region import Region, boxes_of_range
 
-Pieces = dict[torch.Tensor, list[Piece]]
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of a local parameter, and where it belongs in the unpartitioned model.
+
+    Attributes:
+        name: name of the tensor in the unpartitioned model, with global layer and expert numbers.
+        global_shape: shape of that tensor.
+        region: the box of that tensor which ``view`` holds.
+        view: the local values; shares memory with the parameter.
+        start: position of the first element of ``view`` in the flattened local parameter.
+        replica: number of this copy, (stage, tensor-parallel rank, data-parallel
+            rank); all zeros for the first copy.
+        padded: the global shape depends on the layout (vocabulary padded for tensor parallelism); what lies
+            beyond the smaller of two such shapes is padding.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    region: Region
+    view: torch.Tensor
+    start: int
+    replica: tuple[int, ...]
+    padded: bool
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """The range [start, stop) of a flattened model parameter whose optimizer state lives on this rank.
+
+    Attributes:
+        parameter: the model parameter.
+        start: first element owned.
+        stop: one past the last element owned.
+        slots: 1-D live tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``),
+            in the formats that flags give them; writing into them restores the optimizer.
+        sharded: whether the data-parallel peers own other ranges (ZeRO), rather than copies of this one.
+        counter: the dict whose ``step`` counts the updates that the moments have seen, if they are counted: the
+            parameter's own (torch), or its group's (Transformer Engine's and apex's fused Adam).
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    slots: dict[str, torch.Tensor]
+    sharded: bool
+    counter: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +76,10 @@ class Fragment:
         region: the box.
         view: contiguous live values, ``region.numel`` of them.
         first_copy: no other rank holds this fragment with a smaller replica number, so this one saves it.
-        padded: see :class:`moc.state.parameters.Piece`.
+        padded: see :class:`Piece`.
         tensor: the local parameter or buffer of the model that it belongs to.
         start: position of its first element in that tensor, flattened.
-        replica: number of this copy: see :class:`moc.state.parameters.Piece`.
+        replica: number of this copy: see :class:`Piece`.
         sharded: the data-parallel peers hold other ranges (ZeRO), rather than copies of this one.
     """
 
@@ -54,31 +99,6 @@ class Fragment:
     def operator(self) -> str:
         """The operator that it is part of; a ``ValueError`` if that is not known."""
         return operator_of(self.name)
-
-
-def optimizer_fragments(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Fragment]:
-    """Yields every fragment of optimizer state that lives on this rank, in a fixed order."""
-    pieces = parameter_pieces(chunks)
-    for owned in owned_slices(optimizer):
-        yield from fragments_of(owned, pieces[owned.parameter])
-
-
-def parameter_pieces(chunks: list[torch.nn.Module]) -> Pieces:
-    """For each parameter of the model chunks its places in the unpartitioned model, in model order."""
-    pieces: Pieces = {}
-    for model in map(unwrap, chunks):
-        described = unpartitioned_parameters(model)
-        pieces |= {parameter: described[name] for name, parameter in model.named_parameters()}
-    return pieces
-
-
-def buffer_pieces(chunks: list[torch.nn.Module]) -> Pieces:
-    """The same for what is trained without an optimizer: the biases by which routers balance their experts."""
-    pieces: Pieces = {}
-    for model in map(unwrap, chunks):
-        buffers = dict(model.named_buffers())
-        pieces |= {buffers[name]: described for name, described in unpartitioned_buffers(model).items()}
-    return pieces
 
 
 def fragments_of(owned: OwnedSlice, pieces: list[Piece]) -> Iterator[Fragment]:

@@ -55,7 +55,7 @@ def operator_of(parameter_name: str) -> str:
     expert.  A weight that embedding and output share belongs to ``embedding``.
 
     Args:
-        parameter_name: name in the unpartitioned model, as ``moc.state.parameters`` gives it.
+        parameter_name: name in the unpartitioned model, as ``megatron.pretraining.model.parameters`` gives it.
 
     Raises:
         ValueError: the name fits no operator.

@@ -29,9 +29,9 @@ from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.config import compose
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.logging.log import Log
+from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process import stopping
-from moc.state.parameters import unpartitioned_parameters, unwrap
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
 

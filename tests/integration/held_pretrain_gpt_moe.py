@@ -17,12 +17,12 @@ from pretrain_gpt_moe import warm_up
 def hold(may_end: Path) -> None:
     """Makes the training loop wait for a file before its last two iterations."""
     from megatron.pretraining import loop
-    from megatron.pretraining.session.agreement import on_first
+    from moc.runtime.agreement import run_on_rank0
 
     iterate = loop.iterate
 
     def held(run, stop):
-        while run.position.iteration == run.train_iters - 2 and not on_first(may_end.exists, "waiting"):
+        while run.position.iteration == run.train_iters - 2 and not run_on_rank0(may_end.exists, "waiting"):
             time.sleep(0.05)
         return iterate(run, stop)
 

@@ -12,14 +12,15 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.pretraining.config import compose
 from megatron.pretraining.engine.replay import Repetition
-from megatron.pretraining.engine.step import Records, Stepper
+from megatron.pretraining.engine.state import MegatronState
+from megatron.pretraining.engine.step import Stepper
+from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.session.publishing import Publisher
 from megatron.pretraining.session.setup import begin
 from megatron.pretraining.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
-from moc.state.parameters import unwrap
-from moc.state.training_state import TrainingState
+from moc.state.record import Records
 from tests.integration import bodies
 from tests.integration.bodies import digest, with_run
 
@@ -74,7 +75,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
 
     def use(run) -> list[dict]:
         step, told = run.stepper, []
-        state = TrainingState(step.chunks, step.optimizer.core)
+        state = MegatronState(step.chunks, step.optimizer.core)
         for place in places:
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 fragment.view.fill_(float("nan"))
@@ -87,7 +88,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
     return with_run(flags, use)
 
 
-def hashes_of(state: TrainingState) -> Hashes:
+def hashes_of(state: MegatronState) -> Hashes:
     """The hash of each fragment that this worker holds first."""
     found: Hashes = {}
     for f in state.fragments(state.operators(), Detail.FULL):
@@ -107,7 +108,7 @@ def _record(path: Path, stop_at: int | None) -> None:
         if iteration == stop_at:
             _stop()
         if not states:
-            states.append(TrainingState(stepper.chunks, stepper.optimizer.core))
+            states.append(MegatronState(stepper.chunks, stepper.optimizer.core))
             for module in (m for chunk in stepper.chunks for m in unwrap(chunk).modules()):
                 if isinstance(module, TopKRouter):
                     module.register_forward_hook(count)

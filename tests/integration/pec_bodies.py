@@ -7,9 +7,9 @@ import signal
 import time
 
 from megatron.pretraining import loop
+from megatron.pretraining.engine.state import MegatronState
 from moc.snapshot import capture
 from moc.state.detail import Detail
-from moc.state.training_state import TrainingState
 from moc.store.regions import bytes_of, digest_of
 from tests.integration import bodies
 from tests.integration.bodies import with_run
@@ -19,7 +19,7 @@ def loaded(flags: dict) -> dict:
     """Sets up what the flags say; ``start``, and of what this worker holds first the hash of each fragment, by name."""
 
     def use(run) -> dict:
-        state = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
         held = (f for f in state.fragments(state.operators(), Detail.FULL) if f.first_copy)
         hashes = {f"{f.name} {f.slot} {f.region.offset} {f.region.shape}": digest_of(bytes_of(f.view)) for f in held}
         return {"start": run.position.iteration, "hashes": hashes}

@@ -6,12 +6,12 @@ import re
 
 from megatron.pretraining.engine import replay
 from megatron.pretraining.engine.replay import Reached, Repetition
-from megatron.pretraining.engine.step import Records
+from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.session.resume.rebuilding import Rebuilder
 from moc.recovery.going_on import Course
 from moc.recovery.sources import MASTER, STORAGE, Held, Moment, Recovery
 from moc.state.detail import Detail
-from moc.state.training_state import TrainingState
+from moc.state.record import Records
 from tests.integration.bodies import with_run
 from tests.integration.state_bodies import _copies, _steps, _told, label
 
@@ -32,7 +32,7 @@ def complete_late(flags: dict, pattern: str) -> dict:
     """
 
     def use(run) -> dict:
-        state = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
         _steps(run, 1)
         position, kept, steps = run.position, _copies(state), state.steps()
         schedule = run.stepper.scheduler.state_dict()

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.pretraining.engine.state import MegatronState
 from moc.sharding import scheme_named
 from moc.sharding.shares import Part, Stage, describe, heaviest, pack, share_of, shares, unpack
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
-from moc.state.training_state import TrainingState
 from tests.integration.bodies import with_run
 from tests.integration.state_bodies import _state, _steps
 from tests.integration.state_files import first_copies, write
@@ -52,7 +52,7 @@ def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
     return with_run(flags, use)
 
 
-def _stage(state: TrainingState) -> Stage:
+def _stage(state: MegatronState) -> Stage:
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     holdings = [h for detail in DETAILS for h in describe(state.fragments(state.operators(), detail), detail)]
     texts = [None] * group.size()
@@ -60,7 +60,7 @@ def _stage(state: TrainingState) -> Stage:
     return Stage({rank: unpack(t) for rank, t in zip(dist.get_process_group_ranks(group), texts, strict=True)})
 
 
-def _plans(state: TrainingState) -> dict[str, dict[str, Detail]]:
+def _plans(state: MegatronState) -> dict[str, dict[str, Detail]]:
     """The same on every worker, as policies are: they know the operators of the whole model."""
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, state.operators())
@@ -69,6 +69,6 @@ def _plans(state: TrainingState) -> dict[str, dict[str, Detail]]:
     return plans | {"mixed": {name: DETAILS[number % 2] for number, name in enumerate(operators)}}
 
 
-def _share(state: TrainingState, plan: dict[str, Detail], parts: list[Part]) -> list[Fragment]:
+def _share(state: MegatronState, plan: dict[str, Detail], parts: list[Part]) -> list[Fragment]:
     here = [f for d in DETAILS for f in state.fragments([o for o, planned in plan.items() if planned is d], d)]
     return share_of(here, parts)

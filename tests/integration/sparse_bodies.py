@@ -7,11 +7,11 @@ import itertools
 import os
 
 from megatron.pretraining import loop
+from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
+from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
-from moc.state.parameters import unpartitioned_parameters, unwrap
-from moc.state.training_state import TrainingState
 from tests.integration import bodies, pec_bodies
 
 die_after = pec_bodies.die_after
@@ -29,7 +29,7 @@ def train(flags: dict) -> dict:
     def watched(run, stop):
         learned.append(_learning(run.stepper.chunks))
         code = run_loop(run, stop)
-        training = TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+        training = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
         for detail in (Detail.FULL, Detail.COMPUTE):
             for f in training.fragments(training.operators(), detail):
                 state[f"{f.name} {f.slot} {f.region.offset} {f.region.shape}"] = bodies.digest(f.view)

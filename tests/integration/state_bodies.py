@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_gpt_moe as program
 from megatron.pretraining.engine.optimizer import build_optimizer
+from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.model.build import build_model
-from moc.state.freezing import FreezingError
-from moc.state.training_state import Detail, TrainingState
+from moc.state.detail import Detail
+from moc.state.interface import FreezingError
 from tests.integration.bodies import digest, with_run
 from tests.integration.state_files import boxes, first_copies, label, load, save_split, write
 
@@ -172,14 +173,14 @@ def _ramp(like: torch.Tensor, start: int) -> torch.Tensor:
     return (0.25 + torch.arange(start, start + len(like), device="cpu") % 7 / 64).to(like.dtype)
 
 
-def _state(run) -> TrainingState:
-    return TrainingState(run.stepper.chunks, run.stepper.optimizer.core)
+def _state(run) -> MegatronState:
+    return MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
 
 
-def _fresh_state(run) -> TrainingState:
+def _fresh_state(run) -> MegatronState:
     config = run.config.replace("rng", seed=run.config.rng.seed + 1)
     chunks = build_model(config, run.vocab_size, program.providers().model)
-    return TrainingState(chunks, build_optimizer(config, chunks).core)
+    return MegatronState(chunks, build_optimizer(config, chunks).core)
 
 
 def _steps(run, count: int) -> list:
@@ -192,7 +193,7 @@ def _steps(run, count: int) -> list:
     return records
 
 
-def _two_steps(run, state: TrainingState) -> dict:
+def _two_steps(run, state: MegatronState) -> dict:
     record = _steps(run, 1)[0]
     gradients = _digests(state, state.operators(), Detail.GRAD)
     recounted = _recounted(state, record.loss_scale)
@@ -201,7 +202,7 @@ def _two_steps(run, state: TrainingState) -> dict:
     return _told(state) | first
 
 
-def _recounted(state: TrainingState, loss_scale: float) -> list[float]:
+def _recounted(state: MegatronState, loss_scale: float) -> list[float]:
     active = set(state.operators()) - state.frozen
     views = [f.view.double() for f in state.fragments(active, Detail.GRAD) if f.first_copy]
     sums = torch.stack([sum((v.square().sum() for v in views), torch.zeros(())).double(),
@@ -210,15 +211,15 @@ def _recounted(state: TrainingState, loss_scale: float) -> list[float]:
     return [sums[0].sqrt().item() / loss_scale, sums[1].item()]
 
 
-def _told(state: TrainingState) -> dict:
+def _told(state: MegatronState) -> dict:
     operators = state.operators()
     state_digests = _digests(state, operators, Detail.FULL) | _digests(state, operators, Detail.COMPUTE)
     return {"digests": state_digests, "steps": state.steps()}
 
 
-def _digests(state: TrainingState, operators, detail: Detail) -> dict[str, str]:
+def _digests(state: MegatronState, operators, detail: Detail) -> dict[str, str]:
     return {f"{f.operator} {label(f)}": digest(f.view) for f in state.fragments(operators, detail)}
 
 
-def _copies(state: TrainingState) -> dict[str, torch.Tensor]:
+def _copies(state: MegatronState) -> dict[str, torch.Tensor]:
     return {label(f): f.view.clone() for f in state.fragments(state.operators(), Detail.FULL)}

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.pretraining.engine.state import MegatronState
+from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import boxes_of_range
-from moc.state.training_state import Detail, TrainingState
 from moc.store.regions import RegionReader, RegionTensor, write_regions
 
 
@@ -20,12 +21,12 @@ def label(fragment: Fragment) -> str:
     return f"{fragment.slot} {fragment.name} {fragment.region.offset} {fragment.region.shape}"
 
 
-def first_copies(state: TrainingState, detail: Detail) -> list[Fragment]:
+def first_copies(state: MegatronState, detail: Detail) -> list[Fragment]:
     """The fragments that this worker is to save."""
     return [f for f in state.fragments(state.operators(), detail) if f.first_copy]
 
 
-def boxes(state: TrainingState) -> dict[str, list]:
+def boxes(state: MegatronState) -> dict[str, list]:
     """Where first copies lie, by detail."""
     return {
         detail.name: [
@@ -35,7 +36,7 @@ def boxes(state: TrainingState) -> dict[str, list]:
     }
 
 
-def save_split(state: TrainingState, directory: Path, choose: random.Random) -> None:
+def save_split(state: MegatronState, directory: Path, choose: random.Random) -> None:
     """Each fragment is saved by a random one of the workers that hold a copy, in parts."""
     held = {label(f): f for d in (Detail.FULL, Detail.COMPUTE) for f in state.fragments(state.operators(), d)}
     first = {key for key, fragment in held.items() if fragment.first_copy}
@@ -68,7 +69,7 @@ def write(directory: Path, rank: int, fragments: list[Fragment]) -> None:
     dist.barrier()
 
 
-def load(state: TrainingState, directory: Path) -> None:
+def load(state: MegatronState, directory: Path) -> None:
     """Loads all state that files hold, of which the optimizer has seen two steps."""
     reader = RegionReader(sorted(directory.glob("*.safetensors")))
     for fragment in state.fragments(state.operators(), Detail.FULL):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -12,11 +12,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.step import StepRecord
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import first_line
-from moc.state.optimizer import get_step, members
-from moc.state.parameters import unwrap
+from megatron.pretraining.engine.owned import get_step, members
+from megatron.pretraining.model.parameters import unwrap
+from moc.runtime.agreement import first_line
+from moc.runtime.world import World
+from moc.state.record import Position
 from moc.store.errors import CheckpointError
 
 _SHAPE = {  # what must be the same for weights to fit, by flag group
@@ -25,23 +25,6 @@ _SHAPE = {  # what must be the same for weights to fit, by flag group
                 "untie_embeddings_and_output_weights", "qk_layernorm"),
     "moe": ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a run has come; iterations and samples completed, and of these iterations those skipped."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped_iterations: int = 0
-
-    def after(self, record: StepRecord) -> Position:
-        """The position after an iteration."""
-        return Position(
-            iteration=record.iteration,
-            consumed_samples=self.consumed_samples + record.samples,
-            skipped_iterations=self.skipped_iterations + record.skipped,
-        )
 
 
 def described_weights(chunks: list[DistributedDataParallel]) -> dict:

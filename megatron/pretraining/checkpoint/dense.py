@@ -34,17 +34,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import contents, files, writer
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.checkpoint.loading import CheckpointLoader
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.state import optimizer_fragments
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import first_line, first_of_any, on_first
+from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.runtime.groups import Aborted, Suspicion
+from moc.runtime.world import World
 from moc.snapshot.background import within
-from moc.state.fragments import optimizer_fragments
+from moc.state.record import Position
 from moc.store.claims import Claim
 from moc.store.errors import TakenError
 from moc.store.fence import Fence
@@ -98,7 +98,7 @@ class Checkpoints:
         if checkpoint.ckpt_step is not None:
             directory = files.directory_of(checkpoint.load, checkpoint.ckpt_step)
             look = lambda: checkpoint.ckpt_step if directory.is_dir() else None  # noqa: E731
-        return on_first(lambda: within(seconds, look), "cannot look for a checkpoint")
+        return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
 
     def load(self) -> Position | None:
         """Loads what ``--load`` and ``--ckpt-step`` name.
@@ -134,11 +134,11 @@ class Checkpoints:
 
     def tries_again(self) -> bool:
         """Whether a save that failed is to be tried again now; a collective call only then."""
-        return bool(self._trouble) and not on_first(lambda: self._trouble.rests, "cannot tell the time")
+        return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot tell the time")
 
     def _save(self, position: Position) -> None:
         root, iteration = Path(self._config.checkpoint.save), position.iteration
-        on_first(lambda: files.start(root, iteration, self._fence), "cannot start a checkpoint")
+        run_on_rank0(lambda: files.start(root, iteration, self._fence), "cannot start a checkpoint")
         staging = files.staging_of(root, iteration, self._fence.claim.tag)
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
@@ -148,12 +148,14 @@ class Checkpoints:
         with self._reporting_failure(), writer.first_worker_goes_on(TorchCommonSaveStrategy, "save_common") as failures:
             request = dist_checkpointing.save(weights, str(staging), strategy, async_sharded_save=True)
         self._agree(next(iter(failures), None))
-        on_first(lambda: self._write_state(staging, position), "cannot write a checkpoint")
+        run_on_rank0(lambda: self._write_state(staging, position), "cannot write a checkpoint")
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)
         *gathering, _ = request.finalize_fns  # the last one leaves all waiting where the first cannot write
         finalize = [functools.partial(self._together, one) for one in gathering]
-        config = functools.partial(on_first, lambda: writer.write_config(strategy, staging), "cannot end a checkpoint")
+        config = functools.partial(
+            run_on_rank0, lambda: writer.write_config(strategy, staging), "cannot end a checkpoint"
+        )
         publish = functools.partial(self._publish, root, iteration)
         self._queue.schedule_async_request(request._replace(async_fn=write, finalize_fns=[*finalize, config, publish]))
         self._before, self.last_saved = self.last_saved, iteration
@@ -228,7 +230,7 @@ class Checkpoints:
         self._agree(failure)
 
     def _agree(self, failure: Exception | None) -> None:
-        if problem := first_of_any(None if failure is None else self._sentence(failure)):
+        if problem := first_reported(None if failure is None else self._sentence(failure)):
             raise CheckpointError(problem)
 
     @contextlib.contextmanager
@@ -252,7 +254,7 @@ class Checkpoints:
     def _publish(self, root: Path, iteration: int) -> None:
         retain = self._config.checkpoint.save_retain_interval
         complete = functools.partial(writer.publish, root, iteration, self._world.size, retain, self._fence)
-        on_first(complete, "cannot complete a checkpoint")
+        run_on_rank0(complete, "cannot complete a checkpoint")
         self._say(f"saved checkpoint at iteration {iteration} to {root}")
         if self._trouble:
             count, lasted = self._trouble.count, self._trouble.over()

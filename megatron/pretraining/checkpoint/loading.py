@@ -13,15 +13,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.safe_globals import register_safe_globals
 
 from megatron.pretraining.checkpoint import contents, files, writer
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.config import Config, global_batch_size
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import first_line, first_of_any, on_first
-from moc.state.fragments import optimizer_fragments
-from moc.state.optimizer import set_step
-from moc.state.parameters import unwrap
+from megatron.pretraining.engine.owned import set_step
+from megatron.pretraining.engine.state import optimizer_fragments
+from megatron.pretraining.model.parameters import unwrap
+from moc.runtime.agreement import first_line, first_reported, run_on_rank0
+from moc.runtime.world import World
+from moc.state.record import Position
 from moc.store.fill import values_for
 from moc.store.regions import MissingRegionError, RegionReader
 
@@ -46,7 +46,7 @@ class CheckpointLoader:
         checkpoint = self._config.checkpoint
         if checkpoint.load is None:
             return None
-        found = on_first(self._look, "cannot look for a checkpoint")
+        found = run_on_rank0(self._look, "cannot look for a checkpoint")
         if found is None:
             self._say(f"{checkpoint.load} holds no checkpoint: starting from random weights")
         return Path(found) if found else None
@@ -93,12 +93,12 @@ class CheckpointLoader:
         return None
 
     def _verified_manifest(self, directory: Path) -> dict | None:
-        manifest = on_first(lambda: files.read_manifest(directory), "cannot read a checkpoint")
+        manifest = run_on_rank0(lambda: files.read_manifest(directory), "cannot read a checkpoint")
         if manifest is None:
             self._say(f"{directory} has no {files.MANIFEST} (another program wrote it): it is not verified")
             return None
         mine = dict(sorted(manifest["files"].items())[self._world.rank :: self._world.size])
-        if damage := first_of_any(files.damage_in(directory, mine)):
+        if damage := first_reported(files.damage_in(directory, mine)):
             raise files.damaged(damage)
         return manifest
 
@@ -115,7 +115,7 @@ class CheckpointLoader:
     def _load_optimizer(self, directory: Path, manifest: dict, state: dict) -> None:
         contents.check_optimizer(self._config, state, directory)
         paths = [directory / name for name in manifest["files"] if name.startswith(writer.OPTIMIZER)]
-        if missing := first_of_any(self._fill_optimizer(paths)):
+        if missing := first_reported(self._fill_optimizer(paths)):
             raise CheckpointError(f"{directory} is incomplete: {missing}")
         set_step(self._optimizer.core, state["optimizer_step"])
         contents.restore_grad_scaler(self._optimizer, state["grad_scaler"])

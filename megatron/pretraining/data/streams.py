@@ -20,7 +20,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
-from megatron.pretraining.process.initialize import World
+from moc.runtime.world import World
 
 Batch = dict[str, torch.Tensor]
 

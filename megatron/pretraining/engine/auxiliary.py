@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.process.initialize import World
+from moc.runtime.world import World
 
 # megatron-core's names in its per-layer tracker, by --moe-router-load-balancing-type
 _NAMES = {

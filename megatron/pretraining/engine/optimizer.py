@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.engine.owned import drop_frozen_gradients, members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.model.build import compute_dtype
-from moc.state.optimizer import drop_frozen_gradients, members
 
 
 class VotedOptimizer:

@@ -27,15 +27,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.data.streams import BatchStream
-from megatron.pretraining.engine.step import Stepper, StepRecord, mean_loss
-from megatron.pretraining.session.agreement import agreed, gather
+from megatron.pretraining.engine.step import Stepper, mean_loss
 from moc.faults import reach
 from moc.recovery.scope import Replayed
+from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.groups import settled
-from moc.state.freezing import FreezingError
-from moc.state.training_state import TrainingState
+from moc.state.interface import FreezingError, TrainingState
+from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 
 
@@ -213,7 +212,7 @@ def check_freezing(state: TrainingState) -> None:
     Raises:
         CheckpointError: on all workers, if it is so on one.
     """
-    agreed(lambda: _freeze_one_by_one(state), "cannot freeze operators")
+    run_on_all(lambda: _freeze_one_by_one(state), "cannot freeze operators")
 
 
 def _freeze_one_by_one(state: TrainingState) -> None:

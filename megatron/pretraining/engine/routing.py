@@ -6,7 +6,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.router import TopKRouter
 
-from moc.state.parameters import unwrap
+from megatron.pretraining.model.parameters import unwrap
 
 
 class RouterCounts:

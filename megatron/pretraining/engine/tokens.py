@@ -10,10 +10,10 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.pretraining.config import Config, train_iterations
 from megatron.pretraining.engine.routing import RouterCounts
-from megatron.pretraining.process.initialize import World
 from moc.policy import Load, SnapshotPlan
 from moc.policy.ledger import Ledger
 from moc.recovery.sources import Recovery
+from moc.runtime.world import World
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 

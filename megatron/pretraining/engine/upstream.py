@@ -22,12 +22,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pretraining.config import Config, num_microbatches
 from megatron.pretraining.engine.boundary import Recorder, Replayer, pipeline_of
 from megatron.pretraining.model.build import compute_dtype
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import first_of_any
 from moc.logs.crossings import Crossing, Direction
 from moc.logs.files import LogReader, directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
+from moc.runtime.agreement import first_reported
+from moc.runtime.world import World
 from moc.store.errors import CheckpointError, MissingRegionError
 
 
@@ -238,7 +238,7 @@ class UpstreamLog(Boundaries):
     def voted(self, tally: Mapping[str, float]) -> None:
         """See :class:`Boundaries`."""
         if tally["upstream_failed"]:
-            raise CheckpointError(first_of_any(self._writer.failure()))
+            raise CheckpointError(first_reported(self._writer.failure()))
         if tally["upstream_given_up"] and not self._given_up:
             self._tell(
                 "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs "

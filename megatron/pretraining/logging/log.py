@@ -12,11 +12,11 @@ import torch
 from megatron.core.timers import Timers
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.engine.step import StepRecord
 from megatron.pretraining.logging.board import Board
 from megatron.pretraining.logging.flops import flops_per_sample, peak_tflops
-from megatron.pretraining.process.initialize import World
 from moc.events import EventLog
+from moc.runtime.world import World
+from moc.state.record import StepRecord
 
 # megatron-core gathers these by position, so all workers must name the same ones
 _TIMERS = [

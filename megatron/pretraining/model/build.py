@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.model import fp8
+from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import cpu
-from moc.state.parameters import unpartitioned_parameters, unwrap
 
 ModelProvider = Callable[[Config, TransformerConfig, int, int | None], MegatronModule]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy
@@ -14,23 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.pretraining.config import Config, check_backend, check_world
 from megatron.pretraining.process import cpu
 from moc.runtime.job import Job
-
-
-@dataclass(frozen=True)
-class World:
-    """Where this worker stands in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core."""
-
-    rank: int
-    size: int
-    device: torch.device
-    backend: str
-    tensor_rank: int
-    tensor_size: int
-    pipeline_rank: int
-    pipeline_size: int
-    data_rank: int
-    data_size: int
-    job: Job
+from moc.runtime.world import World
 
 
 def initialize(config: Config, job: Job | None = None) -> World:

@@ -7,7 +7,7 @@ import time
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.step import sum_over_workers
-from megatron.pretraining.process.initialize import World
+from moc.runtime.world import World
 
 EXIT_DONE = 0
 EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: asked to stop; start the same command again to go on

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import agreed, first_of_any, gather, on_first
 from megatron.pretraining.session.resume.survivors import Left
 from megatron.pretraining.session.tiers import Tiers
+from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
+from moc.runtime.world import World
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import Leftover, leftover
@@ -35,7 +35,7 @@ def claimed(config: Config, world: World, mine: Left | None, log: Log) -> Claim:
     run = next((told for told in gather(mine.run if mine is not None else None) if told), None)
     if run is None:
         place = place_of(config.snapshot_dir)
-        run = on_first(lambda: begin_run(place, config.snapshot_dir).run, f"cannot use {place.name} for snapshots")
+        run = run_on_rank0(lambda: begin_run(place, config.snapshot_dir).run, f"cannot use {place.name} for snapshots")
         log.message(f"run {run}: its snapshots are in {place.name}")
     if mine is not None:
         mine.run = run
@@ -72,8 +72,8 @@ def take_places(config: Config, tiers: Tiers, world: World, trained: bool, log: 
             tiers.memory.take()
             record_run(tiers.memory.place, Run(tiers.memory.place.claim.run, config.snapshot_dir, 0.0))
 
-    agreed(take, "cannot use a directory for snapshots")
-    if problem := first_of_any(problem):
+    run_on_all(take, "cannot use a directory for snapshots")
+    if problem := first_reported(problem):
         log.message(f"WARNING: {problem}; until then snapshots are in memory alone")
     if begins and tiers.memory is not None:
         _tell_of_other_runs(config, tiers, log)

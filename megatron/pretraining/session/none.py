@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron.pretraining.checkpoint.contents import Position
-from megatron.pretraining.engine.step import Rider, StepRecord
+from megatron.pretraining.engine.step import Rider
 from megatron.pretraining.session.resume.survivors import Begun, Live
+from moc.state.record import Position, StepRecord
 
 
 class NoSnapshots(Rider):

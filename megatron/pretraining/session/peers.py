@@ -17,7 +17,6 @@ from typing import NamedTuple
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.session.agreement import agreed, gather
 from megatron.pretraining.session.carrying import carry, experts_of
 from megatron.pretraining.session.tiers import Tiers
 from moc.policy import Policy
@@ -26,6 +25,7 @@ from moc.recovery.inventory import look
 from moc.recovery.lost_nodes import Inventory, Part, Restore, to_restore
 from moc.recovery.placement import Placement, describe, place, survival
 from moc.runtime import environment
+from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.keeper_client import KeeperClient
 from moc.runtime.pull import Wanted, part_of
 from moc.runtime.wire import PeerGoneError, WireError
@@ -149,7 +149,7 @@ class Peers:
         Raises:
             CheckpointError: on all workers; a keeper does not answer.
         """
-        agreed(self._connect, "cannot reach what keeps copies of snapshots")
+        run_on_all(self._connect, "cannot reach what keeps copies of snapshots")
         told = gather((self._node, self._client.address) if self._leads else None)
         self._addresses = dict(filter(None, told))
 
@@ -215,7 +215,7 @@ class Peers:
                 f"WARNING: until what supersedes it is safe, there is a copy less of the snapshot of iteration "
                 f"{iteration}: {text}"
             )
-        agreed(lambda: self._remove_others(iterations), "cannot tidy up old copies of snapshots")
+        run_on_all(lambda: self._remove_others(iterations), "cannot tidy up old copies of snapshots")
 
     def _remove_others(self, iterations: Collection[int]) -> None:
         if not self._leads:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.process.initialize import World
 from megatron.pretraining.session.tiers import Tiers
 from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.retention import retain
+from moc.runtime.world import World
 from moc.snapshot.background import background
 from moc.snapshot.saver import GivenUpError
 from moc.store.errors import CheckpointError

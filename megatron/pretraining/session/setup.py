@@ -15,17 +15,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.checkpoint import contents
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, layout_sizes, train_iterations
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.replay import Repetition, check_freezing
-from megatron.pretraining.engine.step import Records, StepRecord
+from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.tokens import TokenBook
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.shape import model_shape
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import agreed, gather, on_first
 from megatron.pretraining.session.auto import Auto
 from megatron.pretraining.session.claims import claimed, take_places
 from megatron.pretraining.session.none import NoSnapshots
@@ -44,14 +41,17 @@ from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
+from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.world import World
 from moc.sharding import scheme_named
 from moc.sharding.layout import Layout
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
+from moc.state.interface import TrainingState
+from moc.state.record import Position, Records, StepRecord
 from moc.state.shape import model_operators
-from moc.state.training_state import TrainingState
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
@@ -121,7 +121,7 @@ def begin(
         its = _setting(*settings, mine is not None, counts, tiers, undo, beside)
         if config.snapshot.upstream_logging:
             logs = _memory(config, world, its.tiers.nodes, claim).root
-            agreed(lambda: boundaries.open(logs), "cannot keep upstream logs")
+            run_on_all(lambda: boundaries.open(logs), "cannot keep upstream logs")
             undo.callback(boundaries.close)
         saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
         loader = SnapshotLoader(
@@ -213,7 +213,7 @@ def _setting(
     undo: contextlib.ExitStack,
     beside: bool,
 ) -> _Setting:
-    state, policy = TrainingState(chunks, optimizer.core), _policy(config, vocab_size)
+    state, policy = MegatronState(chunks, optimizer.core), _policy(config, vocab_size)
     peers = join_peers(config, tiers, policy, log, again)
     if peers is not None:
         undo.callback(peers.close)
@@ -254,10 +254,10 @@ def _go_on(
         its.tokens.starts_at(start.position.iteration)
     if its.peers is not None:
         its.peers.goes_on_from(sorted({*start.in_memory, *start.experts}), log)
-    agreed(lambda: _tidy_memory(its.tiers, start), "cannot tidy up old snapshots")
+    run_on_all(lambda: _tidy_memory(its.tiers, start), "cannot tidy up old snapshots")
     if not its.beside:
         tidy = lambda: its.publisher.beside(lambda: _tidy_storage(its.tiers, start)).result()  # noqa: E731
-        on_first(tidy, "cannot tidy up old snapshots")
+        run_on_rank0(tidy, "cannot tidy up old snapshots")
     return start
 
 
@@ -453,6 +453,6 @@ def _check_saving(state: TrainingState, stage: Stage, tiers: Tiers, tier: str, p
     if tiers.memory is not None:
         slices = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
         items = stage.items(policy.everything(0).operators)
-        agreed(lambda: check_nodes(items, slices, tiers, tier), "cannot keep snapshots in memory")
+        run_on_all(lambda: check_nodes(items, slices, tiers, tier), "cannot keep snapshots in memory")
     if replays:
         check_freezing(state)

@@ -19,12 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megatron.pretraining.checkpoint.contents import Position
-from megatron.pretraining.engine.step import Rider, StepRecord, sum_over_workers
+from megatron.pretraining.engine.step import Rider, sum_over_workers
 from megatron.pretraining.engine.tokens import TokenBook
 from megatron.pretraining.engine.upstream import Boundaries
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import first_of_any, on_first
 from megatron.pretraining.session.carrying import Carrying
 from megatron.pretraining.session.meter import Meter
 from megatron.pretraining.session.peers import Peers
@@ -36,9 +33,12 @@ from megatron.pretraining.session.storage import Storage, tolerable
 from megatron.pretraining.session.tiers import Tiers, copy_to_storage
 from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan
+from moc.runtime.agreement import first_reported, run_on_rank0
+from moc.runtime.world import World
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
 from moc.snapshot.saver import Saver
+from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
 
 SPARE = 2
@@ -166,7 +166,7 @@ class Snapshots(Rider):
                 self._saver.reserve(number, share)
         except CheckpointError as error:
             failure = str(error)
-        if failure := first_of_any(failure):
+        if failure := first_reported(failure):
             raise CheckpointError(failure)
 
     def take_again(self) -> None:
@@ -394,7 +394,7 @@ class Snapshots(Rider):
         """At the end of a run: nothing is under way, and nothing else begins."""
         everything = self._policy.everything(position.iteration)
         with self._trying():
-            on_first(lambda: self._tiers.storage.remove(position.iteration), "cannot replace a partial snapshot")
+            run_on_rank0(lambda: self._tiers.storage.remove(position.iteration), "cannot replace a partial snapshot")
         if not self._rotation.holds(position.iteration):
             self._begin(everything, everything, position)
             return
@@ -449,7 +449,7 @@ class Snapshots(Rider):
         self._rotation = self._rotation.voted()
         self._report.stalled(self._newest, self._meter.hear(tally))
         if tally["snapshot_failed"]:
-            raise CheckpointError(first_of_any(self._find_failure()))
+            raise CheckpointError(first_reported(self._find_failure()))
         self._boundaries.voted(tally)
         self._storage.voted(tally)
         self._give_up_older()
@@ -554,7 +554,7 @@ class Snapshots(Rider):
     def _give_up(self, taken: Taken, done: Future) -> None:
         """A snapshot could not be brought to storage, as all workers hear in the same vote."""
         iteration, error = taken.plan.iteration, tolerable(done)
-        self._problem = first_of_any(None if error is None else str(error))
+        self._problem = first_reported(None if error is None else str(error))
         if self._stops:
             raise CheckpointError(self._problem)
         self._storage.failed(iteration, self._problem)

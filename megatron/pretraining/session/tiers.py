@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.pretraining.session.agreement import agreed, gather, on_first
 from moc.policy import Policy
 from moc.recovery.retention import retain
+from moc.runtime.agreement import gather, run_on_all, run_on_rank0
 from moc.sharding import Item
 from moc.store.errors import CheckpointError
 from moc.store.places import LocalPlace
@@ -58,7 +58,7 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
     for iteration in iterations:
         _copy_one(iteration, tiers)
     keep = (tiers.storage, policy.operators, policy.exact, tiers.keep, max(iterations))
-    on_first(lambda: retain(*keep), "cannot remove old snapshots from storage")
+    run_on_rank0(lambda: retain(*keep), "cannot remove old snapshots from storage")
 
 
 def _copy_one(iteration: int, tiers: Tiers) -> None:
@@ -70,9 +70,9 @@ def _copy_one(iteration: int, tiers: Tiers) -> None:
             manifest = tiers.memory.manifest(iteration)
             tiers.memory.copy_files(manifest, tiers.storage)
 
-    agreed(copy, "cannot write a snapshot to storage")
+    run_on_all(copy, "cannot write a snapshot to storage")
     manifests = [found for found in gather(manifest) if found is not None]
-    on_first(lambda: tiers.storage.publish(joined(manifests)), "cannot publish a snapshot in storage")
+    run_on_rank0(lambda: tiers.storage.publish(joined(manifests)), "cannot publish a snapshot in storage")
 
 
 def check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier: str) -> None:

@@ -9,7 +9,6 @@ import json  # noqa: E402
 import pytest  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megatron.pretraining.checkpoint.contents import Position  # noqa: E402
 from megatron.pretraining.config import ConfigError, compose  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
 from megatron.pretraining.session.auto import DRIFT, HOLDS, Auto, changed  # noqa: E402
@@ -19,6 +18,7 @@ from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
+from moc.state.record import Position  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402
 from moc.store.places import LocalPlace  # noqa: E402
 from moc.store.store import Store  # noqa: E402

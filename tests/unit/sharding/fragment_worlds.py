@@ -12,9 +12,12 @@ from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 from moc.state.detail import Detail  # noqa: E402
-from moc.state.fragments import Fragment, fragments_of  # noqa: E402
-from moc.state.optimizer import OwnedSlice  # noqa: E402
-from moc.state.parameters import Piece  # noqa: E402
+from moc.state.fragments import (  # noqa: E402
+    Fragment,
+    OwnedSlice,  # noqa: E402
+    Piece,  # noqa: E402
+    fragments_of,
+)
 from moc.state.region import Region  # noqa: E402
 
 NAMES = {

@@ -5,13 +5,8 @@ import random
 import pytest
 import torch
 
-from megatron.pretraining.process import cpu
-
-cpu.install()  # comes before megatron.core
-from moc.state.fragments import fragments_of  # noqa: E402
-from moc.state.optimizer import OwnedSlice  # noqa: E402
-from moc.state.parameters import Piece  # noqa: E402
-from moc.state.region import Region  # noqa: E402
+from moc.state.fragments import OwnedSlice, Piece, fragments_of
+from moc.state.region import Region
 
 
 def pieces_of_halves(whole: torch.Tensor, local: torch.Tensor, first_row: int) -> list[Piece]:

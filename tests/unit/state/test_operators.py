@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from megatron.pretraining.config import Config, compose  # noqa: E402
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
+from megatron.pretraining.model.parameters import unpartitioned_parameters  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
 from megatron.pretraining.presets import PRESETS, count_parameters  # noqa: E402
 from moc.state.operators import operator_of  # noqa: E402
-from moc.state.parameters import unpartitioned_parameters  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402
 
 RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100)

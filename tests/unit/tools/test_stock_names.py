@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from megatron.pretraining.checkpoint.contents import shape as shape_of  # noqa: E402
 from megatron.pretraining.config import compose  # noqa: E402
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
-from moc.state.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
+from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.state.region import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 

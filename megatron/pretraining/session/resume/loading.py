@@ -10,15 +10,11 @@ from typing import NoReturn
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.checkpoint import contents
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.replay import Reached, Repetition
-from megatron.pretraining.engine.step import Records, StepRecord
 from megatron.pretraining.engine.tokens import TokenBook
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import gather, on_first
 from megatron.pretraining.session.resume.reading import Damage, Key, SnapshotReader
 from megatron.pretraining.session.resume.rebuilding import Rebuilder, position_of, steps_of
 from megatron.pretraining.session.resume.repair import Repair
@@ -30,9 +26,12 @@ from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import Inventory, Plan, plans, reason
 from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, Recovery
+from moc.runtime.agreement import gather, run_on_rank0
+from moc.runtime.world import World
 from moc.snapshot.background import within
 from moc.state.detail import Detail
-from moc.state.training_state import TrainingState
+from moc.state.interface import TrainingState
+from moc.state.record import Position, Records, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
 from moc.store.store import directory_of
@@ -139,7 +138,7 @@ class SnapshotLoader:
     def _in_storage(self, patient: bool) -> tuple[list[Held], list[str]]:
         name = self._storage.place.name
         seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
-        seen = on_first(seeing, f"cannot look for snapshots in {name}")
+        seen = run_on_rank0(seeing, f"cannot look for snapshots in {name}")
         self._unseen = seen is None
         if self._unseen:
             self._log.message(

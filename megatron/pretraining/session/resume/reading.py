@@ -10,15 +10,15 @@ from typing import NamedTuple
 from megatron.pretraining.checkpoint import contents
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.replay import record_of
-from megatron.pretraining.process.initialize import World
 from megatron.pretraining.session.resume.tied_weights import saved_elsewhere
 from megatron.pretraining.session.tiers import Tiers
 from moc.faults import reach
 from moc.recovery.sources import BEFORE, COMPUTE, MEMORY, STORAGE, Held, Moment, Recovery, part_of_slot
+from moc.runtime.world import World
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.interface import TrainingState
 from moc.state.operators import operator_of
-from moc.state.training_state import TrainingState
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest

@@ -14,20 +14,19 @@ from dataclasses import asdict
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.checkpoint import contents
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.replay import Reached, Repetition, check_freezing, nothing_frozen_after, record_of
-from megatron.pretraining.engine.step import Records, StepRecord
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import gather
 from megatron.pretraining.session.resume.reading import Damage, Key, Problem, SnapshotReader
 from megatron.pretraining.session.resume.repair import Repair
 from megatron.pretraining.session.resume.tied_weights import give_to_other_stages
 from moc.recovery.going_on import Course
 from moc.recovery.plan import Plan
+from moc.runtime.agreement import gather
+from moc.runtime.world import World
 from moc.state.fragments import Fragment
-from moc.state.training_state import TrainingState
+from moc.state.interface import TrainingState
+from moc.state.record import Position, Records, StepRecord
 from moc.store.manifest import Manifest
 
 

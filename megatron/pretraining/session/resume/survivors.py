@@ -6,17 +6,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.engine.replay import Repetition
-from megatron.pretraining.engine.step import Records
-from megatron.pretraining.process.initialize import World
-from megatron.pretraining.session.agreement import agreed, gather
 from megatron.pretraining.session.publishing import Publisher
 from megatron.pretraining.session.tiers import Tiers
 from moc.recovery.replicas import pieces
 from moc.recovery.scope import Logs
+from moc.runtime.agreement import gather, run_on_all
+from moc.runtime.world import World
 from moc.state.detail import Detail
-from moc.state.training_state import TrainingState
+from moc.state.interface import TrainingState
+from moc.state.record import Position, Records
 from moc.store.store import Store
 
 _PROBLEM = "cannot publish what all workers had saved"
@@ -161,7 +160,9 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
     for iteration, state in sorted({**begun, **left.states}.items()):
         whole = not publishes or store.has_all(iteration, ranks)
         if all(gather(whole)):
-            agreed(partial(_publish, publisher, store, iteration, state, ranks) if publishes else _nothing, _PROBLEM)
+            run_on_all(
+                partial(_publish, publisher, store, iteration, state, ranks) if publishes else _nothing, _PROBLEM
+            )
 
 
 def _publish(publisher: Publisher, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:

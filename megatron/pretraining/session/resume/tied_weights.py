@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.pretraining.session.agreement import gather
+from moc.runtime.agreement import gather
 from moc.state.fragments import Fragment
+from moc.state.interface import TrainingState
 from moc.state.region import Region
-from moc.state.training_state import TrainingState
 
 
 class Box(NamedTuple):

@@ -1,4 +1,4 @@
-"""The one interface between training and fault tolerance: what there is to save, load, freeze and activate."""
+"""The state of megatron-core's model and optimizer, as :class:`moc.state.interface.TrainingState` asks for it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron.pretraining.engine.freezing import Freezer
+from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
+from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
 from moc.state.detail import Detail
-from moc.state.fragments import Fragment, buffer_pieces, fragments_of, parameter_pieces
-from moc.state.freezing import Freezer
+from moc.state.fragments import Fragment, OwnedSlice, fragments_of
 from moc.state.operators import operator_of
-from moc.state.optimizer import MASTER, OwnedSlice, owned_slices, write_step
 
 PARAM, GRAD = "param", "grad"
 
 
-class TrainingState:
+class MegatronState:
     """The state of this rank's model chunks and their optimizer, by operator.
 
     Nothing here communicates but :meth:`gather_weights`.  All methods are for the time between iterations; gradients
@@ -177,6 +178,13 @@ class TrainingState:
         for part in owned_slices(self._optimizer):
             for operator in {operator_of(piece.name) for piece in self._pieces[part.parameter]}:
                 yield operator, part.counter
+
+
+def optimizer_fragments(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Fragment]:
+    """Yields every fragment of optimizer state that lives on this rank, in a fixed order."""
+    pieces = parameter_pieces(chunks)
+    for owned in owned_slices(optimizer):
+        yield from fragments_of(owned, pieces[owned.parameter])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from moc.state.fragments import Pieces
+from megatron.pretraining.engine.owned import drop_frozen_gradients, members
+from megatron.pretraining.model.parameters import Pieces, unwrap
+from moc.state.interface import FreezingError
 from moc.state.operators import operator_of
-from moc.state.optimizer import drop_frozen_gradients, members
-from moc.state.parameters import unwrap
-
-
-class FreezingError(RuntimeError):
-    """Operators cannot be frozen; the message says why, and what to change."""
 
 
 class Freezer:
@@ -38,7 +34,7 @@ class Freezer:
         self.frozen: frozenset[str] = frozenset()
 
     def freeze(self, operators: Iterable[str]) -> None:
-        """See :meth:`moc.state.training_state.TrainingState.freeze`."""
+        """See :meth:`megatron.pretraining.engine.state.MegatronState.freeze`."""
         operators = set(operators)
         if operators and any(
             c.ddp_config.overlap_grad_reduce or c.ddp_config.overlap_param_gather for c in self._chunks
@@ -50,7 +46,7 @@ class Freezer:
         self._keep_frozen(self.frozen | operators)
 
     def activate(self, operators: Iterable[str]) -> None:
-        """See :meth:`moc.state.training_state.TrainingState.activate`."""
+        """See :meth:`megatron.pretraining.engine.state.MegatronState.activate`."""
         self._keep_frozen(self.frozen - set(operators))
 
     def _keep_frozen(self, wanted: frozenset[str]) -> None:

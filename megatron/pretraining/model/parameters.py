@@ -6,39 +6,15 @@ it for a description in which each layer, expert and half of a gated linear laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from moc.state.fragments import Piece
 from moc.state.region import Region
 
+Pieces = dict[torch.Tensor, list[Piece]]
+
 _ONE_TENSOR_PER_LAYER_AND_EXPERT = {"singleton_local_shards": True}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A contiguous part of a local parameter, and where it belongs in the unpartitioned model.
-
-    Attributes:
-        name: name of the tensor in the unpartitioned model, with global layer and expert numbers.
-        global_shape: shape of that tensor.
-        region: the box of that tensor which ``view`` holds.
-        view: the local values; shares memory with the parameter.
-        start: position of the first element of ``view`` in the flattened local parameter.
-        replica: this copy's number as megatron-core counts them, (stage, tensor-parallel rank, data-parallel
-            rank); all zeros for the first copy.
-        padded: the global shape depends on the layout (vocabulary padded for tensor parallelism); what lies
-            beyond the smaller of two such shapes is padding.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    region: Region
-    view: torch.Tensor
-    start: int
-    replica: tuple[int, ...]
-    padded: bool
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -74,6 +50,24 @@ def unpartitioned_buffers(model: torch.nn.Module) -> dict[str, list[Piece]]:
         for name, buffer in model.named_buffers()
         if name in described
     }
+
+
+def parameter_pieces(chunks: list[torch.nn.Module]) -> Pieces:
+    """For each parameter of the model chunks its places in the unpartitioned model, in model order."""
+    pieces: Pieces = {}
+    for model in map(unwrap, chunks):
+        described = unpartitioned_parameters(model)
+        pieces |= {parameter: described[name] for name, parameter in model.named_parameters()}
+    return pieces
+
+
+def buffer_pieces(chunks: list[torch.nn.Module]) -> Pieces:
+    """The same for what is trained without an optimizer: the biases by which routers balance their experts."""
+    pieces: Pieces = {}
+    for model in map(unwrap, chunks):
+        buffers = dict(model.named_buffers())
+        pieces |= {buffers[name]: described for name, described in unpartitioned_buffers(model).items()}
+    return pieces
 
 
 def _described(model: torch.nn.Module) -> dict:

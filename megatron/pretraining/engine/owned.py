@@ -7,39 +7,17 @@ fp32 masters beside 16-bit weights, and replicated with master and weight in one
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from moc.state.fragments import OwnedSlice
+
 MASTER = "master"
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-
-
-@dataclass(frozen=True)
-class OwnedSlice:
-    """The range [start, stop) of a flattened model parameter whose optimizer state lives on this rank.
-
-    Attributes:
-        parameter: the model parameter.
-        start: first element owned.
-        stop: one past the last element owned.
-        slots: 1-D live tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``),
-            in the formats that flags give them; writing into them restores the optimizer.
-        sharded: whether the data-parallel peers own other ranges (ZeRO), rather than copies of this one.
-        counter: the dict whose ``step`` counts the updates that the moments have seen, if they are counted: the
-            parameter's own (torch), or its group's (Transformer Engine's and apex's fused Adam).
-    """
-
-    parameter: torch.nn.Parameter
-    start: int
-    stop: int
-    slots: dict[str, torch.Tensor]
-    sharded: bool
-    counter: dict = field(default_factory=dict)
 
 
 def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -10,7 +10,7 @@ cpu.install()
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
 
-from moc.state.optimizer import get_step, owned_slices, set_step  # noqa: E402
+from megatron.pretraining.engine.owned import get_step, owned_slices, set_step  # noqa: E402
 
 
 class CountingByGroup(torch.optim.Optimizer):

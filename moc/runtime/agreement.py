@@ -10,7 +10,7 @@ import torch.distributed as dist
 from moc.store.errors import CheckpointError, TakenError
 
 
-def on_first(action: Callable, what: str):
+def run_on_rank0(action: Callable, what: str):
     """Runs ``action`` on the first worker; all return its result, or raise its error; a collective call.
 
     Args:
@@ -36,7 +36,7 @@ def on_first(action: Callable, what: str):
     return result
 
 
-def agreed(action: Callable[[], None], what: str) -> None:
+def run_on_all(action: Callable[[], None], what: str) -> None:
     """Runs ``action`` on every worker; a collective call.
 
     Args:
@@ -53,11 +53,11 @@ def agreed(action: Callable[[], None], what: str) -> None:
         problem = str(error)
     except OSError as error:
         problem = f"{what}: {error}; check the path, its permissions and free space"
-    if problem := first_of_any(problem):
+    if problem := first_reported(problem):
         raise CheckpointError(problem)
 
 
-def first_of_any(value):
+def first_reported(value):
     """The first value over all workers that is not None, or None; a collective call."""
     return next((v for v in gather(value) if v is not None), None)
 
