@@ -1,6 +1,6 @@
 """A window of sparse snapshots becomes a checkpoint of everything, by computing it again (MoEvement, section 3.3).
 
-The program does that, as it does when a run goes on (``megatron/pretraining/engine/replay.py``): with ``--skip-train``,
+The program does that, as it does when a run goes on (``moc/session/resume/replay.py``): with ``--skip-train``,
 and in place of ``--ckpt-dir`` a directory of links to the snapshots of the window, so that nothing happens to those.
 """
 

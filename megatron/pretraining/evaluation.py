@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron.pretraining.data.streams import Batch
-from megatron.pretraining.engine.step import Stepper, sum_losses, sum_over_workers
+from megatron.pretraining.engine.step import Stepper, sum_losses
 from megatron.pretraining.process.stopping import StopRequests
+from moc.runtime.agreement import sum_over_workers
 from moc.runtime.progress import progress
 
 

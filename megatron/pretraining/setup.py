@@ -15,11 +15,11 @@ from megatron.pretraining.config.snapshot import AUTO
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimizer, build_scheduler
-from megatron.pretraining.engine.replay import Progress, Repetition
 from megatron.pretraining.engine.reset import forget_half_done
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule
-from megatron.pretraining.engine.step import Stepper, sum_over_workers
+from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
@@ -31,8 +31,10 @@ from megatron.pretraining.session.resume.survivors import Left
 from megatron.pretraining.session.setup import begin
 from megatron.pretraining.session.snapshots import Snapshots
 from moc.faults import reach
+from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Loss
 from moc.runtime.world import World
+from moc.session.resume.replay import Progress
 from moc.state.record import Position, Records
 
 
@@ -207,12 +209,10 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    repetition = Repetition(stepper, parts.streams["train"], parts.progress)
+    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size)
     left = parts.left if parts.changed else None
-    position, snapshots = begin(
-        config, world, *state, parts.vocab_size, checkpoints, log, repetition, parts.records, left, parts.auto
-    )
-    stepper = replace(stepper, rider=snapshots)
+    position, snapshots = begin(config, engine, checkpoints, log, parts.progress, parts.records, left, parts.auto)
+    stepper = replace(stepper, participants=(snapshots,))
     log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
     parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
     parts.progress.move_to(None)

@@ -50,7 +50,7 @@ def goes_on(
     """How a stage goes on from where it is.
 
     Whoever has completed an iteration knows that all of its stage have the reduced gradients of it (see
-    ``megatron/pretraining/engine/replay.py``), so its workers are one iteration apart at the most.
+    ``moc/session/resume/replay.py``), so its workers are one iteration apart at the most.
 
     Args:
         stage: which.

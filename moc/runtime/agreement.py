@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from moc.runtime.world import World
 from moc.store.errors import CheckpointError, TakenError
 
 
@@ -67,6 +69,18 @@ def gather(value, group=None) -> list:
     gathered = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> dict[str, float]:
+    """Adds up each value over all workers, in one all-reduce of float64; of a 1-D tensor, each element, into a list."""
+    tensors = [torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()]
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(packed)
+    sums = iter(packed.tolist())
+    return {
+        name: [next(sums) for _ in range(tensor.numel())] if tensor.dim() else next(sums)
+        for name, tensor in zip(values, tensors, strict=True)
+    }
 
 
 def first_line(error: Exception) -> str:

@@ -78,3 +78,8 @@ class Position:
             consumed_samples=self.consumed_samples + record.samples,
             skipped_iterations=self.skipped_iterations + record.skipped,
         )
+
+
+def mean_loss(sums: dict[str, float]) -> float:
+    """The mean over tokens, of sums over all workers."""
+    return sums["loss_sum"] / max(sums["loss_tokens"], 1.0)

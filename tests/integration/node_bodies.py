@@ -11,13 +11,14 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.pretraining.config import compose
-from megatron.pretraining.engine.replay import Repetition
+from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.session.publishing import Publisher
 from megatron.pretraining.session.setup import begin
 from megatron.pretraining.session.snapshots import Snapshots
+from moc.session.resume.replay import Progress
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.record import Records
@@ -79,8 +80,9 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
         for place in places:
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 fragment.view.fill_(float("nan"))
-            parts = run.world, step.chunks, step.optimizer, step.scheduler, run.vocab_size, run.checkpoints, run.log
-            position, _ = begin(compose(flags | place), *parts, Repetition(step, None), Records())
+            config = compose(flags | place)
+            engine = MegatronEngine(config, step, None, run.vocab_size)
+            position, _ = begin(config, engine, run.checkpoints, run.log, Progress(), Records())
             steps = sorted(set(state.steps().values()))
             told.append({"start": position.iteration, "steps": steps, "hashes": hashes_of(state)})
         return told

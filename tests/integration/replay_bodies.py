@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from megatron.pretraining.engine import replay
-from megatron.pretraining.engine.replay import Reached, Repetition
-from megatron.pretraining.engine.state import MegatronState
+from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.session.resume.rebuilding import Rebuilder
 from moc.recovery.going_on import Course
 from moc.recovery.sources import MASTER, STORAGE, Held, Moment, Recovery
+from moc.session.resume import replay
+from moc.session.resume.replay import Reached, Replayer
 from moc.state.detail import Detail
 from moc.state.record import Records
 from tests.integration.bodies import with_run
@@ -32,7 +32,8 @@ def complete_late(flags: dict, pattern: str) -> dict:
     """
 
     def use(run) -> dict:
-        state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
+        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocab_size)
+        state = engine.state
         _steps(run, 1)
         position, kept, steps = run.position, _copies(state), state.steps()
         schedule = run.stepper.scheduler.state_dict()
@@ -46,10 +47,10 @@ def complete_late(flags: dict, pattern: str) -> dict:
             state.set_steps(steps)
             run.stepper.scheduler.num_steps = 0
             run.stepper.scheduler.load_state_dict(schedule)
-            repetition = Repetition(run.stepper, run.streams["train"])
-            repetition.progress.move_to(Reached(position))
-            answers |= go(run, state, repetition, record, frozen) or {}
-            told = repetition.progress.told
+            replayer = Replayer(engine)
+            replayer.progress.move_to(Reached(position))
+            answers |= go(run, state, replayer, record, frozen) or {}
+            told = replayer.progress.told
             answers[way] = _told(state) | {
                 "schedule": run.stepper.scheduler.state_dict(),
                 "told": [told.iteration, sorted(told.frozen), told.reduced],
@@ -59,28 +60,28 @@ def complete_late(flags: dict, pattern: str) -> dict:
     return with_run(flags, use)
 
 
-def _at_once(run, state, repetition, record, frozen) -> None:
+def _at_once(run, state, replayer, record, frozen) -> None:
     state.freeze(frozen)
-    repetition.compute(repetition.progress.at.position, record, frozen, ())
+    replayer.compute(replayer.progress.at.position, record, frozen, ())
     state.activate(frozen)
 
 
-def _late(run, state, repetition, record, frozen) -> dict:
-    def called_away(device) -> None:
+def _late(run, state, replayer, record, frozen) -> dict:
+    def called_away(engine) -> None:
         raise _CalledAway
 
     waits, replay.wait_for_stage = replay.wait_for_stage, called_away
     state.freeze(frozen)
     try:
-        repetition.compute(repetition.progress.at.position, record, frozen, ())
+        replayer.compute(replayer.progress.at.position, record, frozen, ())
     except _CalledAway:
-        told = repetition.progress.told
+        told = replayer.progress.told
     finally:
         replay.wait_for_stage = waits
         state.activate(frozen)
     records = Records()
     records.add(record)
-    parts = run.world, state, run.stepper.optimizer, run.stepper.scheduler, None, repetition, records, None, run.log
+    parts = replayer.engine, None, replayer, records, None, run.log
     whole = Held(record.iteration, STORAGE, dict.fromkeys(frozen, "full"))
     way = Recovery((Moment(record.iteration, {(name, MASTER): whole for name in frozen}),))
     behind = frozenset(range(run.world.size))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.pretraining.engine.routing import RouterCounts
-from megatron.pretraining.engine.step import Rider
+from moc.session.participant import VoteParticipant
 from tests.integration.bodies import with_run
 
 
-class _Counting(Rider):
+class _Counting(VoteParticipant):
     def __init__(self, counts: RouterCounts):
         self._counts, self.seen = counts, []
 
     def ballot(self) -> dict:
         return self._counts.take()
 
-    def voted(self, tally: dict) -> None:
+    def on_vote(self, tally: dict) -> None:
         self.seen.append((*self._counts.by_layer(tally), self._counts.probabilities(tally)))
 
 
@@ -27,11 +27,11 @@ def count(flags: dict) -> list[dict]:
         moe = run.config.moe
         layers = [layer for layer, has in enumerate(moe.expert_layers(run.config.network.num_layers)) if has]
         padded, device = moe.moe_pad_expert_input_to_capacity, run.world.device
-        rider = _Counting(RouterCounts(run.stepper.chunks, layers, moe.num_experts, padded, device, True))
-        stepper = dataclasses.replace(run.stepper, rider=rider)
+        counting = _Counting(RouterCounts(run.stepper.chunks, layers, moe.num_experts, padded, device, True))
+        stepper = dataclasses.replace(run.stepper, participants=(counting,))
         for iteration in range(run.train_iters):
             stepper.step(iteration, run.batches("train", iteration * stepper.global_batch_size))
             stepper.gather_weights()
-        return [{"experts": experts, "sent": sent, "probabilities": sums} for experts, sent, sums in rider.seen]
+        return [{"experts": experts, "sent": sent, "probabilities": sums} for experts, sent, sums in counting.seen]
 
     return with_run(flags, use)

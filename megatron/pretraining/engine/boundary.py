@@ -61,7 +61,7 @@ class Recorder(P2PCommunicator):
         return super()._communicate(tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **receiving)
 
 
-class Replayer(Recorder):
+class LogPlayer(Recorder):
     """The same where some stages compute an iteration again: what others sent them comes from a source.
 
     Nothing is communicated with those others, which need not be there (MoEvement, section 3.4); stages that compute

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -29,24 +28,15 @@ from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.upstream import Boundaries
 from megatron.pretraining.process.initialize import seed_streams
 from moc.faults import reach
+from moc.runtime.agreement import sum_over_workers
 from moc.runtime.progress import progress
 from moc.runtime.world import World
-from moc.state.record import StepRecord
+from moc.session.participant import VoteParticipant
+from moc.state.record import StepRecord, mean_loss
 
 
 class NonFiniteError(RuntimeError):
     """Loss or gradients of an iteration are not finite, on all workers alike."""
-
-
-class Rider:
-    """What takes part in the vote beside the step itself; this one has nothing to say."""
-
-    def ballot(self) -> dict[str, float]:
-        """What this worker has to say in the vote; all workers name the same values."""
-        return {}
-
-    def voted(self, tally: dict[str, float]) -> None:
-        """Hears the sums over all workers, right before the update changes the state; may raise on all alike."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ class Stepper:
     count_zeros: bool = False
     params_norm: bool = False
     refuse_non_finite: bool = True
-    rider: Rider = field(default_factory=Rider)
+    participants: tuple[VoteParticipant, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
@@ -88,7 +78,8 @@ class Stepper:
         record = self._decide(iteration, vote)
 
         progress("save")
-        self.rider.voted(vote)  # a snapshot under way reads what the update is about to change
+        for participant in self.participants:  # a snapshot under way reads what the update is about to change
+            participant.on_vote(vote)
         progress("step")
         self.complete(record)
         reach("after_apply")
@@ -163,8 +154,9 @@ class Stepper:
             **sum_losses(reports, self.world),
             "stop": float(stop),
             **self.auxiliary.take(),
-            **self.rider.ballot(),
         }
+        for participant in self.participants:
+            ballot |= participant.ballot()
         if self.count_zeros:
             ballot["zeros"] = self.optimizer.count_zeros()
         if self.params_norm:
@@ -198,11 +190,6 @@ class Stepper:
         return record
 
 
-def mean_loss(sums: dict[str, float]) -> float:
-    """The mean over tokens, of sums over all workers."""
-    return sums["loss_sum"] / max(sums["loss_tokens"], 1.0)
-
-
 def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
     """This worker's sums over micro batches; tensor-parallel copies count once.
 
@@ -215,15 +202,3 @@ def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
         for report in reports:
             total += torch.stack([report["loss_sum"].double(), report["loss_tokens"].double()])
     return {"loss_sum": total[0], "loss_tokens": total[1]}
-
-
-def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> dict[str, float]:
-    """Adds up each value over all workers, in one all-reduce of float64; of a 1-D tensor, each element, into a list."""
-    tensors = [torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()]
-    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(packed)
-    sums = iter(packed.tolist())
-    return {
-        name: [next(sums) for _ in range(tensor.numel())] if tensor.dim() else next(sums)
-        for name, tensor in zip(values, tensors, strict=True)
-    }

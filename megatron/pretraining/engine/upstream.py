@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 
 from megatron.pretraining.config import Config, num_microbatches
-from megatron.pretraining.engine.boundary import Recorder, Replayer, pipeline_of
+from megatron.pretraining.engine.boundary import LogPlayer, Recorder, pipeline_of
 from megatron.pretraining.model.build import compute_dtype
 from moc.logs.crossings import Crossing, Direction
 from moc.logs.files import LogReader, directory_of
@@ -76,7 +76,7 @@ class Boundaries:
         """What this worker has to say in the vote."""
         return {}
 
-    def voted(self, tally: Mapping[str, float]) -> None:
+    def on_vote(self, tally: Mapping[str, float]) -> None:
         """Hears the vote.
 
         Raises:
@@ -89,7 +89,7 @@ class Boundaries:
     def close(self) -> None:
         """Ends what is under way; logs stay."""
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Removes the logs: there is nothing left that would need them."""
 
     def kept(self) -> list[int]:
@@ -155,7 +155,7 @@ class UpstreamLog(Boundaries):
         self._writer.begin(iteration)
         tap = self._core_config, self._pipeline, self._writer.write
         if self._replaying:
-            yield Replayer(*tap, self._received().__getitem__, self._replaying)
+            yield LogPlayer(*tap, self._received().__getitem__, self._replaying)
         else:
             yield Recorder(*tap)
         self._writer.end()
@@ -235,7 +235,7 @@ class UpstreamLog(Boundaries):
             "upstream_given_up": float(self._writer.given_up),
         }
 
-    def voted(self, tally: Mapping[str, float]) -> None:
+    def on_vote(self, tally: Mapping[str, float]) -> None:
         """See :class:`Boundaries`."""
         if tally["upstream_failed"]:
             raise CheckpointError(first_reported(self._writer.failure()))
@@ -260,7 +260,7 @@ class UpstreamLog(Boundaries):
         if self._writer is not None:
             self._writer.close()
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """See :class:`Boundaries`."""
         self._writer.forget()
 

@@ -6,7 +6,7 @@ import signal
 import time
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.engine.step import sum_over_workers
+from moc.runtime.agreement import sum_over_workers
 from moc.runtime.world import World
 
 EXIT_DONE = 0

@@ -53,7 +53,7 @@ class Meter:
         self._stall_s += time.perf_counter() - begun
 
     def ballot(self) -> dict[str, float]:
-        """This worker's times; see :class:`megatron.pretraining.engine.step.Rider`."""
+        """This worker's times; see :class:`moc.session.participant.VoteParticipant`."""
         stall_s, self._stall_s = self._stall_s, 0.0
         return {
             "snapshot_stall_s": stall_s,
@@ -61,7 +61,7 @@ class Meter:
             "snapshot_compute_s": self._compute_s,
         }
 
-    def voted(self) -> None:
+    def on_vote(self) -> None:
         """The gradients of an iteration are there, and its vote is over."""
         self._voted_at = time.perf_counter()
 

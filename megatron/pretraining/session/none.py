@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron.pretraining.engine.step import Rider
 from megatron.pretraining.session.resume.survivors import Begun, Live
+from moc.session.participant import VoteParticipant
 from moc.state.record import Position, StepRecord
 
 
-class NoSnapshots(Rider):
+class NoSnapshots(VoteParticipant):
     """Without ``--ckpt-policy``."""
 
     gauges: Mapping[str, float] = MappingProxyType({})

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.snapshot import Snapshot
-from megatron.pretraining.engine.tokens import TokenBook
 from megatron.pretraining.logging.log import Log
 from moc.policy import Policy
 from moc.policy.pec import Pec
+from moc.session.tokens import TokenTracker
 
 _WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
 
@@ -90,7 +90,7 @@ class SnapshotReport:
         """
         self._log.events.write("replicate", iteration=iteration, bytes=amount, replicate_s=seconds)
 
-    def end(self, tokens: TokenBook | None) -> None:
+    def end(self, tokens: TokenTracker | None) -> None:
         """The run ends.
 
         Args:

@@ -9,20 +9,9 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-from megatron.pretraining.checkpoint import contents
 from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import Config, ConfigError, layout_sizes, train_iterations
-from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.replay import Repetition, check_freezing
-from megatron.pretraining.engine.state import MegatronState
-from megatron.pretraining.engine.tokens import TokenBook
+from megatron.pretraining.config import Config, ConfigError, train_iterations
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.model.shape import model_shape
 from megatron.pretraining.session.auto import Auto
 from megatron.pretraining.session.claims import claimed, take_places
 from megatron.pretraining.session.none import NoSnapshots
@@ -43,15 +32,15 @@ from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all, run_on_rank0
 from moc.runtime.world import World
+from moc.session.engine import Engine
+from moc.session.resume.replay import Progress, Replayer, check_freezing
+from moc.session.tokens import TokenTracker
 from moc.sharding import scheme_named
-from moc.sharding.layout import Layout
 from moc.sharding.shares import Stage, describe, pack, unpack
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
-from moc.state.interface import TrainingState
 from moc.state.record import Position, Records, StepRecord
-from moc.state.shape import model_operators
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
@@ -68,14 +57,10 @@ class NothingToGoOnFrom(Exception):
 
 def begin(
     config: Config,
-    world: World,
-    chunks: list[DistributedDataParallel],
-    optimizer: VotedOptimizer,
-    scheduler: OptimizerParamScheduler,
-    vocab_size: int,
+    engine: Engine,
     checkpoints: Checkpoints,
     log: Log,
-    repetition: Repetition,
+    progress: Progress,
     records: Records,
     mine: Left | None = None,
     auto: Auto | None = None,
@@ -84,14 +69,10 @@ def begin(
 
     Args:
         config: the flags in force.
-        world: this worker's place.
-        chunks: the model.
-        optimizer: its optimizer.
-        scheduler: its learning-rate schedule.
-        vocab_size: rows of the embedding.
+        engine: computes iterations.
         checkpoints: the dense ones.
         log: where to report.
-        repetition: computes iterations again; it knows what logs what crosses pipeline stages, if anything does.
+        progress: how far this worker has come with computing iterations again, as long as that is not over.
         records: of iterations of late, as far as this worker knows them.
         mine: what this worker has left of the state; None if it has not trained yet.
         auto: what chooses the policy, if the flags do not.
@@ -108,7 +89,7 @@ def begin(
         if mine is not None:
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
-    boundaries = repetition.stepper.boundaries
+    world, tap = engine.world, engine.tap
     claim = claimed(config, world, mine, log)
     tiers = _tiers(config, world, claim)
     beside = take_places(config, tiers, world, mine is not None, log)
@@ -117,34 +98,30 @@ def begin(
         tiers = dataclasses.replace(_tiers(config, world, claim), storage=tiers.storage)
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
         counts = auto is not None and auto.counts_tokens
-        settings = config, world, chunks, optimizer, vocab_size, log
-        its = _setting(*settings, mine is not None, counts, tiers, undo, beside)
+        its = _setting(config, engine, log, mine is not None, counts, tiers, undo, beside)
         if config.snapshot.upstream_logging:
             logs = _memory(config, world, its.tiers.nodes, claim).root
-            run_on_all(lambda: boundaries.open(logs), "cannot keep upstream logs")
-            undo.callback(boundaries.close)
-        saved = Contents(its.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
+            run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
+            undo.callback(tap.close)
+        saved = Contents(engine.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
         loader = SnapshotLoader(
-            config=config,
-            world=world,
-            state=its.state,
-            optimizer=optimizer,
-            scheduler=scheduler,
+            engine=engine,
+            only=config.checkpoint.ckpt_step,
             tiers=its.tiers,
             policy=its.policy,
             tokens=its.tokens,
             repair=Repair(world, saved, its.tiers),
             log=log,
-            repetition=repetition,
+            replayer=Replayer(engine, progress),
             records=records,
         )
-        left = survivors(mine, its.state, world, records, repetition)
+        left = survivors(mine, engine, records, progress)
         start = _go_on(its, loader, checkpoints, world, log, left, mine)
         storage = _storage(config, its, world, start, log)
         its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
         if auto is not None:
             ep = config.parallel.expert_model_parallel_size
-            auto.sized(busiest, its.policy.operators, ep, _stages(config), lambda: _may_replay(config, its))
+            auto.sized(busiest, its.policy.operators, ep, engine.stages, lambda: _may_replay(config, engine, its))
         saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
         undo.callback(saver.close)
         report = SnapshotReport(log, config.snapshot.ckpt_tier)
@@ -158,12 +135,12 @@ def begin(
             publisher=its.publisher,
             tiers=its.tiers,
             peers=its.peers,
-            describe=_describer(config, world, optimizer, scheduler, its.policy, its.tokens, auto),
+            describe=_describer(engine, its.policy, its.tokens, auto),
             blocking=config.snapshot.ckpt_blocking,
             most_behind=config.snapshot.max_snapshot_lag,
             start=start,
             tokens=its.tokens,
-            boundaries=boundaries,
+            tap=tap,
             report=report,
             storage=storage,
             stops=config.checkpoint.save_failure == "stop",
@@ -182,7 +159,6 @@ class _Setting:
     Attributes:
         tiers: where they go.
         peers: what copies them to other nodes, if anything does.
-        state: what is in them.
         policy: when what of it is.
         stage: who holds what, in this pipeline stage.
         publisher: makes them count.
@@ -192,20 +168,16 @@ class _Setting:
 
     tiers: Tiers
     peers: Peers | None
-    state: TrainingState
     policy: Policy
     stage: Stage
     publisher: Publisher
-    tokens: TokenBook | None
+    tokens: TokenTracker | None
     beside: bool
 
 
 def _setting(
     config: Config,
-    world: World,
-    chunks: list[DistributedDataParallel],
-    optimizer: VotedOptimizer,
-    vocab_size: int,
+    engine: Engine,
     log: Log,
     again: bool,
     counts_tokens: bool,
@@ -213,19 +185,19 @@ def _setting(
     undo: contextlib.ExitStack,
     beside: bool,
 ) -> _Setting:
-    state, policy = MegatronState(chunks, optimizer.core), _policy(config, vocab_size)
+    policy = _policy(config, engine)
     peers = join_peers(config, tiers, policy, log, again)
     if peers is not None:
         undo.callback(peers.close)
-    stage = _stage(state)
-    _check_saving(state, stage, tiers, config.snapshot.ckpt_tier, policy, policy.replays)
-    publisher = Publisher(world, policy, tiers, layout_sizes(config, world.size), log)
+    stage = _stage(engine)
+    _check_saving(engine, stage, tiers, config.snapshot.ckpt_tier, policy, policy.replays)
+    publisher = Publisher(engine.world, policy, tiers, engine.layout, log)
     undo.callback(publisher.close)
     tokens = None
     if counts_tokens or policy.counts_tokens:
-        tokens = TokenBook(config, world, chunks, policy.operators, policy.counts_probabilities)
+        tokens = TokenTracker(engine, train_iterations(config, engine.world.size), policy.counts_probabilities)
         undo.callback(tokens.close)
-    return _Setting(tiers, peers, state, policy, stage, publisher, tokens, beside)
+    return _Setting(tiers, peers, policy, stage, publisher, tokens, beside)
 
 
 def _go_on(
@@ -302,19 +274,12 @@ def _from(loaded: Loaded, its: _Setting, left: Survivors) -> Start:
 
 
 def _describer(
-    config: Config,
-    world: World,
-    optimizer: VotedOptimizer,
-    scheduler: OptimizerParamScheduler,
-    policy: Policy,
-    tokens: TokenBook | None,
-    auto: Auto | None,
+    engine: Engine, policy: Policy, tokens: TokenTracker | None, auto: Auto | None
 ) -> Callable[[Position, StepRecord | None], dict]:
     """What of the state is not a tensor, at a position."""
     return lambda at, record: {
-        **contents.training_state(config, world, at, optimizer, scheduler),
+        **engine.scalars(at),
         "record": None if record is None else dataclasses.asdict(record),
-        "optimizer": config.regularization.optimizer,
         "policy": policy.name,
         "interval": policy.interval.state_dict(),
         "policy_state": policy.state_dict(),
@@ -323,9 +288,9 @@ def _describer(
     }
 
 
-def _may_replay(config: Config, its: _Setting) -> bool:
+def _may_replay(config: Config, engine: Engine, its: _Setting) -> bool:
     try:
-        _check_saving(its.state, its.stage, its.tiers, config.snapshot.ckpt_tier, its.policy, replays=True)
+        _check_saving(engine, its.stage, its.tiers, config.snapshot.ckpt_tier, its.policy, replays=True)
     except CheckpointError:
         return False
     return True
@@ -369,20 +334,19 @@ def _nodes(told: str | None, world: World) -> list[str]:
     return nodes
 
 
-def _policy(config: Config, vocab_size: int) -> Policy:
+def _policy(config: Config, engine: Engine) -> Policy:
     snapshot = config.snapshot
-    operators = model_operators(model_shape(config.network, config.moe, vocab_size))
     interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
     kind = policy_named(snapshot.ckpt_policy)
     wanted = {field.name for field in dataclasses.fields(kind)}
-    settings = {name: value for name, value in _settings(config).items() if name in wanted}
+    settings = {name: value for name, value in _settings(config, engine).items() if name in wanted}
     try:
-        return kind(operators, interval, **settings)
+        return kind(engine.operators, interval, **settings)
     except ValueError as error:
         raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
 
 
-def _settings(config: Config) -> dict[str, object]:
+def _settings(config: Config, engine: Engine) -> dict[str, object]:
     """What policies may be told; each takes what it has a field for."""
     snapshot = config.snapshot
     every, interval = snapshot.persist_interval, snapshot.snapshot_interval
@@ -399,16 +363,9 @@ def _settings(config: Config) -> dict[str, object]:
         "ep": config.parallel.expert_model_parallel_size,
         "window": 0 if snapshot.sparse_window == "auto" else int(snapshot.sparse_window),
         "order": snapshot.sparse_order,
-        "stages": _stages(config),
+        "stages": engine.stages,
         "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
     }
-
-
-def _stages(config: Config) -> tuple[int, ...]:
-    """By layer, the pipeline stage that computes it."""
-    parallel, layers = config.parallel, config.network.num_layers
-    pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
 
 
 def _tidy_storage(tiers: Tiers, start: Start) -> None:
@@ -437,22 +394,21 @@ def _tidy_memory(tiers: Tiers, start: Start) -> None:
         tiers.memory.clear_unpublished()
 
 
-def _stage(state: TrainingState) -> Stage:
+def _stage(engine: Engine) -> Stage:
     """What the workers of this pipeline stage hold: they are all that may hold copies of one another."""
-    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    state = engine.state
     told = [
         holding
         for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE)
         for holding in describe(state.fragments(state.operators(), detail), detail)
     ]
-    return Stage({rank: unpack(text) for rank, text in gather((dist.get_rank(), pack(told)), group)})
+    return Stage({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
 
 
-def _check_saving(state: TrainingState, stage: Stage, tiers: Tiers, tier: str, policy: Policy, replays: bool) -> None:
+def _check_saving(engine: Engine, stage: Stage, tiers: Tiers, tier: str, policy: Policy, replays: bool) -> None:
     """Refuses, on all workers, what the snapshots of a policy cannot bring back."""
     if tiers.memory is not None:
-        slices = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
         items = stage.items(policy.everything(0).operators)
-        run_on_all(lambda: check_nodes(items, slices, tiers, tier), "cannot keep snapshots in memory")
+        run_on_all(lambda: check_nodes(items, engine.slices, tiers, tier), "cannot keep snapshots in memory")
     if replays:
-        check_freezing(state)
+        check_freezing(engine.state)

@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megatron.pretraining.engine.step import Rider, sum_over_workers
-from megatron.pretraining.engine.tokens import TokenBook
-from megatron.pretraining.engine.upstream import Boundaries
 from megatron.pretraining.session.carrying import Carrying
 from megatron.pretraining.session.meter import Meter
 from megatron.pretraining.session.peers import Peers
@@ -33,8 +30,11 @@ from megatron.pretraining.session.storage import Storage, tolerable
 from megatron.pretraining.session.tiers import Tiers, copy_to_storage
 from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan
-from moc.runtime.agreement import first_reported, run_on_rank0
+from moc.runtime.agreement import first_reported, run_on_rank0, sum_over_workers
 from moc.runtime.world import World
+from moc.session.engine import PipelineTap
+from moc.session.participant import VoteParticipant
+from moc.session.tokens import TokenTracker
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation
 from moc.snapshot.saver import Saver
@@ -80,7 +80,7 @@ class Start:
     begun: Mapping[int, Begun] = field(default_factory=dict)
 
 
-class Snapshots(Rider):
+class Snapshots(VoteParticipant):
     """Takes them; all methods are for all workers alike.
 
     Args:
@@ -96,7 +96,7 @@ class Snapshots(Rider):
         most_behind: iterations that may be completed while a snapshot is not safe; None if all may.
         start: what the run goes on from.
         tokens: the token ledger, where snapshots are partial.
-        boundaries: what logs what crosses pipeline stages, if anything does.
+        tap: what logs what crosses pipeline stages, if anything does.
         report: where to say what it costs.
         storage: how storage fares.
         stops: what cannot be saved in storage ends the run, in place of being tried again.
@@ -116,8 +116,8 @@ class Snapshots(Rider):
         blocking: bool,
         most_behind: int | None,
         start: Start,
-        tokens: TokenBook | None,
-        boundaries: Boundaries,
+        tokens: TokenTracker | None,
+        tap: PipelineTap,
         report: SnapshotReport,
         storage: Storage,
         stops: bool = False,
@@ -126,7 +126,7 @@ class Snapshots(Rider):
         self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
         self._publisher, self._describe, self._carrying = publisher, describe, Carrying(tiers, policy)
         self._blocking, self._most_behind = blocking, most_behind
-        self._peers, self._tokens, self._boundaries, self._report = peers, tokens, boundaries, report
+        self._peers, self._tokens, self._tap, self._report = peers, tokens, tap, report
         self._observe, self._storage, self._stops = observe, storage, stops
         spare = SPARE + (peers is not None)  # one more from which peers copy
         self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
@@ -226,19 +226,19 @@ class Snapshots(Rider):
         self._meter.ended(started=plan is not None, busy=bool(busy))
 
     def ballot(self) -> dict[str, float]:
-        """How far this worker has come; see :class:`Rider`."""
+        """How far this worker has come; see :class:`VoteParticipant`."""
         queues = self._queues.ballot()  # before failures are looked for, so that none that counts as done is missed
-        others = (self._tokens.ballot() if self._tokens is not None else {}) | self._boundaries.ballot()
+        others = (self._tokens.ballot() if self._tokens is not None else {}) | self._tap.ballot()
         failed = {"snapshot_failed": float(self._find_failure() is not None)}
         return others | queues | self._storage.ballot() | failed | self._meter.ballot()
 
-    def voted(self, tally: dict[str, float]) -> None:
+    def on_vote(self, tally: dict[str, float]) -> None:
         """Acts on how far all have come, and waits for copies of what the update is about to change.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
-        self._meter.voted()
+        self._meter.on_vote()
         # publishing in memory takes its time; without it not even a microsecond counts, since --snapshot-interval auto
         # measures what is undisturbed
         with self._meter.stalling() if self._all_have("copied", told_of(tally, 0)) else contextlib.nullcontext():
@@ -247,7 +247,7 @@ class Snapshots(Rider):
         if seconds is not None:
             self._report.trained(seconds)
         if self._tokens is not None:
-            self._tokens.voted(tally)
+            self._tokens.on_vote(tally)
         if self._behind:
             with self._meter.stalling():
                 while self._behind:
@@ -285,7 +285,7 @@ class Snapshots(Rider):
             self._peers.rest()
         if self.memory_is_free and self._tiers.leads_node:
             self._tiers.memory.clear()
-        self._boundaries.forget()
+        self._tap.delete()
         self._report.end(self._tokens)
 
     @property
@@ -302,7 +302,7 @@ class Snapshots(Rider):
     def gauges(self) -> dict[str, float]:
         """What there is to see of every iteration."""
         plt = {} if self._tokens is None else {"plt": self._tokens.plt}
-        return plt | self._policy.gauges() | dict(self._boundaries.gauges) | self._storage.gauges
+        return plt | self._policy.gauges() | dict(self._tap.gauges) | self._storage.gauges
 
     @property
     def memory_is_free(self) -> bool:
@@ -327,7 +327,7 @@ class Snapshots(Rider):
         self._publisher.close(patience)
         if self._tokens is not None:
             self._tokens.close()
-        self._boundaries.close()
+        self._tap.close()
 
     @property
     def _behind(self) -> bool:
@@ -450,8 +450,8 @@ class Snapshots(Rider):
         self._report.stalled(self._newest, self._meter.hear(tally))
         if tally["snapshot_failed"]:
             raise CheckpointError(first_reported(self._find_failure()))
-        self._boundaries.voted(tally)
-        self._storage.voted(tally)
+        self._tap.on_vote(tally)
+        self._storage.on_vote(tally)
         self._give_up_older()
         for told in (told_of(tally, place) for place in range(PER_VOTE)):
             if self._all_have("copied", told):
@@ -500,7 +500,7 @@ class Snapshots(Rider):
             if taken.plan.supersedes is not None:
                 self._superseded = taken.plan.supersedes
             self._in_memory = taken
-            self._boundaries.stored(taken.plan)
+            self._tap.stored(taken.plan)
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""
@@ -547,7 +547,7 @@ class Snapshots(Rider):
             self._stored = iteration
         self._storage.stored(iteration)
         if self._tiers.memory is None and taken.plan.since != self._broken_window:
-            self._boundaries.stored(taken.plan)
+            self._tap.stored(taken.plan)
         if self._tokens is not None:
             self._tokens.persisted(iteration)
 

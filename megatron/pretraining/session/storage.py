@@ -68,7 +68,7 @@ class Storage:
         """What this worker's clock says."""
         return {"storage_rests": float(self._failing.rests), "storage_closed": float(not self._is_ready())}
 
-    def voted(self, tally: Mapping[str, float]) -> None:
+    def on_vote(self, tally: Mapping[str, float]) -> None:
         """Hears what all clocks say."""
         self.rests, self.closed = tally["storage_rests"] > 0, tally["storage_closed"] > 0
 

@@ -58,7 +58,7 @@ def test_what_fails_is_told_once_tried_again_later_and_counted():
     disk.failed(21, "no room")
     assert [fields["failures"] for kind, fields in log.told] == [1, 2]
     assert len(log.said) == 1 and "no room" in log.said[0] and "iteration 7" in log.said[0]
-    disk.voted({"storage_rests": 0.0, "storage_closed": 0.0})
+    disk.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
     disk.stored(22)
     assert not disk.rests and "can be saved again" in log.said[1]
 
@@ -67,7 +67,7 @@ def test_nothing_goes_there_before_it_is_ready():
     thread, ready, log = Background("test"), threading.Event(), Log()
     disk = storage(log, prepare=lambda: thread.submit(ready.wait))
     assert disk.closed and disk.ballot()["storage_closed"] == 1.0
-    disk.voted({"storage_rests": 0.0, "storage_closed": 1.0})  # as another worker hears it
+    disk.on_vote({"storage_rests": 0.0, "storage_closed": 1.0})  # as another worker hears it
     assert disk.closed
     ready.set()
     while disk.ballot()["storage_closed"]:

@@ -7,14 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-from megatron.pretraining.checkpoint import contents
-from megatron.pretraining.config import Config
-from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.replay import Reached, Repetition
-from megatron.pretraining.engine.tokens import TokenBook
-from megatron.pretraining.logging.log import Log
 from megatron.pretraining.session.resume.reading import Damage, Key, SnapshotReader
 from megatron.pretraining.session.resume.rebuilding import Rebuilder, position_of, steps_of
 from megatron.pretraining.session.resume.repair import Repair
@@ -27,10 +19,11 @@ from moc.recovery.plan import Inventory, Plan, plans, reason
 from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, Recovery
 from moc.runtime.agreement import gather, run_on_rank0
-from moc.runtime.world import World
+from moc.session.engine import Engine, Listener
+from moc.session.resume.replay import Reached, Replayer
+from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
 from moc.state.detail import Detail
-from moc.state.interface import TrainingState
 from moc.state.record import Position, Records, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -61,43 +54,38 @@ class SnapshotLoader:
     """Loads into this worker's model and optimizer; all methods are collective, and fail on all workers alike.
 
     Args:
-        config: the flags in force.
-        world: this worker's place.
-        state: what to fill.
-        optimizer: of which loss scales are restored.
-        scheduler: the schedule of learning rate and weight decay.
+        engine: whose state is filled.
+        only: iteration of the snapshot to begin with; None for the newest.
         tiers: where snapshots are.
         policy: which goes on from what it was told.
         tokens: the token ledger, where snapshots are partial.
         repair: saves again what lost workers had not saved.
         log: where to report.
-        repetition: computes iterations again.
+        replayer: computes iterations again.
         records: of iterations of late, as far as this worker knows them.
     """
 
     def __init__(
         self,
-        config: Config,
-        world: World,
-        state: TrainingState,
-        optimizer: VotedOptimizer,
-        scheduler: OptimizerParamScheduler,
+        engine: Engine,
+        only: int | None,
         tiers: Tiers,
         policy: Policy,
-        tokens: TokenBook | None,
+        tokens: TokenTracker | None,
         repair: Repair,
-        log: Log,
-        repetition: Repetition,
+        log: Listener,
+        replayer: Replayer,
         records: Records,
     ):
-        self._config, self._world, self._state, self._log = config, world, state, log
-        self._repetition, self._policy, self._tokens = repetition, policy, tokens
+        self._engine, self._world, self._state, self._log = engine, engine.world, engine.state, log
+        self._only = only
+        self._replayer, self._policy, self._tokens = replayer, policy, tokens
         self._repair = repair
-        self._stage = world.pipeline_rank
+        self._stage = engine.world.pipeline_rank
         self._tiers, self._storage, self._memory = tiers, tiers.storage, tiers.memory
         self._leads_node = tiers.leads_node
-        self._reader = SnapshotReader(config, world, state, tiers, policy.exact)
-        self._rebuilder = Rebuilder(world, state, optimizer, scheduler, self._reader, repetition, records, repair, log)
+        self._reader = SnapshotReader(engine, tiers, policy.exact)
+        self._rebuilder = Rebuilder(engine, self._reader, replayer, records, repair, log)
         self._damage: str | None = None
         self._unseen = False  # storage has not told what it has
 
@@ -209,7 +197,7 @@ class SnapshotLoader:
 
     def _leave(self, plan: Plan, mine: Left | None) -> None:
         """What this worker has is about to be written over, unless it keeps it, or goes on with it."""
-        course, progress = plan.course(self._stage), self._repetition.progress
+        course, progress = plan.course(self._stage), self._replayer.progress
         if course is None or not course.goes_on:
             progress.move_to(None)
         elif mine is not None and mine.live is not None:
@@ -218,11 +206,11 @@ class SnapshotLoader:
             mine.live = None
 
     def _check_change(self, held: list[Held], iteration: int = -1) -> None:
-        if self._config.checkpoint.ckpt_step is None and (why := refusal(held, self._policy, iteration)):
+        if self._only is None and (why := refusal(held, self._policy, iteration)):
             raise CheckpointError(why)
 
     def _refuse(self, held: list[Held]) -> NoReturn:
-        nothing, only = reason(Inventory(held), self._policy.operators), self._config.checkpoint.ckpt_step
+        nothing, only = reason(Inventory(held), self._policy.operators), self._only
         if only is not None:
             path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
             nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
@@ -232,7 +220,7 @@ class SnapshotLoader:
         )
 
     def _plans(self, held: list[Held], left: Survivors) -> Iterator[Plan]:
-        only = None if left.again else self._config.checkpoint.ckpt_step
+        only = None if left.again else self._only
         return plans(
             Inventory(held, left.live, left.pieces, left.logs), self._policy.operators, self._policy.exact, only
         )
@@ -242,7 +230,7 @@ class SnapshotLoader:
         course = plan.course(self._stage)
         until = plan.iteration if course is None else course.begin
         served = {iteration: plan.computing(iteration) for iteration in plan.again if iteration <= until}
-        damaged = self._repetition.stepper.boundaries.damaged(served)
+        damaged = self._engine.tap.damaged(served)
         told = {rank: iterations for rank, iterations in enumerate(gather(damaged)) if iterations}
         if told:
             self._log.message(f"WARNING: upstream logs of workers {', '.join(map(str, told))} are damaged")
@@ -283,7 +271,7 @@ class SnapshotLoader:
         """Brings all workers to where those are who keep their state; what of it is not a tensor."""
         saved = left.states[plan.iteration]
         if self._world.rank in plan.complete:
-            self._repetition.complete(_record(saved))
+            self._replayer.complete(_record(saved))
         self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
         if self._tokens is not None:
             self._tokens.goes_on(saved["ledger"])
@@ -313,7 +301,7 @@ class SnapshotLoader:
     def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
         """All but the tensors."""
         self._rebuilder.restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
-        contents.warn_of_other_samples(self._config, self._world, saved["sample_order"], self._log.message)
+        self._engine.compare_samples(saved, self._log.message)
         if policy == self._policy.name:  # another one has measured and remembers other things
             if saved.get("interval"):
                 self._policy.interval.load_state_dict(saved["interval"])

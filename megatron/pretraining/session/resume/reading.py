@@ -7,17 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from megatron.pretraining.checkpoint import contents
-from megatron.pretraining.config import Config
-from megatron.pretraining.engine.replay import record_of
 from megatron.pretraining.session.resume.tied_weights import saved_elsewhere
 from megatron.pretraining.session.tiers import Tiers
 from moc.faults import reach
 from moc.recovery.sources import BEFORE, COMPUTE, MEMORY, STORAGE, Held, Moment, Recovery, part_of_slot
-from moc.runtime.world import World
+from moc.session.engine import Engine
+from moc.session.resume.replay import record_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
-from moc.state.interface import TrainingState
 from moc.state.operators import operator_of
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
@@ -48,15 +45,13 @@ class SnapshotReader:
     """Reads into the state of this worker; asks nothing of the others.
 
     Args:
-        config: the flags in force.
-        world: this worker's place.
-        state: what to fill.
+        engine: whose state is filled.
         tiers: where snapshots are.
         exact: of a damaged checkpoint nothing is of use; if not, other experts may be.
     """
 
-    def __init__(self, config: Config, world: World, state: TrainingState, tiers: Tiers, exact: bool):
-        self._config, self._world, self._state, self._exact = config, world, state, exact
+    def __init__(self, engine: Engine, tiers: Tiers, exact: bool):
+        self._engine, self._world, self._state, self._exact = engine, engine.world, engine.state, exact
         self._stores = {STORAGE: tiers.storage, MEMORY: tiers.memory, BEFORE: tiers.before}
 
     def fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
@@ -145,7 +140,4 @@ class SnapshotReader:
         Raises:
             CheckpointError: it is.
         """
-        contents.check_shape(self._config, manifest.state["shape"], self.where(held))
-        contents.check_optimizer(self._config, manifest.state, self.where(held))
-        if window:
-            contents.check_window(self._config, manifest.state, self.where(held))
+        self._engine.check(manifest.state, self.where(held), window)

@@ -11,21 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-from megatron.pretraining.checkpoint import contents
-from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.replay import Reached, Repetition, check_freezing, nothing_frozen_after, record_of
-from megatron.pretraining.logging.log import Log
 from megatron.pretraining.session.resume.reading import Damage, Key, Problem, SnapshotReader
 from megatron.pretraining.session.resume.repair import Repair
 from megatron.pretraining.session.resume.tied_weights import give_to_other_stages
 from moc.recovery.going_on import Course
 from moc.recovery.plan import Plan
 from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.session.engine import Engine, Listener
+from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing_frozen_after, record_of
 from moc.state.fragments import Fragment
-from moc.state.interface import TrainingState
 from moc.state.record import Position, Records, StepRecord
 from moc.store.manifest import Manifest
 
@@ -34,12 +28,9 @@ class Rebuilder:
     """Brings this worker's state to where a plan goes on; all methods are collective.
 
     Args:
-        world: this worker's place.
-        state: what to fill.
-        optimizer: of which loss scales are restored.
-        scheduler: the schedule of learning rate and weight decay.
+        engine: whose state is filled.
         reader: of snapshots.
-        repetition: computes iterations again.
+        replayer: computes iterations again.
         records: of iterations of late, as far as this worker knows them.
         repair: saves again what lost workers had not saved.
         log: where to report.
@@ -47,18 +38,15 @@ class Rebuilder:
 
     def __init__(
         self,
-        world: World,
-        state: TrainingState,
-        optimizer: VotedOptimizer,
-        scheduler: OptimizerParamScheduler,
+        engine: Engine,
         reader: SnapshotReader,
-        repetition: Repetition,
+        replayer: Replayer,
         records: Records,
         repair: Repair,
-        log: Log,
+        log: Listener,
     ):
-        self._world, self._state, self._optimizer, self._scheduler = world, state, optimizer, scheduler
-        self._reader, self._repetition, self._records, self._repair = reader, repetition, records, repair
+        self._engine, self._world, self._state = engine, engine.world, engine.state
+        self._reader, self._replayer, self._records, self._repair = reader, replayer, records, repair
         self._log = log
 
     def rebuild(self, plan: Plan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
@@ -90,7 +78,7 @@ class Rebuilder:
         Args:
             cut_off: by a recovery that another loss has ended, or a snapshot that is damaged.
         """
-        for one in self._repetition.repeated():
+        for one in self._replayer.repeated():
             self._log.events.write(
                 "replay",
                 iteration=one.iteration,
@@ -122,8 +110,7 @@ class Rebuilder:
         latest = max(steps.values(), default=None)
         if latest is not None:
             self._state.set_steps({name: steps.get(name, latest) for name in operators})
-        contents.restore_grad_scaler(self._optimizer, saved["grad_scaler"])
-        contents.restore_scheduler(self._scheduler, saved["scheduler"], where)
+        self._engine.load_scalars(saved, where)
 
     def _courses(self, plan: Plan) -> list[Course]:
         """Of all stages, each once."""
@@ -180,12 +167,12 @@ class Rebuilder:
 
     def _complete(self, course: Course) -> None:
         """Completes the iteration that others of this stage have completed, so that all of it begin alike."""
-        progress, lacking = self._repetition.progress, _lacking(course)
+        progress, lacking = self._replayer.progress, _lacking(course)
         (record,) = self._records.of([course.begin])
         position = progress.at.position.after(record)
         self._state.freeze(lacking)
         progress.move_to(None)
-        self._repetition.complete(record)
+        self._replayer.complete(record)
         progress.move_to(Reached(position, frozenset(lacking)))
 
     def _load(
@@ -214,7 +201,7 @@ class Rebuilder:
         """The iteration after one, once the state is that of the one."""
         stages = plan.computing(iteration + 1)
         if course is None or iteration < course.begin:
-            self._repetition.serve(iteration + 1, stages)
+            self._replayer.serve(iteration + 1, stages)
             return
         moment = course.moment(iteration)
         if moment is not None:
@@ -223,13 +210,13 @@ class Rebuilder:
             self.restore_moment(here.state, steps_of(here), moment.full, self._reader.where(held))
             position = position_of(here.state)
         else:
-            position = self._repetition.progress.at.position
+            position = self._replayer.progress.at.position
             if iteration == course.begin:
                 self._state.gather_weights()
         if iteration >= course.whole:
             self._repair.comes_by(iteration)
         record = self._record(course, iteration + 1, manifests)
-        self._repetition.compute(position, record, self._state.frozen, stages)
+        self._replayer.compute(position, record, self._state.frozen, stages)
 
     def _record(self, course: Course, iteration: int, manifests: dict[Key, Manifest]) -> StepRecord:
         """Of an iteration: as long as snapshots are loaded, the next one tells it."""

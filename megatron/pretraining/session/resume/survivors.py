@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron.pretraining.engine.replay import Repetition
 from megatron.pretraining.session.publishing import Publisher
 from megatron.pretraining.session.tiers import Tiers
 from moc.recovery.replicas import pieces
 from moc.recovery.scope import Logs
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.world import World
+from moc.session.engine import Engine
+from moc.session.resume.replay import Progress
 from moc.state.detail import Detail
-from moc.state.interface import TrainingState
 from moc.state.record import Position, Records
 from moc.store.store import Store
 
@@ -95,18 +95,16 @@ class Survivors:
         return replace(self, logs=replace(self.logs, kept=kept))
 
 
-def survivors(
-    mine: Left | None, state: TrainingState, world: World, records: Records, repetition: Repetition
-) -> Survivors:
+def survivors(mine: Left | None, engine: Engine, records: Records, progress: Progress) -> Survivors:
     """Tells all what this worker has left, and hears the same of the others; a collective call.
 
     Args:
         mine: what this one has left; None if its state is that which was built.
-        state: of this worker.
-        world: its place.
+        engine: of this worker.
         records: of iterations of late.
-        repetition: it knows what has logged what crossed pipeline stages, and how far it has come itself.
+        progress: how far this worker has come with computing iterations again.
     """
+    world = engine.world
     own = mine.live if mine is not None else None
     at = own.position.iteration if own is not None else None
     told = gather((mine is not None, at))
@@ -118,11 +116,11 @@ def survivors(
     speaks = at is not None and world.rank == min(rank for rank, other in live.items() if other == at)
     states = dict(one for one in gather((at, own.state) if speaks else None) if one is not None)
     steps: dict[int, dict[str, int]] = {iteration: {} for iteration in states}
-    for rank, counted in enumerate(gather(state.steps())):
+    for rank, counted in enumerate(gather(engine.state.steps())):
         if rank in live:
             steps[live[rank]] |= counted
-    logs = _logs(world, records, repetition) if repetition.stepper.boundaries.feeds else None
-    return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(state)))), steps, logs)
+    logs = _logs(engine, records, progress) if engine.tap.feeds else None
+    return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(engine.state)))), steps, logs)
 
 
 def _of_first(mine: Mapping[int, Begun], world: World) -> dict[int, Begun]:
@@ -133,13 +131,12 @@ def _of_first(mine: Mapping[int, Begun], world: World) -> dict[int, Begun]:
     return {iteration: begun for one in told for iteration, begun in one.items()}
 
 
-def _logs(world: World, records: Records, repetition: Repetition) -> Logs:
-    boundaries, reduced = repetition.stepper.boundaries, repetition.stepper.optimizer.reduced
-    mine = world.pipeline_rank, boundaries.kept(), reduced, repetition.progress.told, records.iterations()
+def _logs(engine: Engine, records: Records, progress: Progress) -> Logs:
+    mine = engine.world.pipeline_rank, engine.tap.kept(), engine.reduced, progress.told, records.iterations()
     stages, kept, reduced, replayed, known = (dict(enumerate(told)) for told in zip(*gather(mine), strict=True))
     return Logs(
         stages=stages,
-        feeds=boundaries.feeds,
+        feeds=engine.tap.feeds,
         kept=kept,
         reduced={rank: iteration for rank, iteration in reduced.items() if iteration is not None},
         records=set().union(*known.values()),

@@ -6,8 +6,8 @@
         compute the next iteration again                    # the step record of that iteration says how it was clipped
 
 Here is how an iteration is computed again, and who knows that it was; the order has
-:mod:`megatron.pretraining.session.resume.rebuilding`.  All workers do it together, or the stages that have lost
-something alone: the others :meth:`Repetition.serve` what they had sent them (section 3.4).  Randomness and samples
+:mod:`moc.session.resume.rebuilding`.  All workers do it together, or the stages that have lost
+something alone: the others :meth:`Replayer.serve` what they had sent them (section 3.4).  Randomness and samples
 follow from the position, the weights of frozen operators are those that the iteration was computed with, and gradients
 of the others do not depend on whether these learn.  So every update is the one that was, to the last bit.
 """
@@ -25,16 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megatron.pretraining.data.streams import BatchStream
-from megatron.pretraining.engine.step import Stepper, mean_loss
 from moc.faults import reach
 from moc.recovery.scope import Replayed
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.groups import settled
+from moc.session.engine import Engine
 from moc.state.interface import FreezingError, TrainingState
-from moc.state.record import Position, StepRecord
+from moc.state.record import Position, StepRecord, mean_loss
 from moc.store.errors import CheckpointError
 
 
@@ -74,7 +72,7 @@ class Progress:
         return self.at and Replayed(self.at.position.iteration, self.at.frozen, self.reduced)
 
 
-class Repeated(NamedTuple):
+class ReplayedStep(NamedTuple):
     """An iteration that was computed again.
 
     Attributes:
@@ -111,23 +109,20 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Repetition:
-    """What computes iterations again that are known by their records.
+class Replayer:
+    """Computes iterations again that are known by their records.
 
     Attributes:
-        stepper: of this worker; its rider is not asked.
-        stream: this worker's samples; None on stages that read none.
+        engine: of this worker.
         progress: how far it has come, which outlives the generation.
     """
 
-    stepper: Stepper
-    stream: BatchStream | None
+    engine: Engine
     progress: Progress = field(default_factory=Progress)
 
     def complete(self, record: StepRecord) -> None:
         """Completes an iteration of which this worker has the reduced gradients, but not seen the vote."""
-        self.stepper.optimizer.take_gradients()
-        self.stepper.complete(record)
+        self.engine.complete(record)
 
     def compute(self, position: Position, record: StepRecord, frozen: Collection[str], stages: Collection[int]) -> None:
         """Computes the iteration after a position again.
@@ -139,13 +134,11 @@ class Repetition:
             stages: that compute it, while others serve it; none where all compute it.
         """
         reach("replaying", record.iteration)
-        begun, stepper = time.perf_counter(), self.stepper
-        rate = stepper.optimizer.learning_rate
-        samples = None if self.stream is None else self.stream.iteration(position.consumed_samples)
-        with stepper.boundaries.replaying(stages):
+        begun = time.perf_counter()
+        with self.engine.tap.replaying(stages):
             completing = partial(self._completing, Reached(position.after(record), frozenset(frozen)))
-            sums = {name: float(value) for name, value in stepper.repeat(record, samples, completing).items()}
-        seconds, stage = time.perf_counter() - begun, stepper.world.pipeline_rank
+            sums, rate = self.engine.replay(record, position, completing)
+        seconds, stage = time.perf_counter() - begun, self.engine.world.pipeline_rank
         part = _Part(stage, frozenset(stages), len(frozen), seconds, rate, record, sums)
         self.progress.parts.append(part)
 
@@ -156,18 +149,18 @@ class Repetition:
         Nobody begins with it before all of its stage have the reduced gradients: should they be called away now, those
         that have not begun can complete it, too.
         """
-        settled(self.stepper.world.device)
+        settled(self.engine.world.device)
         self.progress.reduced = True
-        wait_for_stage(self.stepper.world.device)
+        wait_for_stage(self.engine)
         self.progress.move_to(None)
         yield
         self.progress.move_to(then)
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
         """Gives stages that compute an iteration again what this worker sent them then."""
-        self.stepper.boundaries.serve(iteration, stages)
+        self.engine.tap.serve(iteration, stages)
 
-    def repeated(self) -> list[Repeated]:
+    def repeated(self) -> list[ReplayedStep]:
         """What was computed again and not told yet; a collective call."""
         mine, self.progress.parts = self.progress.parts, []
         parts: dict[int, list[_Part]] = defaultdict(list)
@@ -175,8 +168,8 @@ class Repetition:
             parts[part.record.iteration].append(part)
         return [self._sum_up(iteration, of_workers) for iteration, of_workers in sorted(parts.items())]
 
-    def _sum_up(self, iteration: int, parts: Sequence[_Part]) -> Repeated:
-        world, (first, *_) = self.stepper.world, parts
+    def _sum_up(self, iteration: int, parts: Sequence[_Part]) -> ReplayedStep:
+        world, (first, *_) = self.engine.world, parts
         loss = exact = None
         is_not = ""
         last = sum(part.stage == world.pipeline_size - 1 for part in parts)
@@ -188,13 +181,12 @@ class Repetition:
             is_not = f"loss {loss} and learning rate {first.rate}; {had}"
         stages = tuple(sorted(set().union(*(part.stages for part in parts))))
         frozen, seconds = max(part.frozen for part in parts), max(part.seconds for part in parts)
-        return Repeated(iteration, frozen, seconds, len(parts), stages, loss, exact, is_not)
+        return ReplayedStep(iteration, frozen, seconds, len(parts), stages, loss, exact, is_not)
 
 
-def wait_for_stage(device: torch.device) -> None:
+def wait_for_stage(engine: Engine) -> None:
     """Returns when all workers of this pipeline stage have come here; a collective call of them."""
-    peers = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(torch.zeros((), device=device), group=peers)
+    dist.all_reduce(torch.zeros((), device=engine.world.device), group=engine.peers)
 
 
 @contextlib.contextmanager

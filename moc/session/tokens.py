@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron.core.distributed import DistributedDataParallel
-
-from megatron.pretraining.config import Config, train_iterations
-from megatron.pretraining.engine.routing import RouterCounts
 from moc.policy import Load, SnapshotPlan
 from moc.policy.ledger import Ledger
 from moc.recovery.sources import Recovery
-from moc.runtime.world import World
+from moc.session.engine import Engine
 from moc.state.detail import Detail
-from moc.state.operators import Operator
 
 Experts = dict[int, list[int]]
 
@@ -32,35 +27,23 @@ class Raised(NamedTuple):
     of_training: float = 0.0
 
 
-class TokenBook:
+class TokenTracker:
     """Keeps the ledger; all methods are for all workers alike.
 
     Args:
-        config: the flags in force.
-        world: this worker's place.
-        chunks: whose routers are counted.
-        operators: of the model.
+        engine: whose routers are counted.
+        train_iters: iterations of the whole training.
         with_probabilities: hear, too, with what probabilities routers chose.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        chunks: list[DistributedDataParallel],
-        operators: Iterable[Operator],
-        with_probabilities: bool = False,
-    ):
-        self._experts = {o.name: (o.layer, o.expert) for o in operators if o.expert is not None}
+    def __init__(self, engine: Engine, train_iters: int, with_probabilities: bool = False):
+        self._experts = {o.name: (o.layer, o.expert) for o in engine.operators if o.expert is not None}
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1
-        padded = config.moe.moe_pad_expert_input_to_capacity
-        self._counts = RouterCounts(
-            chunks, sorted(numbers), config.moe.num_experts or 0, padded, world.device, with_probabilities
-        )
+        self._counts = engine.router_tally(sorted(numbers), with_probabilities)
         self._ledger, self._heard = Ledger.of(numbers), ({}, {})
-        self._train_iters = max(1, train_iterations(config, world.size))
+        self._train_iters = max(1, train_iters)
         self._with_probabilities = with_probabilities
         self.probabilities: dict[int, list[float]] = {}
         """By layer and expert, the sum of those with which it was given tokens in the last iteration."""
@@ -70,10 +53,10 @@ class TokenBook:
         self._counts.close()
 
     def ballot(self) -> dict:
-        """What this worker's routers did; see :class:`megatron.pretraining.engine.step.Rider`."""
+        """What this worker's routers did; see :class:`moc.session.participant.VoteParticipant`."""
         return self._counts.take()
 
-    def voted(self, tally: dict) -> None:
+    def on_vote(self, tally: dict) -> None:
         """Hears what all routers did."""
         self._heard = self._counts.by_layer(tally)
         if self._with_probabilities:

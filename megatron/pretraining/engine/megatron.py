@@ -1,0 +1,110 @@
+"""megatron-core as an engine of :mod:`moc.session`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.pretraining.checkpoint import contents
+from megatron.pretraining.config import Config, layout_sizes
+from megatron.pretraining.data.streams import BatchStream
+from megatron.pretraining.engine.routing import RouterCounts
+from megatron.pretraining.engine.state import MegatronState
+from megatron.pretraining.engine.step import Stepper
+from megatron.pretraining.model.shape import model_shape
+from moc.session.engine import Outcome
+from moc.sharding.layout import Layout
+from moc.state.record import Position, StepRecord
+from moc.state.shape import model_operators
+
+
+class MegatronEngine:
+    """What a session asks of this worker; see :class:`moc.session.engine.Engine`.
+
+    Args:
+        config: the flags in force.
+        stepper: computes iterations; its participants in the vote are not asked.
+        stream: this worker's samples; None on stages that read none.
+        vocab_size: rows of the embedding.
+    """
+
+    def __init__(self, config: Config, stepper: Stepper, stream: BatchStream | None, vocab_size: int):
+        self._config, self._stepper, self._stream = config, stepper, stream
+        self.world, self.tap = stepper.world, stepper.boundaries
+        self.state = MegatronState(stepper.chunks, stepper.optimizer.core)
+        self.operators = model_operators(model_shape(config.network, config.moe, vocab_size))
+        self.layout = layout_sizes(config, stepper.world.size)
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """By layer, the pipeline stage that computes it."""
+        return stages_of(self._config)
+
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        """The workers of this pipeline stage."""
+        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+    @property
+    def slices(self) -> Sequence[int]:
+        """Ranks that hold the tensor-parallel slices of what this one holds."""
+        return dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+
+    @property
+    def reduced(self) -> int | None:
+        """The iteration of which this worker still has the reduced gradients."""
+        return self._stepper.optimizer.reduced
+
+    def scalars(self, position: Position) -> dict:
+        """What of the state is not a tensor."""
+        state = contents.training_state(
+            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler
+        )
+        return state | {"optimizer": self._config.regularization.optimizer}  # snapshots always have its state
+
+    def load_scalars(self, saved: Mapping, where: str) -> None:
+        """Restores loss scale and learning-rate schedule."""
+        contents.restore_grad_scaler(self._stepper.optimizer, saved["grad_scaler"])
+        contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
+
+    def check(self, saved: Mapping, where: str, window: bool = False) -> None:
+        """Refuses the state of another model or optimizer, and a window of another precision."""
+        contents.check_shape(self._config, saved["shape"], where)
+        contents.check_optimizer(self._config, saved, where)
+        if window:
+            contents.check_window(self._config, saved, where)
+
+    def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
+        """Warns where samples come in another order."""
+        contents.warn_of_other_samples(self._config, self.world, saved["sample_order"], say)
+
+    def replay(
+        self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
+    ) -> Outcome:
+        """Computes an iteration again."""
+        rate = self._stepper.optimizer.learning_rate
+        samples = None if self._stream is None else self._stream.iteration(position.consumed_samples)
+        sums = self._stepper.repeat(record, samples, completing)
+        return Outcome({name: float(value) for name, value in sums.items()}, rate)
+
+    def complete(self, record: StepRecord) -> None:
+        """Updates the state from the reduced gradients that are left."""
+        self._stepper.optimizer.take_gradients()
+        self._stepper.complete(record)
+
+    def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterCounts:
+        """Counts what routers do."""
+        moe, chunks = self._config.moe, self._stepper.chunks
+        padded = moe.moe_pad_expert_input_to_capacity
+        return RouterCounts(chunks, list(layers), moe.num_experts or 0, padded, self.world.device, with_probabilities)
+
+
+def stages_of(config: Config) -> tuple[int, ...]:
+    """By layer, the pipeline stage that computes it."""
+    parallel, layers = config.parallel, config.network.num_layers
+    pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))

@@ -1,0 +1,1 @@
+"""Fault tolerance of a run: snapshots beside training, and the way back."""

@@ -1,0 +1,1 @@
+"""Where a run begins: what is left, and how the state is made of it."""
