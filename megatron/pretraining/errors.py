@@ -17,6 +17,7 @@ from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.process.rank0 import let_first_worker_speak
 from moc.runtime.agreement import first_line
 from moc.runtime.groups import Aborted, Suspicion
+from moc.session.settings import SettingsError
 
 EXIT_FLAGS = 2
 EXIT_FAILED = 1
@@ -29,7 +30,7 @@ def reported():
         yield
     except (CheckpointError, NonFiniteError) as error:
         _end(str(error), EXIT_FAILED)
-    except (ConfigError, TokenizerError) as error:
+    except (ConfigError, SettingsError, TokenizerError) as error:
         _end(str(error), EXIT_FLAGS)
     except (Aborted, Suspicion, dist.DistError) as error:  # whoever is called away by a loss goes on, and is not here
         _end(

@@ -16,10 +16,10 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.session.auto import PlannedAnew
 from megatron.pretraining.session.setup import NothingToGoOnFrom
-from megatron.pretraining.session.snapshots import LAST_TRIES_S
 from megatron.pretraining.setup import Providers, Run, build, start
 from moc.runtime.job import join_job
 from moc.runtime.progress import progress
+from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord
 from moc.store.tiers import memory_of_run
 

@@ -27,14 +27,14 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.session.auto import Auto
 from megatron.pretraining.session.none import NoSnapshots
-from megatron.pretraining.session.resume.survivors import Left
 from megatron.pretraining.session.setup import begin
-from megatron.pretraining.session.snapshots import Snapshots
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Loss
 from moc.runtime.world import World
 from moc.session.resume.replay import Progress
+from moc.session.resume.survivors import Left
+from moc.session.snapshots import Snapshots
 from moc.state.record import Position, Records
 
 

@@ -15,10 +15,10 @@ from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
-from megatron.pretraining.session.publishing import Publisher
 from megatron.pretraining.session.setup import begin
-from megatron.pretraining.session.snapshots import Snapshots
+from moc.session.publishing import Publisher
 from moc.session.resume.replay import Progress
+from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.record import Records

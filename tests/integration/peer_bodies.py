@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.pretraining.session.peers import Peers
-from megatron.pretraining.session.tiers import Tiers
 from moc.policy import Every
 from moc.policy.full import Full
 from moc.recovery.placement import place
 from moc.runtime import environment, job_token
 from moc.runtime.agreement import gather
+from moc.session.peers import Peers
+from moc.session.tiers import Tiers
 from moc.state.operators import Operator
 from moc.state.region import Region
 from moc.store.digest import digest_of

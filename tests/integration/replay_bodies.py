@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from megatron.pretraining.engine.megatron import MegatronEngine
-from megatron.pretraining.session.resume.rebuilding import Rebuilder
 from moc.recovery.going_on import Course
 from moc.recovery.sources import MASTER, STORAGE, Held, Moment, Recovery
 from moc.session.resume import replay
+from moc.session.resume.rebuilding import Rebuilder
 from moc.session.resume.replay import Reached, Replayer
 from moc.state.detail import Detail
 from moc.state.record import Records

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron.pretraining.session import snapshots
+from moc.session import snapshots
 from moc.snapshot import capture
 from moc.store import durable, places
 from moc.store.regions import FileLayout

@@ -22,9 +22,6 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import Snapshot
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.session.peers import DEFAULT_REPLICAS
-from megatron.pretraining.session.resume.survivors import Left
-from megatron.pretraining.session.tiers import LOOKING_S, Tiers
 from moc.policy import POLICIES, Every, Observed
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
@@ -32,6 +29,9 @@ from moc.policy.pec import Pec
 from moc.policy.plan import Busiest
 from moc.policy.sparse import Sparse
 from moc.runtime.agreement import gather
+from moc.session.peers import DEFAULT_REPLICAS
+from moc.session.resume.survivors import Left
+from moc.session.tiers import LOOKING_S, Tiers
 from moc.simulate.planner import Candidate, Limits, Plan, best_of, keeps_to
 from moc.simulate.running import (
     NAMES,

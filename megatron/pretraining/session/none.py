@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron.pretraining.session.resume.survivors import Begun, Live
 from moc.session.participant import VoteParticipant
+from moc.session.resume.survivors import Begun, Live
 from moc.state.record import Position, StepRecord
 
 

@@ -10,20 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import Config, ConfigError, train_iterations
+from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.session.auto import Auto
-from megatron.pretraining.session.claims import claimed, take_places
 from megatron.pretraining.session.none import NoSnapshots
-from megatron.pretraining.session.peers import Peers, join_peers
-from megatron.pretraining.session.publishing import Publisher
-from megatron.pretraining.session.report import SnapshotReport
-from megatron.pretraining.session.resume.loading import Loaded, SnapshotLoader
-from megatron.pretraining.session.resume.repair import Repair
-from megatron.pretraining.session.resume.survivors import Left, Survivors, publish_what_is_whole, survivors
-from megatron.pretraining.session.snapshots import Snapshots, Start
-from megatron.pretraining.session.storage import Storage
-from megatron.pretraining.session.tiers import LOOKING_S, Tiers, check_nodes
+from megatron.pretraining.session.settings import settings_of
 from moc.policy import Policy, interval_named, policy_named
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
@@ -32,8 +23,19 @@ from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all, run_on_rank0
 from moc.runtime.world import World
+from moc.session.claims import claimed, take_places
 from moc.session.engine import Engine
+from moc.session.peers import Peers, join_peers
+from moc.session.publishing import Publisher
+from moc.session.report import SnapshotReport
+from moc.session.resume.loading import Loaded, SnapshotLoader
+from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Progress, Replayer, check_freezing
+from moc.session.resume.survivors import Left, Survivors, publish_what_is_whole, survivors
+from moc.session.settings import Settings, SettingsError
+from moc.session.snapshots import Snapshots, Start
+from moc.session.storage import Storage
+from moc.session.tiers import LOOKING_S, Tiers, check_nodes
 from moc.session.tokens import TokenTracker
 from moc.sharding import scheme_named
 from moc.sharding.shares import Stage, describe, pack, unpack
@@ -90,23 +92,25 @@ def begin(
             raise NothingToGoOnFrom
         return checkpoints.load() or Position(), NoSnapshots()
     world, tap = engine.world, engine.tap
-    claim = claimed(config, world, mine, log)
-    tiers = _tiers(config, world, claim)
-    beside = take_places(config, tiers, world, mine is not None, log)
+    settings = settings_of(config, world.size)
+    claim = claimed(settings, world, mine, log)
+    tiers = _tiers(settings, world, claim)
+    beside = take_places(settings, tiers, world, mine is not None, log)
     if auto is not None:
         config = auto.in_force(tiers, mine, first=world.rank == 0)
-        tiers = dataclasses.replace(_tiers(config, world, claim), storage=tiers.storage)
+        settings = settings_of(config, world.size)
+        tiers = dataclasses.replace(_tiers(settings, world, claim), storage=tiers.storage)
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
         counts = auto is not None and auto.counts_tokens
-        its = _setting(config, engine, log, mine is not None, counts, tiers, undo, beside)
-        if config.snapshot.upstream_logging:
-            logs = _memory(config, world, its.tiers.nodes, claim).root
+        its = _setting(config, settings, engine, log, mine is not None, counts, tiers, undo, beside)
+        if settings.upstream_logging:
+            logs = _memory(settings, world, its.tiers.nodes, claim).root
             run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
             undo.callback(tap.close)
-        saved = Contents(engine.state, its.stage, world.rank, scheme_named(config.snapshot.ckpt_sharding))
+        saved = Contents(engine.state, its.stage, world.rank, scheme_named(settings.sharding))
         loader = SnapshotLoader(
             engine=engine,
-            only=config.checkpoint.ckpt_step,
+            only=settings.begin_at,
             tiers=its.tiers,
             policy=its.policy,
             tokens=its.tokens,
@@ -117,16 +121,16 @@ def begin(
         )
         left = survivors(mine, engine, records, progress)
         start = _go_on(its, loader, checkpoints, world, log, left, mine)
-        storage = _storage(config, its, world, start, log)
+        storage = _storage(settings, its, world, start, log)
         its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
         if auto is not None:
             ep = config.parallel.expert_model_parallel_size
-            auto.sized(busiest, its.policy.operators, ep, engine.stages, lambda: _may_replay(config, engine, its))
+            auto.sized(busiest, its.policy.operators, ep, engine.stages, lambda: _may_replay(settings, engine, its))
         saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
         undo.callback(saver.close)
-        report = SnapshotReport(log, config.snapshot.ckpt_tier)
+        report = SnapshotReport(log, settings.tier)
         if mine is None and auto is None:
-            report.expected(its.policy, config, train_iterations(config, world.size))
+            report.expected(its.policy, settings)
         snapshots = Snapshots(
             world=world,
             policy=its.policy,
@@ -136,14 +140,14 @@ def begin(
             tiers=its.tiers,
             peers=its.peers,
             describe=_describer(engine, its.policy, its.tokens, auto),
-            blocking=config.snapshot.ckpt_blocking,
-            most_behind=config.snapshot.max_snapshot_lag,
+            blocking=settings.blocking,
+            most_behind=settings.most_behind,
             start=start,
             tokens=its.tokens,
             tap=tap,
             report=report,
             storage=storage,
-            stops=config.checkpoint.save_failure == "stop",
+            stops=settings.stops,
             observe=(lambda seen: None) if auto is None else auto.observe,
         )
         snapshots.reserve()
@@ -177,6 +181,7 @@ class _Setting:
 
 def _setting(
     config: Config,
+    settings: Settings,
     engine: Engine,
     log: Log,
     again: bool,
@@ -186,16 +191,16 @@ def _setting(
     beside: bool,
 ) -> _Setting:
     policy = _policy(config, engine)
-    peers = join_peers(config, tiers, policy, log, again)
+    peers = join_peers(settings, tiers, policy, log, again)
     if peers is not None:
         undo.callback(peers.close)
     stage = _stage(engine)
-    _check_saving(engine, stage, tiers, config.snapshot.ckpt_tier, policy, policy.replays)
+    _check_saving(engine, stage, tiers, settings.tier, policy, policy.replays)
     publisher = Publisher(engine.world, policy, tiers, engine.layout, log)
     undo.callback(publisher.close)
     tokens = None
     if counts_tokens or policy.counts_tokens:
-        tokens = TokenTracker(engine, train_iterations(config, engine.world.size), policy.counts_probabilities)
+        tokens = TokenTracker(engine, settings.train_iters, policy.counts_probabilities)
         undo.callback(tokens.close)
     return _Setting(tiers, peers, policy, stage, publisher, tokens, beside)
 
@@ -233,14 +238,14 @@ def _go_on(
     return start
 
 
-def _storage(config: Config, its: _Setting, world: World, start: Start, log: Log) -> Storage:
+def _storage(settings: Settings, its: _Setting, world: World, start: Start, log: Log) -> Storage:
     """How storage fares; if the job goes on from memory, nothing waits until it is taken and tidied up."""
 
     def make_ready() -> None:
         its.tiers.storage.take()
         _tidy_storage(its.tiers, start)
 
-    prepares, asked = its.beside and world.rank == 0, config.snapshot.persist_interval
+    prepares, asked = its.beside and world.rank == 0, settings.persist_interval
     return Storage(
         name=its.tiers.storage.place.name,
         every=its.tiers.persist_interval if its.tiers.memory is not None else None,
@@ -288,35 +293,34 @@ def _describer(
     }
 
 
-def _may_replay(config: Config, engine: Engine, its: _Setting) -> bool:
+def _may_replay(settings: Settings, engine: Engine, its: _Setting) -> bool:
     try:
-        _check_saving(engine, its.stage, its.tiers, config.snapshot.ckpt_tier, its.policy, replays=True)
+        _check_saving(engine, its.stage, its.tiers, settings.tier, its.policy, replays=True)
     except CheckpointError:
         return False
     return True
 
 
-def _tiers(config: Config, world: World, claim: Claim) -> Tiers:
-    snapshot, directory = config.snapshot, config.snapshot_dir
-    nodes = _nodes(snapshot.node_of_rank, world)
+def _tiers(settings: Settings, world: World, claim: Claim) -> Tiers:
+    nodes = _nodes(settings.nodes, world)
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
-    memory = Store(_memory(config, world, nodes, claim), slack=True) if snapshot.ckpt_tier != "disk" else None
+    memory = Store(_memory(settings, world, nodes, claim), slack=True) if settings.tier != "disk" else None
     return Tiers(
-        storage=Store(place_of(directory, claim)),
+        storage=Store(place_of(settings.directory, claim)),
         memory=memory,
         nodes=tuple(nodes),
         leads_node=world.rank == node[0],
         node=node,
-        persist_interval=1 if snapshot.chooses_experts and memory is not None else snapshot.persist_interval,
-        keep=snapshot.ckpt_keep,
+        persist_interval=1 if settings.persists_all and memory is not None else settings.persist_interval,
+        keep=settings.keep,
     )
 
 
-def _memory(config: Config, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
+def _memory(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
     """The memory of this node."""
     launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
-    emulated = nodes[world.rank] if config.snapshot.node_of_rank else launched
-    return memory_place(config.snapshot.ckpt_memory_dir, config.snapshot_dir, claim.run, emulated, claim)
+    emulated = nodes[world.rank] if settings.nodes else launched
+    return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
 
 
 def _nodes(told: str | None, world: World) -> list[str]:
@@ -328,7 +332,7 @@ def _nodes(told: str | None, world: World) -> list[str]:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
     nodes = told.split(",")
     if len(nodes) != world.size:
-        raise ConfigError(
+        raise SettingsError(
             f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."
         )
     return nodes

@@ -12,11 +12,11 @@ import torch.distributed as dist  # noqa: E402
 from megatron.pretraining.config import ConfigError, compose  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
 from megatron.pretraining.session.auto import DRIFT, HOLDS, Auto, changed  # noqa: E402
-from megatron.pretraining.session.resume.survivors import Left, Live  # noqa: E402
-from megatron.pretraining.session.tiers import Tiers  # noqa: E402
 from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
+from moc.session.resume.survivors import Left, Live  # noqa: E402
+from moc.session.tiers import Tiers  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402

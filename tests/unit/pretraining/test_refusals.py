@@ -215,6 +215,11 @@ REFUSED = [
     ("--ckpt-policy full --save x --snapshot-interval 0", "every 0 iterations is not possible: take 1 or more"),
     ("--ckpt-policy full --save x --snapshot-interval often", "auto or a number of iterations, not often"),
     ("--ckpt-policy full --save x --persist-interval 4", "--persist-interval needs --ckpt-tier memory"),
+    ("--ckpt-policy full --save x --ckpt-tier memory --replicas 1", "--replicas needs --ckpt-tier peers"),
+    (
+        "--ckpt-policy full --save x --ckpt-tier memory --replication-rate 0.5",
+        "--replication-rate needs --ckpt-tier peers",
+    ),
     ("--ckpt-policy full --save x --ckpt-tier memory --persist-interval 0", "--persist-interval must be at least 1"),
     (
         "--ckpt-policy full --save x --ckpt-tier memory --snapshot-interval 3 --persist-interval 4",

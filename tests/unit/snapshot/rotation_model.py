@@ -1,6 +1,6 @@
 """A small model of a job that takes snapshots, to walk through all that can happen to it.
 
-The state machine is the real one; around it stand what ``megatron/pretraining/session/snapshots.py`` does with it, and
+The state machine is the real one; around it stand what ``moc/session/snapshots.py`` does with it, and
 what happens beside training: copies, seals and writes that end whenever they like, workers that are at different places
 between two votes, and leaders of nodes that publish a little later than the others go on.  A kill needs no step of its
 own: what it leaves behind is the state in which it hits, so each state that can be reached has to be recoverable.

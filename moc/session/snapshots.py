@@ -19,21 +19,21 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megatron.pretraining.session.carrying import Carrying
-from megatron.pretraining.session.meter import Meter
-from megatron.pretraining.session.peers import Peers
-from megatron.pretraining.session.publishing import Publisher
-from megatron.pretraining.session.queues import PER_VOTE, Queues, Taken, told_of
-from megatron.pretraining.session.report import SnapshotReport
-from megatron.pretraining.session.resume.survivors import Begun, Live
-from megatron.pretraining.session.storage import Storage, tolerable
-from megatron.pretraining.session.tiers import Tiers, copy_to_storage
 from moc.faults import reach
 from moc.policy import Load, Observed, Policy, SnapshotPlan
 from moc.runtime.agreement import first_reported, run_on_rank0, sum_over_workers
 from moc.runtime.world import World
+from moc.session.carrying import Carrying
 from moc.session.engine import PipelineTap
+from moc.session.meter import Meter
 from moc.session.participant import VoteParticipant
+from moc.session.peers import Peers
+from moc.session.publishing import Publisher
+from moc.session.queues import PER_VOTE, Queues, Taken, told_of
+from moc.session.report import SnapshotReport
+from moc.session.resume.survivors import Begun, Live
+from moc.session.storage import Storage, tolerable
+from moc.session.tiers import Tiers, copy_to_storage
 from moc.session.tokens import TokenTracker
 from moc.snapshot.contents import Contents
 from moc.snapshot.rotation import Rotation

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from megatron.pretraining.session.resume.tied_weights import saved_elsewhere
-from megatron.pretraining.session.tiers import Tiers
 from moc.faults import reach
 from moc.recovery.sources import BEFORE, COMPUTE, MEMORY, STORAGE, Held, Moment, Recovery, part_of_slot
 from moc.session.engine import Engine
 from moc.session.resume.replay import record_of
+from moc.session.resume.tied_weights import saved_elsewhere
+from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.operators import operator_of

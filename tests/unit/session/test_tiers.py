@@ -1,14 +1,10 @@
 """What snapshots in the memory of nodes cannot have: what several nodes hold alike."""
 
-from megatron.pretraining.process import cpu
+import pytest
 
-cpu.install()
-
-import pytest  # noqa: E402
-
-from megatron.pretraining.session.tiers import Tiers, check_nodes  # noqa: E402
-from moc.sharding.item import Item  # noqa: E402
-from moc.store.errors import CheckpointError  # noqa: E402
+from moc.session.tiers import Tiers, check_nodes
+from moc.sharding.item import Item
+from moc.store.errors import CheckpointError
 
 OWN = [Item("output", "optimizer", None, 0, 60, (rank,)) for rank in (0, 1)]
 REPLICATED = [Item("output", "optimizer", None, 0, 120, (0, 1))]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretraining.session.peers import Copied
-from megatron.pretraining.session.queues import PER_VOTE, Queues, told_of
+from moc.session.peers import Copied
+from moc.session.queues import PER_VOTE, Queues, told_of
 
 
 def future(done: bool, result: object = None) -> Future:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from megatron.pretraining.session.resume.reading import Damage, Key, Problem, SnapshotReader
-from megatron.pretraining.session.resume.repair import Repair
-from megatron.pretraining.session.resume.tied_weights import give_to_other_stages
 from moc.recovery.going_on import Course
 from moc.recovery.plan import Plan
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
+from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader
+from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing_frozen_after, record_of
+from moc.session.resume.tied_weights import give_to_other_stages
 from moc.state.fragments import Fragment
 from moc.state.record import Position, Records, StepRecord
 from moc.store.manifest import Manifest

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 
-from megatron.pretraining.logging.log import Log
+from moc.session.engine import Listener
 from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble
 
@@ -43,7 +43,7 @@ class Storage:
         every: int | None,
         late_after: int,
         newest: int | None,
-        log: Log,
+        log: Listener,
         prepare: Callable[[], Future] | None = None,
     ):
         self._name, self._every, self._log = name, every, log

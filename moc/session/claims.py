@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.pretraining.config import Config
-from megatron.pretraining.logging.log import Log
-from megatron.pretraining.session.resume.survivors import Left
-from megatron.pretraining.session.tiers import Tiers
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
 from moc.runtime.world import World
+from moc.session.engine import Listener
+from moc.session.resume.survivors import Left
+from moc.session.settings import Settings
+from moc.session.tiers import Tiers
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import Leftover, leftover
@@ -18,13 +18,13 @@ from moc.store.runs import Run, begin_run, record_run
 from moc.store.tiers import memory_of_other_runs
 
 
-def claimed(config: Config, world: World, mine: Left | None, log: Log) -> Claim:
+def claimed(settings: Settings, world: World, mine: Left | None, log: Listener) -> Claim:
     """In whose name this generation publishes; a collective call.
 
     Storage is asked of which run it is when a job begins.  Later whoever is left knows, and nobody waits for storage.
 
     Args:
-        config: the flags in force.
+        settings: where snapshots go.
         world: this worker's place.
         mine: what this worker has left of the state; None if it has not trained yet.
         log: where to report.
@@ -34,15 +34,15 @@ def claimed(config: Config, world: World, mine: Left | None, log: Log) -> Claim:
     """
     run = next((told for told in gather(mine.run if mine is not None else None) if told), None)
     if run is None:
-        place = place_of(config.snapshot_dir)
-        run = run_on_rank0(lambda: begin_run(place, config.snapshot_dir).run, f"cannot use {place.name} for snapshots")
+        place = place_of(settings.directory)
+        run = run_on_rank0(lambda: begin_run(place, settings.directory).run, f"cannot use {place.name} for snapshots")
         log.message(f"run {run}: its snapshots are in {place.name}")
     if mine is not None:
         mine.run = run
     return Claim(world.job.id, world.job.term, run)
 
 
-def take_places(config: Config, tiers: Tiers, world: World, trained: bool, log: Log) -> bool:
+def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, log: Listener) -> bool:
     """Begins the term of this generation where it publishes; a collective call.
 
     Storage is taken at once when a job begins, so that one that does not get it ends before it trains.  Later that is
@@ -50,7 +50,7 @@ def take_places(config: Config, tiers: Tiers, world: World, trained: bool, log: 
     on from memory, nobody waits for it.
 
     Args:
-        config: the flags in force.
+        settings: where snapshots go.
         tiers: where snapshots go.
         world: this worker's place.
         trained: this worker has trained already.
@@ -70,13 +70,13 @@ def take_places(config: Config, tiers: Tiers, world: World, trained: bool, log: 
             problem = _take_storage(tiers)
         if tiers.memory is not None and tiers.leads_node:
             tiers.memory.take()
-            record_run(tiers.memory.place, Run(tiers.memory.place.claim.run, config.snapshot_dir, 0.0))
+            record_run(tiers.memory.place, Run(tiers.memory.place.claim.run, settings.directory, 0.0))
 
     run_on_all(take, "cannot use a directory for snapshots")
     if problem := first_reported(problem):
         log.message(f"WARNING: {problem}; until then snapshots are in memory alone")
     if begins and tiers.memory is not None:
-        _tell_of_other_runs(config, tiers, log)
+        _tell_of_other_runs(settings, tiers, log)
     return tiers.memory is not None and (not begins or problem is not None)
 
 
@@ -94,15 +94,15 @@ def _take_storage(tiers: Tiers) -> str | None:
     return None
 
 
-def _tell_of_other_runs(config: Config, tiers: Tiers, log: Log) -> None:
+def _tell_of_other_runs(settings: Settings, tiers: Tiers, log: Listener) -> None:
     found: list[Leftover] = []
     if tiers.leads_node:
         run = tiers.memory.place.claim.run
-        paths: list[Path] = memory_of_other_runs(config.snapshot.ckpt_memory_dir, config.snapshot_dir, run)
+        paths: list[Path] = memory_of_other_runs(settings.memory_directory, settings.directory, run)
         found = [one for one in map(leftover, paths) if one.bytes and not one.used_by]
     told = {path: nbytes for node in gather([(str(one.path), one.bytes) for one in found]) for path, nbytes in node}
     for path, nbytes in told.items():
         log.message(
-            f"WARNING: {path} has {nbytes / 1e9:.3g} GB of another run whose snapshots were in {config.snapshot_dir}: "
+            f"WARNING: {path} has {nbytes / 1e9:.3g} GB of another run whose snapshots were in {settings.directory}: "
             "they are not used; if that run is not to be started again, remove them with tools/clean_memory.py --remove"
         )

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from megatron.pretraining.session.meter import Meter
 from moc.policy import Transfer
+from moc.session.meter import Meter
 
 COPIED = dict(snapshot_bytes=400.0, snapshot_copy_s=2.0)
 WRITTEN = dict(snapshot_written_bytes=200.0, snapshot_write_s=8.0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from megatron.pretraining.session.tiers import Tiers
 from moc.runtime.world import World
+from moc.session.tiers import Tiers
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail

@@ -7,11 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.pretraining.session.resume.reading import Damage, Key, SnapshotReader
-from megatron.pretraining.session.resume.rebuilding import Rebuilder, position_of, steps_of
-from megatron.pretraining.session.resume.repair import Repair
-from megatron.pretraining.session.resume.survivors import Left, Live, Survivors
-from megatron.pretraining.session.tiers import LOOKING_S, Tiers
 from moc.policy import Policy
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
@@ -20,7 +15,12 @@ from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, Recovery
 from moc.runtime.agreement import gather, run_on_rank0
 from moc.session.engine import Engine, Listener
+from moc.session.resume.reading import Damage, Key, SnapshotReader
+from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
+from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer
+from moc.session.resume.survivors import Left, Live, Survivors
+from moc.session.tiers import LOOKING_S, Tiers
 from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
 from moc.state.detail import Detail

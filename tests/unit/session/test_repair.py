@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.pretraining.session.resume.repair import Repair
+from moc.session.resume.repair import Repair
 from moc.snapshot.contents import share
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment

@@ -1,16 +1,13 @@
 """What is said before training of what a fault will cost."""
 
-from megatron.pretraining.process import cpu
+import pytest
 
-cpu.install()
-
-import pytest  # noqa: E402
-
-from megatron.pretraining.session.report import expectation  # noqa: E402
-from moc.policy import Every  # noqa: E402
-from moc.policy.pec import Pec  # noqa: E402
-from moc.state.shape import ModelShape, model_operators  # noqa: E402
-from tests.unit.pretraining.flags import parse  # noqa: E402
+from moc.policy import Every
+from moc.policy.pec import Pec
+from moc.session.report import expectation
+from moc.session.settings import Settings
+from moc.state.shape import ModelShape, model_operators
+from tests.unit.pretraining.flags import parse
 
 TIERS = {
     "disk": "--pec-k 1",
@@ -27,7 +24,8 @@ def told(flags: str, **settings) -> tuple[str, dict] | None:
     k, k_persist = snapshot.experts
     every = (snapshot.persist_interval or 10) // 10
     policy = Pec(model_operators(shape), Every(10), k, k_persist, persist_every=every, **settings)
-    return expectation(policy, snapshot, 10_000)
+    where = Settings("x", 10_000, tier=snapshot.ckpt_tier, persist_interval=snapshot.persist_interval)
+    return expectation(policy, where)
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron.pretraining.session.publishing import Publisher
-from megatron.pretraining.session.tiers import Tiers
 from moc.recovery.replicas import pieces
 from moc.recovery.scope import Logs
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.world import World
 from moc.session.engine import Engine
+from moc.session.publishing import Publisher
 from moc.session.resume.replay import Progress
+from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.state.record import Position, Records
 from moc.store.store import Store

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretraining.session.resume.tied_weights import Box, gifts
+from moc.session.resume.tied_weights import Box, gifts
 from moc.state.region import Region, boxes_of_range
 
 SHAPE = (6, 5)

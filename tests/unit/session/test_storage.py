@@ -5,8 +5,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from megatron.pretraining.session.storage import Storage, tolerable
 from moc.events import EventLog
+from moc.session.storage import Storage, tolerable
 from moc.snapshot.background import Background
 from moc.store.errors import CheckpointError, TakenError
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 
-from megatron.pretraining.logging.log import Log
-from megatron.pretraining.session.tiers import Tiers
 from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.retention import retain
 from moc.runtime.world import World
+from moc.session.engine import Listener
+from moc.session.tiers import Tiers
 from moc.snapshot.background import background
 from moc.snapshot.saver import GivenUpError
 from moc.store.errors import CheckpointError
@@ -31,7 +31,7 @@ class Publisher:
         log: where to report.
     """
 
-    def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: dict[str, int], log: Log):
+    def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: dict[str, int], log: Listener):
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
         self._operators = {operator.name: operator for operator in policy.operators}
         self._thread, self._given_up = background("snapshot-publish"), threading.Event()

@@ -14,11 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.pretraining.config import Config, ConfigError
-from megatron.pretraining.config.flag import refuse
-from megatron.pretraining.logging.log import Log
-from megatron.pretraining.session.carrying import carry, experts_of
-from megatron.pretraining.session.tiers import Tiers
 from moc.policy import Policy
 from moc.recovery.carrying import Carrier
 from moc.recovery.inventory import look
@@ -29,6 +24,10 @@ from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.keeper_client import KeeperClient
 from moc.runtime.pull import Wanted, part_of
 from moc.runtime.wire import PeerGoneError, WireError
+from moc.session.carrying import carry, experts_of
+from moc.session.engine import Listener
+from moc.session.settings import Settings, SettingsError
+from moc.session.tiers import Tiers
 from moc.store.errors import CheckpointError, MissingRegionError
 from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
@@ -49,11 +48,11 @@ class Copied(NamedTuple):
     seconds: float = 0.0
 
 
-def join_peers(config: Config, tiers: Tiers, policy: Policy, log: Log, again: bool) -> Peers | None:
+def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, again: bool) -> Peers | None:
     """What copies snapshots to other nodes, with ``--ckpt-tier peers``; a collective call.
 
     Args:
-        config: the flags in force.
+        settings: how many copies, and how fast.
         tiers: where snapshots go.
         policy: what is in them.
         log: where to report.
@@ -63,18 +62,18 @@ def join_peers(config: Config, tiers: Tiers, policy: Policy, log: Log, again: bo
         None with another tier, and where there is no other node.
 
     Raises:
-        ConfigError: there are not so many nodes, or nothing that keeps copies.
+        SettingsError: there are not so many nodes, or nothing that keeps copies.
         CheckpointError: on all workers: a keeper does not answer.
     """
-    snapshot, nodes = config.snapshot, list(dict.fromkeys(tiers.nodes))
-    if snapshot.ckpt_tier != "peers":
+    nodes = list(dict.fromkeys(tiers.nodes))
+    if settings.tier != "peers":
         return None
     if environment.KEEPER not in os.environ:
-        raise ConfigError(
+        raise SettingsError(
             "--ckpt-tier peers needs a process on each node that outlives workers and keeps copies: start the job with "
             "python -m moc.launch in place of torchrun."
         )
-    replicas = copies_wanted(snapshot.replicas, len(nodes))
+    replicas = copies_wanted(settings.replicas, len(nodes))
     if not replicas:
         if not again:
             log.message(
@@ -83,7 +82,7 @@ def join_peers(config: Config, tiers: Tiers, policy: Policy, log: Log, again: bo
             )
         return None
     placement = place(len(nodes), replicas)
-    peers = Peers(tiers, policy, nodes, placement, snapshot.replication_rate)
+    peers = Peers(tiers, policy, nodes, placement, settings.replication_rate)
     peers.join()
     if not again:
         _tell(placement, nodes, log)
@@ -98,17 +97,19 @@ def copies_wanted(told: int | None, nodes: int) -> int:
         nodes: of the job.
 
     Raises:
-        ConfigError: there are not so many.
+        SettingsError: there are not so many.
     """
-    refuse(
-        told is not None and told > nodes - 1,
-        f"--replicas {told} is more than the {nodes - 1} other nodes that could keep copies: lower it, or leave it out "
-        f"for as many as there are, up to {DEFAULT_REPLICAS}.",
-    )
-    return min(DEFAULT_REPLICAS, nodes - 1) if told is None else told
+    if told is None:
+        return min(DEFAULT_REPLICAS, nodes - 1)
+    if told > nodes - 1:
+        raise SettingsError(
+            f"--replicas {told} is more than the {nodes - 1} other nodes that could keep copies: lower it, or leave it "
+            f"out for as many as there are, up to {DEFAULT_REPLICAS}."
+        )
+    return told
 
 
-def _tell(placement: Placement, nodes: list[str], log: Log) -> None:
+def _tell(placement: Placement, nodes: list[str], log: Listener) -> None:
     log.message(describe(placement, nodes))
     log.events.write(
         "placement",
@@ -175,7 +176,7 @@ class Peers:
             copies.retire(iteration)
         self._safe = iteration
 
-    def restore(self, log: Log) -> None:
+    def restore(self, log: Listener) -> None:
         """Brings back what nodes have lost of the newest window that all together still have, and of what is newer.
 
         A collective call.  All hashes are compared; where a copy is damaged, another one or an older window is taken.
@@ -197,7 +198,7 @@ class Peers:
                         f"the memory of node {restore.held_by}"
                     )
 
-    def goes_on_from(self, iterations: Collection[int], log: Log) -> None:
+    def goes_on_from(self, iterations: Collection[int], log: Listener) -> None:
         """Makes the copies of snapshots that are missing, and removes all others; a collective call.
 
         Args:

@@ -8,9 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from megatron.pretraining.session.peers import Copied
-from megatron.pretraining.session.storage import tolerable
 from moc.policy import SnapshotPlan
+from moc.session.peers import Copied
+from moc.session.storage import tolerable
 from moc.snapshot.saver import Snapshot
 
 PER_VOTE = 2

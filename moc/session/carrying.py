@@ -6,10 +6,10 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from megatron.pretraining.session.tiers import Tiers
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.carrying import Carrier
 from moc.recovery.sources import MEMORY, Held
+from moc.session.tiers import Tiers
 from moc.store.errors import CheckpointError
 
 

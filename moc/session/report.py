@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.pretraining.config import Config
-from megatron.pretraining.config.snapshot import Snapshot
-from megatron.pretraining.logging.log import Log
 from moc.policy import Policy
 from moc.policy.pec import Pec
+from moc.session.engine import Listener
+from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
 
 _WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
@@ -22,7 +21,7 @@ class SnapshotReport:
         tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
     """
 
-    def __init__(self, log: Log, tier: str):
+    def __init__(self, log: Listener, tier: str):
         self._log, self._tier = log, tier
         self._count = self._bytes = 0
         self._stall_s = self._training_s = 0.0
@@ -43,10 +42,9 @@ class SnapshotReport:
         if seconds > _WORTH_TELLING_S:
             self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
 
-    def expected(self, policy: Policy, config: Config, train_iters: int) -> None:
+    def expected(self, policy: Policy, settings: Settings) -> None:
         """Says once, before training, what a fault will cost by the flags that are given."""
-        snapshot = config.snapshot
-        if not isinstance(policy, Pec) or (said := expectation(policy, snapshot, train_iters)) is None:
+        if not isinstance(policy, Pec) or (said := expectation(policy, settings)) is None:
             return
         text, fields = said
         self._log.message(text)
@@ -110,19 +108,18 @@ class SnapshotReport:
             )
 
 
-def expectation(policy: Pec, snapshot: Snapshot, train_iters: int) -> tuple[str, dict] | None:
+def expectation(policy: Pec, settings: Settings) -> tuple[str, dict] | None:
     """What a fault is expected to cost, for people and for the log; None where it is not known before training.
 
     Args:
         policy: as its flags say.
-        snapshot: the flags.
-        train_iters: iterations of the whole training, of whose tokens a proportion is lost.
+        settings: where snapshots go, and of how many iterations' tokens a proportion is lost.
     """
-    in_memory = snapshot.ckpt_tier != "disk"
-    if (ages := policy.expected(not in_memory or snapshot.persist_interval is not None)) is None:
+    in_memory = settings.tier != "disk"
+    if (ages := policy.expected(not in_memory or settings.persist_interval is not None)) is None:
         return None
     memory, storage = ages
-    plt = memory.mean / train_iters
+    plt = memory.mean / settings.train_iters
     fields = {"plt": plt, "oldest": memory.oldest}
     where = "that leaves memory whole " if in_memory else ""
     text = (
@@ -137,6 +134,6 @@ def expectation(policy: Pec, snapshot: Snapshot, train_iters: int) -> tuple[str,
             "--persist-interval"
         )
         return text, fields
-    plt_storage = storage.mean / train_iters
+    plt_storage = storage.mean / settings.train_iters
     text += f"; from --ckpt-dir alone {plt_storage:.3%}, and {storage.oldest} iterations"
     return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}

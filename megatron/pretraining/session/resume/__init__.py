@@ -1,1 +1,0 @@
-"""Where a run begins: what is left, and how the state is made of it."""

@@ -1,0 +1,55 @@
+"""Who may keep copies for whom: what is refused, and what is said, before anything is copied."""
+
+import pytest
+
+from moc.policy import Every
+from moc.policy.full import Full
+from moc.runtime import environment
+from moc.session.peers import copies_wanted, join_peers
+from moc.session.settings import Settings, SettingsError
+from moc.session.tiers import Tiers
+
+FULL = Full([], Every(1))
+PEERS = Settings("nowhere", 1, tier="peers")
+
+
+class Said:
+    """A log of one line."""
+
+    def __init__(self):
+        self.lines = []
+
+    def message(self, text):
+        self.lines.append(text)
+
+
+def tiers(*nodes):
+    return Tiers(None, None, nodes, True, (0,), None, 2)
+
+
+def test_as_many_copies_as_there_are_other_nodes_up_to_two():
+    assert [copies_wanted(None, nodes) for nodes in (1, 2, 3, 4, 9)] == [0, 1, 2, 2, 2]
+    assert copies_wanted(3, 4) == 3
+    with pytest.raises(SettingsError, match="--replicas 4 is more than the 3 other nodes"):
+        copies_wanted(4, 4)
+    with pytest.raises(SettingsError, match="--replicas 1 is more than the 0 other nodes"):
+        copies_wanted(1, 1)
+
+
+def test_another_tier_has_no_peers():
+    assert join_peers(Settings("nowhere", 1, tier="memory"), tiers("0", "1"), FULL, Said(), again=False) is None
+
+
+def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
+    monkeypatch.delenv(environment.KEEPER, raising=False)
+    with pytest.raises(SettingsError, match="python -m moc.launch"):
+        join_peers(PEERS, tiers("0", "1"), FULL, Said(), again=False)
+
+
+def test_one_node_has_no_peers_and_that_is_said_once(monkeypatch):
+    monkeypatch.setenv(environment.KEEPER, "unix:nowhere")
+    said = Said()
+    for again in (False, True):
+        assert join_peers(PEERS, tiers("0", "0"), FULL, said, again) is None
+    (line,) = said.lines
+    assert "with one node there are no peers" in line and "--ckpt-dir" in line
