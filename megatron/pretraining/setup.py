@@ -12,7 +12,6 @@ from megatron.core.timers import Timers
 from megatron.pretraining.checkpoint.contents import Position
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
-from megatron.pretraining.config.snapshot import AUTO
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
@@ -33,6 +32,7 @@ from megatron.pretraining.session.resume.survivors import Left
 from megatron.pretraining.session.setup import begin
 from megatron.pretraining.session.snapshots import Snapshots
 from moc.faults import reach
+from moc.policy import AUTO
 from moc.runtime.job import Loss
 
 

@@ -6,24 +6,29 @@ Every file in this directory is imported, so a new policy is a new file and noth
 import importlib
 import pkgutil
 
+from moc.policy.flags import Job, PolicyFlag
 from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
 from moc.policy.plan import Load, Policy, SnapshotPlan
-from moc.policy.registry import POLICIES, policy, policy_named
+from moc.policy.registry import AUTO, POLICIES, owners, policy, policy_named
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
+    "AUTO",
     "POLICIES",
     "Every",
     "Interval",
     "IntervalTuner",
+    "Job",
     "Load",
     "Observed",
     "Policy",
+    "PolicyFlag",
     "SnapshotPlan",
     "Transfer",
     "interval_named",
+    "owners",
     "policy",
     "policy_named",
 ]

@@ -26,7 +26,7 @@ from megatron.pretraining.session.agreement import gather
 from megatron.pretraining.session.peers import DEFAULT_REPLICAS
 from megatron.pretraining.session.resume.survivors import Left
 from megatron.pretraining.session.tiers import LOOKING_S, Tiers
-from moc.policy import POLICIES, Every, Observed
+from moc.policy import Every, Observed, owners
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
 from moc.policy.pec import Pec
@@ -316,10 +316,10 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
 
 def _is_of(flag: str, policy: object, asked: Config) -> bool:
     """Whether a flag has a meaning with a policy that was chosen."""
-    owner = flag.split("_")[0]
-    if flag == "pec_plt_limit" and not asked.snapshot.pec_dynamic_k:
-        return False  # it was a limit for the choice
-    return flag not in _OWN_FLAGS and (owner not in POLICIES or owner == policy)
+    if (owner := owners().get(flag)) is None:
+        return flag not in _OWN_FLAGS
+    needs = next(one.needs for one in owner.flags if one.name == flag)
+    return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))
 
 
 def _newest(tiers: Tiers, mine: Left | None, first: bool) -> tuple[int, Any] | None:

@@ -38,7 +38,7 @@ from megatron.pretraining.session.resume.survivors import Left, Survivors, publi
 from megatron.pretraining.session.snapshots import Snapshots, Start
 from megatron.pretraining.session.storage import Storage
 from megatron.pretraining.session.tiers import LOOKING_S, Tiers, check_nodes
-from moc.policy import Policy, interval_named, policy_named
+from moc.policy import Job, Policy, interval_named, policy_named
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.retention import experts_staying, staying
@@ -374,34 +374,11 @@ def _policy(config: Config, vocab_size: int) -> Policy:
     operators = model_operators(model_shape(config.network, config.moe, vocab_size))
     interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
     kind = policy_named(snapshot.ckpt_policy)
-    wanted = {field.name for field in dataclasses.fields(kind)}
-    settings = {name: value for name, value in _settings(config).items() if name in wanted}
+    job = Job(config.parallel.expert_model_parallel_size, _stages(config))
     try:
-        return kind(operators, interval, **settings)
+        return kind(operators, interval, **kind.settings(snapshot, job))
     except ValueError as error:
         raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
-
-
-def _settings(config: Config) -> dict[str, object]:
-    """What policies may be told; each takes what it has a field for."""
-    snapshot = config.snapshot
-    every, interval = snapshot.persist_interval, snapshot.snapshot_interval
-    return {
-        "k": snapshot.experts[0],
-        "k_persist": snapshot.experts[1],
-        "auto": snapshot.chooses_experts,
-        "auto_plt_limit": snapshot.pec_plt_limit,
-        "mtbf_s": snapshot.mtbf_s,
-        "one_level": snapshot.ckpt_tier == "disk",
-        "selection": snapshot.pec_selection,
-        "target": snapshot.pec_target,
-        "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,
-        "ep": config.parallel.expert_model_parallel_size,
-        "window": 0 if snapshot.sparse_window == "auto" else int(snapshot.sparse_window),
-        "order": snapshot.sparse_order,
-        "stages": _stages(config),
-        "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
-    }
 
 
 def _stages(config: Config) -> tuple[int, ...]:
