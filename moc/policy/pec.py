@@ -18,6 +18,7 @@ from moc.policy.load_aware import load_aware_experts
 from moc.policy.pec_tuner import PecTuner
 from moc.policy.persist import persist_selection
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import AUTO, policy
 from moc.policy.sequential import sequential_experts
 from moc.policy.turns import Turns, turn
@@ -122,6 +123,7 @@ class Pec(Policy):
 
     exact: ClassVar[bool] = False
     flags: ClassVar[tuple[PolicyFlag, ...]] = _FLAGS
+    grows: ClassVar[str | None] = "k"
 
     k: int = 1
     k_persist: int = 0
@@ -210,6 +212,24 @@ class Pec(Policy):
             "auto_plt_limit": asked.pec_plt_limit,
             "plt_limit": asked.pec_plt_limit if asked.pec_dynamic_k else 0.0,
         }
+
+    @classmethod
+    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+        """As :meth:`Policy.candidates`: fewer experts than all."""
+        return ({"k": k} for k in machine.ks[:-1])
+
+    @classmethod
+    def price(cls, machine: Machine, settings: Settings) -> Price:
+        """As :meth:`Policy.price`; K is one in eight where nobody says more."""
+        if not machine.num_experts:
+            return Price(machine.everything)
+        k = settings.get("k") or max(1, machine.num_experts // 8)
+        return Price(machine.with_experts(k), k=k)
+
+    @classmethod
+    def described(cls, settings: Settings) -> str:
+        """As :meth:`Policy.described`."""
+        return f"K {settings['k']}" if "k" in settings else ""
 
     def sized(self, busiest: Busiest) -> None:
         """As :meth:`Policy.sized`: of the numbers of experts that may be chosen."""

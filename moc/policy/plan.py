@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from moc.policy.flags import Asked, Job, PolicyFlag
 from moc.policy.interval import Interval
+from moc.policy.prices import Machine, Price, Settings
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -91,6 +92,7 @@ class Policy(ABC):
             an older state than the rest.
         replays: to go on, iterations may have to be computed again while some operators are frozen.
         flags: its own; ``--help`` has them, and they are refused with other policies.
+        grows: the setting that faults double in the simulator, if there is one; see :mod:`moc.policy.dynamic_k`.
     """
 
     operators: Sequence[Operator]
@@ -99,6 +101,7 @@ class Policy(ABC):
     exact: ClassVar[bool] = True
     replays: ClassVar[bool] = False
     flags: ClassVar[tuple[PolicyFlag, ...]] = ()
+    grows: ClassVar[str | None] = None
 
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[str]:
@@ -126,6 +129,29 @@ class Policy(ABC):
         }
         found |= {flag.name.removeprefix(f"{cls.name}_"): getattr(asked, flag.name) for flag in cls.flags}
         return {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
+
+    @classmethod
+    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+        """The settings that ``--ckpt-policy auto`` and the planner choose from; by default its defaults alone.
+
+        What they name are flags of the policy that are ``chosen``.
+        """
+        yield {}
+
+    @classmethod
+    def price(cls, machine: Machine, settings: Settings) -> Price:
+        """What a checkpoint is made of with some settings; by default everything at once.
+
+        Args:
+            machine: what it is priced for.
+            settings: one of :meth:`candidates`, or what a user of the simulator has fixed, which may be nothing.
+        """
+        return Price(machine.everything)
+
+    @classmethod
+    def described(cls, settings: Settings) -> str:
+        """The settings of a candidate, for people; the interval is not among them."""
+        return ", ".join(f"{name} {value}" for name, value in settings.items())
 
     @property
     def window_length(self) -> int:

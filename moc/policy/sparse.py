@@ -14,6 +14,7 @@ from moc.policy.flags import Asked, Job, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.precision import operator_bytes
+from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.policy.registry import policy
 from moc.policy.window import (
     OperatorBytes,
@@ -22,6 +23,7 @@ from moc.policy.window import (
     generate_schedule,
     order_operators,
     side_by_side,
+    snapshot_bytes,
 )
 from moc.policy.window_tuner import WindowTuner
 from moc.state.detail import Detail
@@ -158,6 +160,26 @@ class Sparse(Policy):
         """As :meth:`Policy.settings`."""
         window = 0 if asked.sparse_window == "auto" else int(asked.sparse_window)
         return super().settings(asked, job) | {"window": window}
+
+    @classmethod
+    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+        """As :meth:`Policy.candidates`: every window up to the shortest that hides, and one more."""
+        hides = max(find_window_size(stage, machine.hidden_s, machine.rate).length for stage in machine.stages)
+        return ({"window": window} for window in range(1, hides + 2))
+
+    @classmethod
+    def price(cls, machine: Machine, settings: Settings) -> Price:
+        """As :meth:`Policy.price`; the window is the shortest that hides where nobody says more."""
+        windows = []
+        for stage in machine.stages:
+            if settings.get("window"):
+                active = math.ceil(len(stage) / settings["window"])
+            else:
+                active = find_window_size(stage, machine.hidden_s, machine.rate).active
+            windows.append(snapshot_bytes(stage, active))
+        snapshots = max(windows, key=sum)
+        size = Sizes(sum(snapshots), machine.ranks * sum(snapshots))
+        return Price(size, snapshots, length=max(map(len, windows)))
 
     @property
     def window_length(self) -> int:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from moc.policy.prices import Sizes
 from moc.policy.sequential import sequential_experts
 from moc.policy.window import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
@@ -18,19 +19,6 @@ MIXED = StateBytes()
 """16-bit compute weights, fp32 master weights and Adam's moments: 2 + 4 + 8 bytes."""
 
 _REPLICAS = 32  # of an expert-parallel group that are reckoned one by one; of more, each saves as much less
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What one snapshot holds.
-
-    Attributes:
-        busiest: bytes of the rank that saves most.
-        total: bytes of all ranks.
-    """
-
-    busiest: int
-    total: int
 
 
 @dataclass(frozen=True)

@@ -26,22 +26,20 @@ from megatron.pretraining.session.agreement import gather
 from megatron.pretraining.session.peers import DEFAULT_REPLICAS
 from megatron.pretraining.session.resume.survivors import Left
 from megatron.pretraining.session.tiers import LOOKING_S, Tiers
-from moc.policy import Every, Observed, owners
+from moc.policy import POLICIES, Observed, owners
+from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
-from moc.policy.pec import Pec
 from moc.policy.plan import Busiest
-from moc.policy.sparse import Sparse
-from moc.simulate.planner import Candidate, Limits, Plan, best_of, keeps_to
+from moc.policy.sizing import busiest_by_experts, operators_by_stage
+from moc.simulate.planner import Candidate, Limits, Plan, best_of, every_candidate, keeps_to, priced
 from moc.simulate.running import (
     NAMES,
     Running,
     Saved,
-    every_candidate,
     flags_of_candidate,
     host_bytes,
     options_of,
-    priced,
 )
 from moc.snapshot.background import within
 from moc.state.detail import Detail
@@ -123,10 +121,9 @@ class Auto:
         whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
 
         def saved() -> Saved:
-            pec, sparse = Pec(operators, Every(1), auto=True, ep=ep), Sparse(operators, Every(1), ep=ep, stages=stages)
-            pec.sized(busiest)
-            sparse.sized(busiest)
-            return Saved(busiest(whole), pec.interval.busiest, sparse.by_stage())
+            by_k = busiest_by_experts(busiest, operators, ep)
+            by_stage = operators_by_stage(busiest, operators, ep, stages)
+            return Saved(busiest(whole), by_k, by_stage)
 
         self._saved, self._may_replay = cache(saved), cache(may_replay)
         if (limit := self._asked.snapshot.host_memory_gb) is not None:
@@ -234,7 +231,7 @@ class Auto:
 
     def _measuring(self) -> dict[str, object]:
         """Flags by which bandwidths become known, in little memory."""
-        flags: dict[str, object] = {"ckpt_policy": "full"}
+        flags: dict[str, object] = {"ckpt_policy": Full.name}
         if self._asked.snapshot.ckpt_tier != "disk":
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
@@ -255,7 +252,7 @@ class Auto:
 
     def _may_be(self, policy: str) -> bool:
         """Whether the other flags allow a policy."""
-        if policy == Sparse.name and not self._may_replay():
+        if POLICIES[policy].replays and not self._may_replay():
             return False
         try:
             in_force(self._asked, {"ckpt_policy": policy})
