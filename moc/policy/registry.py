@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import TypeVar
 
 from moc.policy.plan import Policy
 
 AUTO = "auto"
 """In place of a policy: one is chosen, with its settings, by what is measured."""
+
+ENTRY_POINTS = "moc.policies"
+"""What packages call the modules of their policies."""
 
 POLICIES: dict[str, type[Policy]] = {}
 
@@ -36,6 +41,22 @@ def policy(name: str) -> Callable[[Kind], Kind]:
         return kind
 
     return register
+
+
+def import_policies() -> None:
+    """Imports the modules that installed packages name as entry points ``moc.policies``; they register what they have.
+
+    Raises:
+        ImportError: one of them cannot be imported, so that a run with its policy would not be what it was asked for.
+    """
+    for found in sorted(entry_points(group=ENTRY_POINTS), key=lambda found: found.name):
+        try:
+            importlib.import_module(found.module)
+        except Exception as error:
+            raise ImportError(
+                f"the policies of {found.module}, which an installed package brings as {ENTRY_POINTS}, cannot be had "
+                f"({type(error).__name__}: {error}): repair the package or uninstall it"
+            ) from error
 
 
 def owners() -> dict[str, type[Policy]]:
