@@ -12,84 +12,20 @@ from typing import Any, ClassVar
 from moc.policy.adaptive import Choice, Limits, candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.expected import Ages, ages
-from moc.policy.flags import Asked, Job, PolicyFlag, number_or_auto
+from moc.policy.flags import Asked, Job, PolicyFlag
 from moc.policy.interval import Every
 from moc.policy.load_aware import load_aware_experts
+from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
 from moc.policy.pec_tuner import PecTuner
 from moc.policy.persist import persist_selection
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
-from moc.policy.registry import AUTO, policy
+from moc.policy.registry import policy
 from moc.policy.sequential import sequential_experts
 from moc.policy.turns import Turns, turn
 from moc.state.detail import Detail
 
-NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
-"""By target, what of the other experts is saved: if weights are chosen, the moments of all, and the other way round."""
-
-SELECTIONS = ("sequential", "load_aware")
-
 Experts = dict[int, list[int]]
-
-_FLAGS = (
-    PolicyFlag(
-        "pec_k",
-        str,
-        "1",
-        "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec); auto chooses, from what is measured, how "
-        "many are in a snapshot, how many go on to storage, and with --snapshot-interval auto also how often.",
-        parse=number_or_auto,
-        metavar="K|auto",
-        chosen=True,
-    ),
-    PolicyFlag(
-        "pec_k_snapshot",
-        int,
-        None,
-        "Experts of each layer in a snapshot in memory, where that differs from --pec-k.",
-        at_least=1,
-        chosen=True,
-    ),
-    PolicyFlag(
-        "pec_k_persist",
-        int,
-        None,
-        "Those of them that go on to --ckpt-dir, where that differs from --pec-k.",
-        at_least=1,
-        chosen=True,
-    ),
-    PolicyFlag(
-        "pec_selection",
-        str,
-        "sequential",
-        "Which experts: in turn, or those with the most tokens since they were saved last.",
-        choices=SELECTIONS,
-    ),
-    PolicyFlag(
-        "pec_target",
-        str,
-        "both",
-        "What of chosen experts alone is saved: their weights (and the moments of all), their optimizer state (and the "
-        "weights of all), or both.",
-        choices=tuple(NOT_CHOSEN),
-    ),
-    PolicyFlag("pec_dynamic_k", bool, False, "Double K when faults have cost its share of --pec-plt-limit."),
-    PolicyFlag(
-        "pec_plt_limit",
-        float,
-        PLT_LIMIT,
-        "Proportion of tokens that experts may lose (MoC-System's PLT).",
-        above=0.0,
-        at_most=1.0,
-        needs="pec_dynamic_k",
-    ),
-)
-
-
-def experts_of(asked: Asked) -> tuple[int, int]:
-    """K_snapshot and K_persist as flags say, or what they begin with."""
-    k = 1 if asked.pec_k == "auto" else int(asked.pec_k)
-    return asked.pec_k_snapshot or k, asked.pec_k_persist or k
 
 
 @policy("pec")
@@ -122,7 +58,7 @@ class Pec(Policy):
     """
 
     exact: ClassVar[bool] = False
-    flags: ClassVar[tuple[PolicyFlag, ...]] = _FLAGS
+    flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
     grows: ClassVar[str | None] = "k"
 
     k: int = 1
@@ -168,38 +104,12 @@ class Pec(Policy):
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[str]:
         """As :meth:`Policy.refusals`."""
-        if cls.reckons_with_faults(asked) and (asked.pec_k_snapshot or asked.pec_k_persist or asked.persist_interval):
-            yield (
-                "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "
-                "--persist-interval."
-            )
-        in_snapshot, to_storage = experts_of(asked)
-        if in_snapshot < to_storage:
-            yield (
-                f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower "
-                "it, or raise --pec-k-snapshot."
-            )
-        if in_snapshot != to_storage and asked.ckpt_tier == "disk":
-            yield (
-                f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with "
-                "--ckpt-tier disk all of them are there: choose --ckpt-tier memory or peers, or --pec-k alone."
-            )
-        if asked.pec_dynamic_k and asked.pec_target == "optimizer":
-            yield (
-                "--pec-dynamic-k goes by tokens that weights have lost, and with --pec-target optimizer all weights "
-                "are saved, so it would never act: drop one of them."
-            )
-        acts = asked.pec_dynamic_k or cls.reckons_with_faults(asked) or asked.ckpt_policy == AUTO
-        if asked.pec_plt_limit != PLT_LIMIT and not acts:
-            yield (
-                "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto: add "
-                "one of them."
-            )
+        return refusals(asked)
 
     @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
         """As :meth:`Policy.reckons_with_faults`: where the numbers of experts follow from what is measured."""
-        return asked.pec_k == "auto"
+        return chooses(asked)
 
     @classmethod
     def settings(cls, asked: Asked, job: Job) -> dict[str, Any]:
@@ -208,7 +118,7 @@ class Pec(Policy):
         return super().settings(asked, job) | {
             "k": k,
             "k_persist": k_persist,
-            "auto": cls.reckons_with_faults(asked),
+            "auto": chooses(asked),
             "auto_plt_limit": asked.pec_plt_limit,
             "plt_limit": asked.pec_plt_limit if asked.pec_dynamic_k else 0.0,
         }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 from megatron.pretraining.config.flag import ConfigError, Group, flag, flags_of, refuse
 from moc.policy import AUTO, POLICIES, PolicyFlag, interval_named, owners
 from moc.policy.measurements import UNDISTURBED_MTBF_S
-from moc.policy.pec import experts_of
+from moc.policy.pec_flags import experts_of
 from moc.sharding import scheme_named
 
 _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
@@ -144,6 +145,7 @@ class _EveryPolicy(Group):
         """Refuses details of snapshots that are not taken, or not in memory."""
         kind, whose = POLICIES.get(self.ckpt_policy), owners()
         chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
+        asked = {kind}
         for spec in flags_of(type(self)):
             given, owner = getattr(self, spec.name) != spec.default, whose.get(spec.name)
             refuse(given and not self.ckpt_policy, f"{spec.spelling} needs --ckpt-policy: add it, for example full.")
@@ -160,9 +162,10 @@ class _EveryPolicy(Group):
                 f"{spec.spelling} needs --ckpt-policy {owner and owner.name}, not {self.ckpt_policy}: drop it or "
                 "change the policy.",
             )
-        for asked in [kind] if kind else POLICIES.values() if self.ckpt_policy == AUTO else ():
-            for sentence in asked.refusals(self):
-                raise ConfigError(sentence)
+            asked |= {owner} if given else set()
+        # auto does not choose a policy that refuses the other flags; it is asked here if somebody has set it up
+        for sentence in itertools.chain.from_iterable(one.refusals(self) for one in POLICIES.values() if one in asked):
+            raise ConfigError(sentence)
         refuse(
             self.upstream_logging and not (kind and kind.replays),
             f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}: drop it or change the "

@@ -307,6 +307,8 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
         ConfigError: the other flags do not allow it.
     """
     policy, others = flags["ckpt_policy"], flags_of(Snapshot)
+    unknown = flags.keys() - {spec.name for spec in others}  # of a policy that is not installed any more
+    refuse(unknown, f"there is no {', '.join(sorted(unknown))}: install the policy that it is of.")
     plain = {spec.name: spec.default for spec in others if not _is_of(spec.name, policy, asked)}
     return asked.replace("snapshot", **plain | dict(flags))
 

@@ -39,6 +39,8 @@ def test_its_flags_are_in_help_and_belong_to_it(env):
         ("busier", ["--ckpt-tier", "memory"], "--ckpt-policy busier knows one place alone: drop --ckpt-tier."),
     ):
         assert sentence in run("pretrain_gpt_moe.py", *flags, policy, *more, env=env, status=2)
+    others = f"{BASE} --save x --ckpt-policy auto --ckpt-tier memory --print-config".split()  # busier is left out
+    assert "busier_experts: 1" in run("pretrain_gpt_moe.py", *others, env=env)
 
 
 def test_it_is_simulated(env):
