@@ -81,16 +81,6 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
     return busiest
 
 
-def window_bytes(sizes: Sequence[OperatorSize], active: int) -> float:
-    """Bytes of all snapshots of a window: each operator once in full, and as compute weights in those before.
-
-    Args:
-        sizes: of operators, in the order in which they are saved.
-        active: operators in full in each snapshot.
-    """
-    return sum(size.full + size.compute * (place // active) for place, size in enumerate(sizes))
-
-
 def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:
     busiest = total = 0
     for stage, times in _distinct_stages(operators, layout):
