@@ -11,7 +11,6 @@ from megatron.core.timers import Timers
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
-from megatron.pretraining.config.snapshot import AUTO
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
@@ -29,6 +28,7 @@ from megatron.pretraining.session.auto import Auto
 from megatron.pretraining.session.none import NoSnapshots
 from megatron.pretraining.session.setup import begin
 from moc.faults import reach
+from moc.policy import AUTO
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Loss
 from moc.runtime.world import World

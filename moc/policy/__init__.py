@@ -1,29 +1,36 @@
 """When what is saved: which operator, at which detail, in this iteration.
 
-Every file in this directory is imported, so a new policy is a new file and nothing else.
+Every file in this directory is imported, and so is every module that an installed package names as an entry point
+``moc.policies``: a new policy is a new file and nothing else.
 """
 
 import importlib
 import pkgutil
 
+from moc.policy.flags import Job, PolicyFlag
 from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
 from moc.policy.plan import Load, Policy, SnapshotPlan
-from moc.policy.registry import POLICIES, policy, policy_named
+from moc.policy.registry import AUTO, POLICIES, import_policies, owners, policy, policy_named
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+import_policies()
 
 __all__ = [
+    "AUTO",
     "POLICIES",
     "Every",
     "Interval",
     "IntervalTuner",
+    "Job",
     "Load",
     "Observed",
     "Policy",
+    "PolicyFlag",
     "SnapshotPlan",
     "Transfer",
     "interval_named",
+    "owners",
     "policy",
     "policy_named",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -12,20 +12,18 @@ from typing import Any, ClassVar
 from moc.policy.adaptive import Choice, Limits, candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.expected import Ages, ages
+from moc.policy.flags import Asked, Job, PolicyFlag
 from moc.policy.interval import Every
 from moc.policy.load_aware import load_aware_experts
+from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
 from moc.policy.pec_tuner import PecTuner
 from moc.policy.persist import persist_selection
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
 from moc.policy.sequential import sequential_experts
 from moc.policy.turns import Turns, turn
 from moc.state.detail import Detail
-
-NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
-"""By target, what of the other experts is saved: if weights are chosen, the moments of all, and the other way round."""
-
-SELECTIONS = ("sequential", "load_aware")
 
 Experts = dict[int, list[int]]
 
@@ -60,6 +58,8 @@ class Pec(Policy):
     """
 
     exact: ClassVar[bool] = False
+    flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
+    grows: ClassVar[str | None] = "k"
 
     k: int = 1
     k_persist: int = 0
@@ -100,6 +100,46 @@ class Pec(Policy):
             wanted = self.interval.interval if isinstance(self.interval, Every) else None
             limits = Limits(self.auto_plt_limit, wanted, one_level=self.one_level)
             object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        """As :meth:`Policy.refusals`."""
+        return refusals(asked)
+
+    @classmethod
+    def reckons_with_faults(cls, asked: Asked) -> bool:
+        """As :meth:`Policy.reckons_with_faults`: where the numbers of experts follow from what is measured."""
+        return chooses(asked)
+
+    @classmethod
+    def settings(cls, asked: Asked, job: Job) -> dict[str, Any]:
+        """As :meth:`Policy.settings`."""
+        k, k_persist = experts_of(asked)
+        return super().settings(asked, job) | {
+            "k": k,
+            "k_persist": k_persist,
+            "auto": chooses(asked),
+            "auto_plt_limit": asked.pec_plt_limit,
+            "plt_limit": asked.pec_plt_limit if asked.pec_dynamic_k else 0.0,
+        }
+
+    @classmethod
+    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+        """As :meth:`Policy.candidates`: fewer experts than all."""
+        return ({"k": k} for k in machine.ks[:-1])
+
+    @classmethod
+    def price(cls, machine: Machine, settings: Settings) -> Price:
+        """As :meth:`Policy.price`; K is one in eight where nobody says more."""
+        if not machine.num_experts:
+            return Price(machine.everything)
+        k = settings.get("k") or max(1, machine.num_experts // 8)
+        return Price(machine.with_experts(k), k=k)
+
+    @classmethod
+    def described(cls, settings: Settings) -> str:
+        """As :meth:`Policy.described`."""
+        return f"K {settings['k']}" if "k" in settings else ""
 
     def sized(self, busiest: Busiest) -> None:
         """As :meth:`Policy.sized`: of the numbers of experts that may be chosen."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from moc.policy.flags import Asked, Job, PolicyFlag
 from moc.policy.interval import Interval
+from moc.policy.prices import Machine, Price, Settings
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -88,6 +91,8 @@ class Policy(ABC):
         exact: a run that goes on from its snapshots is the one that was never killed; if not, experts may come back in
             an older state than the rest.
         replays: to go on, iterations may have to be computed again while some operators are frozen.
+        flags: its own; ``--help`` has them, and they are refused with other policies.
+        grows: the setting that faults double in the simulator, if there is one; see :mod:`moc.policy.dynamic_k`.
     """
 
     operators: Sequence[Operator]
@@ -95,6 +100,58 @@ class Policy(ABC):
     name: ClassVar[str]
     exact: ClassVar[bool] = True
     replays: ClassVar[bool] = False
+    flags: ClassVar[tuple[PolicyFlag, ...]] = ()
+    grows: ClassVar[str | None] = None
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        """What of the flags cannot work with this policy, in sentences that say what to change."""
+        return iter(())
+
+    @classmethod
+    def reckons_with_faults(cls, asked: Asked) -> bool:
+        """Whether by these flags the policy wants to know how often the job fails (``--mtbf-hours``)."""
+        return False
+
+    @classmethod
+    def settings(cls, asked: Asked, job: Job) -> dict[str, Any]:
+        """The fields of the policy that flags and job decide; by default those that are called as they are.
+
+        Field ``k`` of policy ``pec`` is flag ``pec_k``, if there is one; else it is what is known of the job.
+        """
+        every, interval = asked.persist_interval, asked.snapshot_interval
+        found = {
+            "ep": job.ep,
+            "stages": job.stages,
+            "mtbf_s": asked.mtbf_s,
+            "one_level": asked.ckpt_tier == "disk",
+            "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
+        }
+        found |= {flag.name.removeprefix(f"{cls.name}_"): getattr(asked, flag.name) for flag in cls.flags}
+        return {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
+
+    @classmethod
+    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+        """The settings that ``--ckpt-policy auto`` and the planner choose from; by default its defaults alone.
+
+        What they name are flags of the policy that are ``chosen``.
+        """
+        yield {}
+
+    @classmethod
+    def price(cls, machine: Machine, settings: Settings) -> Price:
+        """What a checkpoint is made of with some settings; by default everything at once.
+
+        Args:
+            machine: what it is priced for.
+            settings: one of :meth:`candidates`, or what a user of the simulator has fixed, which may be nothing.
+        """
+        return Price(machine.everything)
+
+    @classmethod
+    def described(cls, settings: Settings) -> str:
+        """The settings of a candidate, for people; the interval is not among them."""
+        return ", ".join(f"{name} {value}" for name, value in settings.items())
 
     @property
     def window_length(self) -> int:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import TypeVar
 
 from moc.policy.plan import Policy
+
+AUTO = "auto"
+"""In place of a policy: one is chosen, with its settings, by what is measured."""
+
+ENTRY_POINTS = "moc.policies"
+"""What packages call the modules of their policies."""
 
 POLICIES: dict[str, type[Policy]] = {}
 
@@ -13,16 +22,46 @@ Kind = TypeVar("Kind", bound=type[Policy])
 
 
 def policy(name: str) -> Callable[[Kind], Kind]:
-    """Registers the class below it as the policy of that name."""
+    """Registers the class below it as the policy of that name.
+
+    Raises:
+        ValueError: name or flags are those of another policy, or cannot be told from them.
+    """
 
     def register(kind: Kind) -> Kind:
         if name in POLICIES:
             raise ValueError(f"there are two policies called {name}: rename one of them")
+        if name == AUTO or not re.fullmatch("[a-z][a-z0-9]*", name):
+            raise ValueError(f"a policy cannot be called {name}: take lower-case letters and digits, but not {AUTO}")
+        for flag in kind.flags:
+            if not flag.name.startswith(f"{name}_"):
+                raise ValueError(f"flag {flag.name} of policy {name} must begin with {name}_: rename it")
         kind.name = name
         POLICIES[name] = kind
         return kind
 
     return register
+
+
+def import_policies() -> None:
+    """Imports the modules that installed packages name as entry points ``moc.policies``; they register what they have.
+
+    Raises:
+        ImportError: one of them cannot be imported, so that a run with its policy would not be what it was asked for.
+    """
+    for found in sorted(entry_points(group=ENTRY_POINTS), key=lambda found: found.name):
+        try:
+            importlib.import_module(found.module)
+        except Exception as error:
+            raise ImportError(
+                f"the policies of {found.module}, which an installed package brings as {ENTRY_POINTS}, cannot be had "
+                f"({type(error).__name__}: {error}): repair the package or uninstall it"
+            ) from error
+
+
+def owners() -> dict[str, type[Policy]]:
+    """By flag of a policy, whose it is."""
+    return {flag.name: kind for kind in POLICIES.values() for flag in kind.flags}
 
 
 def policy_named(name: str) -> type[Policy]:

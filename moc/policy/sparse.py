@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.policy import popularity
+from moc.policy.flags import Asked, Job, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.precision import operator_bytes
+from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.policy.registry import policy
 from moc.policy.window import (
     OperatorBytes,
@@ -21,6 +23,7 @@ from moc.policy.window import (
     generate_schedule,
     order_operators,
     side_by_side,
+    snapshot_bytes,
 )
 from moc.policy.window_tuner import WindowTuner
 from moc.state.detail import Detail
@@ -106,6 +109,26 @@ class Sparse(Policy):
     """
 
     replays: ClassVar[bool] = True
+    flags: ClassVar[tuple[PolicyFlag, ...]] = (
+        PolicyFlag(
+            "sparse_window",
+            str,
+            "auto",
+            "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto "
+            "takes as few as let each snapshot be copied beside an iteration.",
+            parse=number_or_auto,
+            metavar="N|auto",
+            chosen=True,
+        ),
+        PolicyFlag(
+            "sparse_order",
+            str,
+            "popularity",
+            "By what experts are sorted in such a window, the first ones being saved first: tokens since training "
+            "began; the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
+            choices=ORDERS,
+        ),
+    )
 
     window: int = 0
     order: str = "popularity"
@@ -122,6 +145,41 @@ class Sparse(Policy):
         if self.order not in ORDERS:
             raise ValueError(f"there is no order called {self.order}: choose one of {', '.join(ORDERS)}")
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        """As :meth:`Policy.refusals`."""
+        if asked.snapshot_interval not in ("auto", "1"):
+            yield (
+                f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {asked.snapshot_interval}th: "
+                "drop --snapshot-interval."
+            )
+
+    @classmethod
+    def settings(cls, asked: Asked, job: Job) -> dict[str, Any]:
+        """As :meth:`Policy.settings`."""
+        window = 0 if asked.sparse_window == "auto" else int(asked.sparse_window)
+        return super().settings(asked, job) | {"window": window}
+
+    @classmethod
+    def candidates(cls, machine: Machine) -> Iterator[Settings]:
+        """As :meth:`Policy.candidates`: every window up to the shortest that hides, and one more."""
+        hides = max(find_window_size(stage, machine.hidden_s, machine.rate).length for stage in machine.stages)
+        return ({"window": window} for window in range(1, hides + 2))
+
+    @classmethod
+    def price(cls, machine: Machine, settings: Settings) -> Price:
+        """As :meth:`Policy.price`; the window is the shortest that hides where nobody says more."""
+        windows = []
+        for stage in machine.stages:
+            if settings.get("window"):
+                active = math.ceil(len(stage) / settings["window"])
+            else:
+                active = find_window_size(stage, machine.hidden_s, machine.rate).active
+            windows.append(snapshot_bytes(stage, active))
+        snapshots = max(windows, key=sum)
+        size = Sizes(sum(snapshots), machine.ranks * sum(snapshots))
+        return Price(size, snapshots, length=max(map(len, windows)))
 
     @property
     def window_length(self) -> int:

@@ -83,9 +83,14 @@ def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwid
 
 def largest_snapshot(sizes: Sequence[OperatorBytes], active: int) -> float:
     """Bytes of the largest snapshot of a window; arguments as of :func:`find_window_size`."""
+    return max(snapshot_bytes(sizes, active))
+
+
+def snapshot_bytes(sizes: Sequence[OperatorBytes], active: int) -> list[float]:
+    """Bytes of each snapshot of a window: operators in full, and the compute weights of those that are to come."""
     full, compute = ([0, *accumulate(getattr(size, kind) for size in sizes)] for kind in ("full", "compute"))
     ends = ((start, min(start + active, len(sizes))) for start in range(0, len(sizes), active))
-    return max(full[end] - full[start] + compute[-1] - compute[end] for start, end in ends)
+    return [full[end] - full[start] + compute[-1] - compute[end] for start, end in ends]
 
 
 def generate_schedule(ordered: Sequence[str], active: int) -> list[Turn]:

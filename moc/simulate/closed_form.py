@@ -63,6 +63,18 @@ def at_interval(saving: Saving, interval: int, iteration_s: float) -> Saving:
     return dataclasses.replace(saving, interval=interval, replay_s=replay_s)
 
 
+def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
+    """The interval with the least overhead of those that keep to a limit on lost tokens, which grow with it.
+
+    Args:
+        least: the shortest that is possible; taken where even that passes the limit.
+        best: the one with the least overhead of all.
+        plt_of_one: expected proportion of lost tokens at an interval of one iteration.
+        limit: on this proportion.
+    """
+    return max(least, min(best, int(limit / plt_of_one))) if plt_of_one > 0 else best
+
+
 def capped_interval(stall_s: float, iteration_s: float, cap: float, at_least: int = 1) -> int:
     """CheckFreq's: the shortest interval whose stalls are at most a share of the time between (MoEvement, section 5.2).
 

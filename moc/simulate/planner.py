@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from moc.policy.adaptive import candidates, uniform_plt
+from moc.policy import POLICIES as REGISTERED
 from moc.policy.dynamic_k import PLT_LIMIT
-from moc.simulate.closed_form import best_interval, expected_ettr, recovery_s
-from moc.simulate.policies import POLICIES, Options, Setup
+from moc.simulate.closed_form import expected_ettr, recovery_s
+from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
 from moc.simulate.saving import Saving
 
 NEAR = 1e-3
@@ -32,7 +32,7 @@ class Limits:
     exact_only: bool = False
     host_bytes: float | None = None
     plt: float = PLT_LIMIT
-    policies: tuple[str, ...] = ("checkfreq", "full", "pec", "sparse")
+    policies: tuple[str, ...] = (checkfreq.__name__, *REGISTERED)
     replicas: tuple[int, ...] = (2, 1)
 
     def __post_init__(self):
@@ -67,13 +67,28 @@ class Candidate:
     @property
     def name(self) -> str:
         """The policy with what was chosen for it."""
-        text = f"{self.saving.name}, "
-        if self.saving.name == "sparse":
-            text += f"window {self.saving.interval}"
+        kind = REGISTERED.get(self.saving.name)
+        if kind is not None and kind.replays:
+            how = [f"window {self.saving.interval}"]
         else:
-            k = f"K {self.options.k}, " if self.saving.name == "pec" else ""
-            text += f"{k}interval {self.saving.interval}"
-        return text + (f", {self.options.replicas} replicas" if self.saving.traffic.network else "")
+            settings = kind.described(self.options.settings) if kind is not None else ""
+            how = [settings, f"interval {self.saving.interval}"]
+        how.append(f"{self.options.replicas} replicas" if self.saving.traffic.network else "")
+        return ", ".join(filter(None, (self.saving.name, *how)))
+
+
+class Priced(Protocol):
+    """A cluster (:class:`~moc.simulate.policies.Setup`) or a run that trains (:mod:`moc.simulate.running`)."""
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration in which nothing is saved."""
+
+    def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
+        """The settings of a policy that are worth looking at, with each number of replicas that has a meaning here."""
+
+    def weighed(self, name: str, options: Options) -> Weighed:
+        """A policy with some settings."""
 
 
 @dataclass(frozen=True)
@@ -139,58 +154,33 @@ def _rank(found: Candidate) -> tuple:
     return not found.saving.exact, -found.survives, found.plt, found.host_bytes, -found.ettr
 
 
-def every_candidate(setup: Setup, mtbf_s: float, limits: Limits) -> Iterator[Candidate]:
-    """All settings of all policies that the limits name, whether or not they keep to the other limits."""
-    for name in limits.policies:
-        for options in _options(setup, mtbf_s, limits, name):
-            saving = POLICIES[name](setup, options).saving
-            rate = setup.timing.iteration_s / mtbf_s
-            lost = 0.0 if saving.exact else _plt(setup, options, saving, rate)
-            host = saving.host_bytes / setup.cluster.nodes
-            yield Candidate(options, saving, expected_ettr(saving, setup.timing.iteration_s, mtbf_s), lost, host)
-
-
-def _options(setup: Setup, mtbf_s: float, limits: Limits, name: str) -> Iterator[Options]:
-    basic = Options(mtbf_s=mtbf_s, dynamic=False)
-    if name in ("none", "blocking", "checkfreq", "elastic"):
-        yield dataclasses.replace(basic, replicas=0) if name != "elastic" else basic
-        return
-    for replicas in limits.replicas:
-        options = dataclasses.replace(basic, replicas=replicas)
-        if name == "sparse":
-            found = POLICIES[name](setup, options).saving.interval
-            for window in range(1, found + 2):
-                yield dataclasses.replace(options, window=window)
-        elif name == "pec" and setup.num_experts:
-            for k in candidates(setup.num_experts)[:-1]:
-                yield _at_best_interval(setup, dataclasses.replace(options, k=k, interval=1), limits)
-        elif name == "full":
-            yield options
-
-
-def _at_best_interval(setup: Setup, options: Options, limits: Limits) -> Options:
-    iteration_s = setup.timing.iteration_s
-    saving = POLICIES["pec"](setup, options).saving
-    best = best_interval(saving, iteration_s, options.mtbf_s)
-    of_one = _plt(setup, options, saving, iteration_s / options.mtbf_s)
-    return dataclasses.replace(options, interval=longest(1, best, of_one, limits.plt))
-
-
-def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
-    """The interval with the least overhead of those that keep to a limit on lost tokens, which grow with it.
+def every_candidate(on: Priced, mtbf_s: float, limits: Limits) -> Iterator[Candidate]:
+    """All settings of all policies that the limits name, whether or not they keep to the other limits.
 
     Args:
-        least: the shortest that is possible; taken where even that passes the limit.
-        best: the one with the least overhead of all.
-        plt_of_one: expected proportion of lost tokens at an interval of one iteration.
-        limit: on this proportion.
+        on: what they are priced on: a cluster, or a run that trains.
+        mtbf_s: mean seconds from one failure of the job to the next.
+        limits: policies and numbers of replicas; intervals keep to the limit on lost tokens where they can.
     """
-    return max(least, min(best, int(limit / plt_of_one))) if plt_of_one > 0 else best
+    for name in limits.policies:
+        for options in on.offered(name, Options(mtbf_s=mtbf_s, dynamic=False, plt_limit=limits.plt), limits.replicas):
+            yield priced(on, name, options)
 
 
-def _plt(setup: Setup, options: Options, saving: Saving, faults_per_iteration: float) -> float:
-    lost = 1 / setup.cluster.nodes
-    return uniform_plt(setup.num_experts, faults_per_iteration, lost, options.k, options.k, saving.interval)
+def priced(on: Priced, name: str, options: Options) -> Candidate:
+    """What a policy would come to with some settings.
+
+    Args:
+        on: what it is priced on.
+        name: of the policy.
+        options: its settings; without ``interval`` it is the best one, or with fewer experts one that is short enough
+            for ``plt_limit``.
+
+    Returns:
+        The candidate, with what was left open in its options.
+    """
+    weighed = on.weighed(name, options)
+    return Candidate(ettr=expected_ettr(weighed.saving, on.iteration_s, options.mtbf_s), **vars(weighed))
 
 
 def keeps_to(found: Candidate, limits: Limits) -> bool:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
 
+from moc.policy import POLICIES as REGISTERED
+from moc.policy import Policy
+from moc.policy.adaptive import candidates, uniform_plt
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moc.policy.window import find_window_size, largest_snapshot
+from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.recovery.placement import place
 from moc.sharding import Layout
-from moc.simulate.closed_form import at_interval, best_interval, capped_interval
+from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
 from moc.simulate.saving import PecStrategy, Saving, Strategy, Traffic
 from moc.simulate.sizes import (
     MIXED,
     OperatorSize,
-    Sizes,
     StateBytes,
     full_sizes,
     operator_sizes,
     pec_sizes,
-    window_bytes,
 )
 from moc.simulate.ways import Parts, program_way
 from moc.state.operators import Operator
@@ -33,6 +35,8 @@ _VERSIONS = 2  # one checkpoint that is whole, and one under way (MoEvement, sec
 _B_WEIGHT = 1 / 3  # of forward and backward, which a frozen operator leaves out (MoEvement, sections 3.5 and 5.6)
 _CAP = 0.03  # CheckFreq's (MoEvement, section 5.2)
 _RECONFIGURE_S = 30.0  # 20 to 40 seconds (Lazarus, section 6.3)
+
+_NAMED = ("k", "window")  # settings of policies that are fields of Options
 
 SNAPSHOT_OVERHEAD = 0.02
 """Share of its iteration that a snapshot costs whose copy hides: what MoEvement's cost at most (section 5.2; 0.6 to 2.2
@@ -104,6 +108,59 @@ class Setup:
         """That pass in so many seconds."""
         return seconds / self.timing.iteration_s
 
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration in which nothing is saved."""
+        return self.timing.iteration_s
+
+    @cached_property
+    def _with_experts(self) -> Callable[[int], Sizes]:
+        return cache(lambda k: pec_sizes(self.operators, self.layout, k, self.state))
+
+    def machine(self, replicas: int) -> Machine:
+        """What policies are priced for, with so many copies in peers' memory."""
+        rate = self.cluster.host_bandwidth
+        return Machine(
+            ranks=self.layout.world,
+            everything=self.full,
+            with_experts=self._with_experts,
+            stages=[self.by_operator],  # of the busiest rank, which all others keep up with
+            hidden_s=self.timing.forward_backward_s,
+            rate=min(rate, self.network_rate / replicas) if replicas else rate,
+            ks=candidates(self.num_experts),
+        )
+
+    def price(self, kind: type[Policy], options: Options) -> Price:
+        """Of a policy of training."""
+        return kind.price(self.machine(options.replicas), options.settings)
+
+    def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
+        """As :meth:`moc.simulate.planner.Priced.offered`; systems that are compared with have no settings."""
+        if name not in REGISTERED:
+            yield basic if name == elastic.__name__ else dataclasses.replace(basic, replicas=0)
+            return
+        for number in replicas:
+            options = dataclasses.replace(basic, replicas=number)
+            for settings in REGISTERED[name].candidates(self.machine(number)):
+                yield options.with_settings(settings)
+
+    def weighed(self, name: str, options: Options) -> Weighed:
+        """As :meth:`moc.simulate.planner.Priced.weighed`."""
+        k = self.price(REGISTERED[name], options).k if name in REGISTERED else None
+        every = 1 if k is not None and options.interval is None else options.interval
+        saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
+
+        def plt(interval: int) -> float:
+            faults_per_iteration = self.iteration_s / options.mtbf_s
+            return uniform_plt(self.num_experts, faults_per_iteration, 1 / self.cluster.nodes, k, k, interval)
+
+        if k is not None and options.interval is None:
+            best = best_interval(saving, self.iteration_s, options.mtbf_s)
+            options = dataclasses.replace(options, interval=longest(1, best, plt(1), options.plt_limit))
+            saving = POLICIES[name](self, options).saving
+        lost = 0.0 if saving.exact else plt(saving.interval)
+        return Weighed(options, saving, lost, saving.host_bytes / self.cluster.nodes)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -118,6 +175,7 @@ class Options:
         window: W; None: what Algorithm 1 finds.
         replicas: copies in peers' memory.
         persist_interval: iterations from one checkpoint in storage to the next; None: as often as it can.
+        own: settings of a policy that are none of these.
     """
 
     interval: int | None = None
@@ -128,6 +186,36 @@ class Options:
     window: int | None = None
     replicas: int = 2
     persist_interval: int | None = None
+    own: Settings = field(default_factory=dict, hash=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the policy alone."""
+        fixed = {name: getattr(self, name) for name in _NAMED if getattr(self, name) is not None}
+        return fixed | dict(self.own)
+
+    def with_settings(self, settings: Settings) -> Options:
+        """The same with other settings of the policy."""
+        named = {name: value for name, value in settings.items() if name in _NAMED}
+        others = {name: value for name, value in settings.items() if name not in _NAMED}
+        return dataclasses.replace(self, **named, own={**self.own, **others})
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A policy with its settings, priced.
+
+    Attributes:
+        options: that give it.
+        saving: how it saves.
+        plt: the expected proportion of lost tokens.
+        host_bytes: in a node's memory.
+    """
+
+    options: Options
+    saving: Saving
+    plt: float
+    host_bytes: float
 
 
 def none(setup: Setup, options: Options) -> Strategy:
@@ -154,55 +242,6 @@ def checkfreq(setup: Setup, options: Options) -> Strategy:
     saving = _global(setup, "checkfreq", stall_s, interval, setup.iterations(_copy_s(setup, sizes) + write_s), write_s)
     traffic = Traffic(host=sizes.total, storage=sizes.total)
     return Strategy(dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total))
-
-
-def full(setup: Setup, options: Options) -> Strategy:
-    """Everything, in the memory of this node and of peers, at the best interval (Gemini with an oracle)."""
-    sizes = setup.full
-    saving = _in_memory(setup, options, "full", sizes, sizes.total)
-    least = math.ceil(setup.iterations(_replicate_s(setup, options, sizes.busiest)))
-    return Strategy(_at_best_interval(setup, options, saving, least))
-
-
-def pec(setup: Setup, options: Options) -> Strategy:
-    """K experts of each layer at a time (MoC-System), every iteration where no interval is given."""
-    count = setup.num_experts
-    if not count:
-        return Strategy(dataclasses.replace(full(setup, options).saving, name="pec"))
-    k = options.k or max(1, count // 8)
-    by_k, key = {}, k
-    while key not in by_k:
-        by_k[key] = _partial(setup, options, key)
-        key = min(2 * key, count)
-    lost = min(1.0, 1 / setup.cluster.nodes)
-    dynamic = DynamicK(k, count, options.plt_limit)
-    return PecStrategy(by_k, dynamic, lost, setup.total_iterations, fixed=not options.dynamic)
-
-
-def sparse(setup: Setup, options: Options) -> Strategy:
-    """Every operator once per window, and only what was lost replays (MoEvement)."""
-    sizes, timing, cluster = setup.by_operator, setup.timing, setup.cluster
-    bandwidth = cluster.host_bandwidth
-    if options.replicas:
-        bandwidth = min(bandwidth, setup.network_rate / options.replicas)
-    found = find_window_size(sizes, timing.forward_backward_s, bandwidth)
-    active = math.ceil(len(sizes) / options.window) if options.window else found.active
-    window = math.ceil(len(sizes) / active)
-    largest = largest_snapshot(sizes, active)
-    held = window_bytes(sizes, active) * setup.layout.world
-    logs = _log_bytes(setup)
-    saving = Saving(
-        name="sparse",
-        stall_s=window * setup.stall_s(largest),
-        restart_s=cluster.detect_s + window_bytes(sizes, active) / setup.network_rate,
-        traffic=Traffic(host=held + logs * window, network=options.replicas * held),
-        host_bytes=_VERSIONS * (held * (1 + options.replicas) + logs * window),
-    )
-    saving = sparse_replay(saving, window, timing.iteration_s * timing.without_bubbles)
-    if setup.program is not None:
-        lag = setup.iterations(largest / cluster.host_bandwidth + _replicate_s(setup, options, largest))
-        saving = program_way(saving, setup.program, timing.iteration_s, lag, sparse=True)
-    return Strategy(_with_storage(setup, options, saving))
 
 
 def sparse_replay(saving: Saving, window: int, replay_s: float) -> Saving:
@@ -233,10 +272,27 @@ def elastic(setup: Setup, options: Options) -> Strategy:
     return Strategy(_with_storage(setup, options, saving))
 
 
+def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
+    """A policy of training, as it prices itself."""
+
+    def strategy(setup: Setup, options: Options) -> Strategy:
+        if kind.replays:
+            return Strategy(_windows(setup, options, kind))
+        price = setup.price(kind, options)
+        if price.k is None:
+            least = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
+            return Strategy(_at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), least))
+        return _partial(setup, options, kind, price.k)
+
+    return strategy
+
+
 POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
-    policy.__name__: policy for policy in (none, blocking, checkfreq, full, pec, sparse, elastic)
+    **{system.__name__: system for system in (none, blocking, checkfreq)},
+    **{name: _of(kind) for name, kind in REGISTERED.items()},
+    elastic.__name__: elastic,
 }
-"""By name."""
+"""By name: the policies of training, and systems that are there to be compared with."""
 
 
 def _global(
@@ -257,22 +313,50 @@ def _global(
     )
 
 
-def _in_memory(setup: Setup, options: Options, name: str, sizes: Sizes, kept: float) -> Saving:
+def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Saving:
+    """In the memory of this node and of peers, as Gemini does, which keeps buffers for everything."""
+    sizes = price.size
     stall_s = setup.stall_s(sizes.busiest)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
     saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
-        host_bytes=_VERSIONS * (1 + options.replicas) * kept,
+        host_bytes=_VERSIONS * (1 + options.replicas) * setup.full.total,
+        exact=price.k in (None, setup.num_experts),
     )
     return _with_storage(setup, options, saving)
 
 
-def _partial(setup: Setup, options: Options, k: int) -> Saving:
-    sizes = pec_sizes(setup.operators, setup.layout, k, setup.state)
-    saving = _in_memory(setup, options, "pec", sizes, setup.full.total)
-    return dataclasses.replace(saving, exact=k == setup.num_experts)
+def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Strategy:
+    """Some experts of each layer at a time, in every iteration where no interval is given."""
+    by_k, key, count = {}, k, setup.num_experts
+    while key not in by_k:
+        now = options if kind.grows is None else options.with_settings({kind.grows: key})
+        by_k[key] = _in_memory(setup, options, kind.name, setup.price(kind, now))
+        key = k if kind.grows is None else min(2 * key, count)
+    lost = min(1.0, 1 / setup.cluster.nodes)
+    fixed = kind.grows is None or not options.dynamic
+    return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), lost, setup.total_iterations, fixed=fixed)
+
+
+def _windows(setup: Setup, options: Options, kind: type[Policy]) -> Saving:
+    """Every operator once per window, and only what was lost replays (MoEvement)."""
+    timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
+    window, largest, held = price.length, max(price.snapshots), price.size.total
+    logs = _log_bytes(setup)
+    saving = Saving(
+        name=kind.name,
+        stall_s=window * setup.stall_s(largest),
+        restart_s=cluster.detect_s + price.size.busiest / setup.network_rate,
+        traffic=Traffic(host=held + logs * window, network=options.replicas * held),
+        host_bytes=_VERSIONS * (held * (1 + options.replicas) + logs * window),
+    )
+    saving = sparse_replay(saving, window, timing.iteration_s * timing.without_bubbles)
+    if setup.program is not None:
+        lag = setup.iterations(largest / cluster.host_bandwidth + _replicate_s(setup, options, largest))
+        saving = program_way(saving, setup.program, timing.iteration_s, lag, sparse=True)
+    return _with_storage(setup, options, saving)
 
 
 def _with_storage(setup: Setup, options: Options, saving: Saving) -> Saving:

@@ -10,15 +10,19 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
+from moc.policy import POLICIES, owners
 from moc.policy.adaptive import candidates, uniform_plt
-from moc.policy.window import OperatorBytes, find_window_size, order_operators
+from moc.policy.prices import Machine, Price, Sizes
+from moc.policy.window import OperatorBytes, order_operators
 from moc.sharding import Layout
-from moc.simulate.closed_form import at_interval, best_interval, expected_ettr
-from moc.simulate.planner import Candidate, Limits, longest
-from moc.simulate.policies import Options, sparse_replay
+from moc.simulate.closed_form import at_interval, best_interval, longest
+from moc.simulate.planner import Candidate
+from moc.simulate.planner import every_candidate as every_candidate
+from moc.simulate.planner import priced as priced
+from moc.simulate.policies import Options, Weighed, sparse_replay
 from moc.simulate.saving import Saving, Traffic
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
 from moc.simulate.stages import split_stages
@@ -28,7 +32,7 @@ _BUFFERS = {"disk": 2, "memory": 3, "peers": 4}
 _COPIES = 3
 """Of each node that a node keeps copies of: the newest safe one, one on its way, one that is about to be given up."""
 
-NAMES = ("full", "pec", "sparse")
+NAMES = tuple(POLICIES)
 """The policies that can be reckoned with."""
 
 
@@ -93,6 +97,46 @@ class Running:
             return replicas * self.ranks * nbytes / self.replicate_rate
         return nbytes / self.write_rate if self.tier == "disk" else 0.0
 
+    @cached_property
+    def machine(self) -> Machine:
+        """What policies are priced for; snapshots hide that are copied beside an iteration, and written if need be."""
+        rate, ranks = self.copy_rate, self.ranks * self.nodes
+        if self.tier == "disk":
+            rate = min(rate, self.write_rate * self.iteration_s / self.forward_backward_s)
+        return Machine(
+            ranks=ranks,
+            everything=Sizes(self.saved.full, ranks * self.saved.full),
+            with_experts=lambda k: Sizes(self.saved.by_k[k], ranks * self.saved.by_k[k]),
+            stages=self.saved.stages,
+            hidden_s=self.forward_backward_s,
+            rate=rate,
+            ks=sorted(self.saved.by_k),
+        )
+
+    def price(self, name: str, options: Options) -> Price:
+        """Of a policy."""
+        return POLICIES[name].price(self.machine, options.settings)
+
+    def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
+        """As :meth:`moc.simulate.planner.Priced.offered`."""
+        for number in replicas if self.tier == "peers" else (0,):
+            options = dataclasses.replace(basic, replicas=number)
+            for settings in POLICIES[name].candidates(self.machine):
+                yield options.with_settings(settings)
+
+    def weighed(self, name: str, options: Options) -> Weighed:
+        """As :meth:`moc.simulate.planner.Priced.weighed`, with the persist interval too."""
+        if POLICIES[name].replays:
+            saving, plt = _windows(self, name, options), 0.0
+        else:
+            saving, plt = _at_interval(self, name, options)
+        every = _persist_interval(self, saving)
+        options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
+        saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(self, saving, every))
+        window = _of_rank(self, saving) if POLICIES[name].replays else None
+        host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, window)
+        return Weighed(options, saving, plt, host)
+
 
 def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Saved:
     """What the sharding rules give, for a model that is not at hand.
@@ -132,77 +176,41 @@ def host_bytes(tier: str, ranks: int, full: float, replicas: int, window: float 
     return ranks * full * (_BUFFERS[tier] + _COPIES * replicas)
 
 
-def every_candidate(run: Running, mtbf_s: float, limits: Limits) -> Iterator[Candidate]:
-    """All settings of all policies that the limits name, each with its best interval; see :func:`priced`."""
-    for name in limits.policies:
-        for replicas in limits.replicas if run.tier == "peers" else (0,):
-            options = Options(mtbf_s=mtbf_s, dynamic=False, plt_limit=limits.plt, replicas=replicas)
-            if name == "full":
-                yield priced(run, name, options)
-            elif name == "pec":
-                for k in sorted(run.saved.by_k)[:-1]:
-                    yield priced(run, name, dataclasses.replace(options, k=k))
-            elif name == "sparse":
-                for window in range(1, _hiding_window(run) + 2):
-                    yield priced(run, name, dataclasses.replace(options, window=window))
-
-
-def priced(run: Running, name: str, options: Options) -> Candidate:
-    """What a policy would come to with some settings.
-
-    Args:
-        run: what was measured.
-        name: one of :data:`NAMES`.
-        options: ``mtbf_s``, ``replicas``, and by policy ``k`` or ``window``; without ``interval`` it is the best one,
-            or with fewer experts one that is short enough for ``plt_limit``.
-
-    Returns:
-        The candidate, with interval and persist interval in its options.
-    """
-    if name == "sparse":
-        saving, plt = _sparse(run, options), 0.0
-    else:
-        saving, plt = _at_interval(run, name, options)
-    every = _persist_interval(run, saving)
-    options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
-    saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(run, saving, every))
-    ettr = expected_ettr(saving, run.iteration_s, options.mtbf_s)
-    window = _of_rank(run, saving) if name == "sparse" else None
-    host = host_bytes(run.tier, run.ranks, run.saved.full, options.replicas, window)
-    return Candidate(options, saving, ettr, plt, host)
-
-
 def flags_of_candidate(found: Candidate) -> dict[str, object]:
     """The flags of training that give it, by their names with underscores."""
-    options, name = found.options, found.saving.name
-    flags: dict[str, object] = {"ckpt_policy": name}
-    if name == "sparse":
-        flags["sparse_window"] = str(options.window)
-    else:
+    options, kind = found.options, POLICIES[found.saving.name]
+    flags: dict[str, object] = {"ckpt_policy": kind.name}
+    if not kind.replays:  # a window is what its interval is
         flags["snapshot_interval"] = str(options.interval)
-    if options.k is not None:
-        flags["pec_k"] = str(options.k)
+    kinds = {flag.name: flag.kind for flag in kind.flags}
+    for name, value in options.settings.items():
+        flags[f"{kind.name}_{name}"] = kinds[f"{kind.name}_{name}"](value)
     if options.persist_interval is not None:
         flags["persist_interval"] = options.persist_interval
     return flags | ({"replicas": options.replicas} if options.replicas else {})
 
 
 def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
-    """The inverse of :func:`flags_of_candidate`, for :func:`priced`."""
-    interval, k, window = (flags.get(name) for name in ("snapshot_interval", "pec_k", "sparse_window"))
-    return Options(
+    """The inverse of :func:`flags_of_candidate`, for :func:`~moc.simulate.planner.priced`."""
+    interval, whose = flags.get("snapshot_interval"), owners()
+    basic = Options(
         interval=None if interval is None else int(interval),
         mtbf_s=mtbf_s,
-        k=None if k is None else int(k),
         dynamic=False,
-        window=None if window is None else int(window),
         replicas=int(flags.get("replicas", 0)),
     )
+    settings = {
+        name.removeprefix(f"{whose[name].name}_"): int(value) if str(value).isdecimal() else value
+        for name, value in flags.items()
+        if name in whose
+    }
+    return basic.with_settings(settings)
 
 
 def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, float]:
-    """Everything, or K experts of each layer, every so many iterations; and the PLT to expect."""
-    nbytes = _bytes(run, options)
+    """Everything, or some experts of each layer, every so many iterations; and the PLT to expect."""
+    price = run.price(name, options)
+    nbytes, fewer = price.size.busiest, price.k is not None and price.k < max(run.saved.by_k)
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     stall_s = max(0.0, copy_s - run.forward_backward_s)
     saving = Saving(
@@ -212,79 +220,56 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, flo
         lag=run.iterations(copy_s + safe_s),
         restart_s=_load_s(run, run.saved.full),
         replay_s=run.iteration_s + stall_s,
-        traffic=_traffic(run, nbytes, options.replicas),
-        exact=options.k is None,
+        traffic=_traffic(run, price, options.replicas),
+        exact=not fewer,
     )
-    least = shortest_interval(run, options)
+    least = shortest_interval(run, name, options)
     interval = options.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
-    if options.k is None:
+    if not fewer:
         return at_interval(saving, interval, run.iteration_s), 0.0
-    of_one = _plt(run, options, 1)
+    # Whatever memory is lost: all experts of a snapshot go on to storage, so that has them as new.
+    rate = run.iteration_s / options.mtbf_s
+    of_one = uniform_plt(max(run.saved.by_k), rate, 1.0, price.k, price.k, 1)
     if not options.interval:
         interval = longest(least, interval, of_one, options.plt_limit)
     return at_interval(saving, interval, run.iteration_s), interval * of_one
 
 
-def shortest_interval(run: Running, options: Options) -> int:
-    """Iterations until the next snapshot of everything, or of K experts of each layer, can begin."""
-    nbytes = _bytes(run, options)
+def shortest_interval(run: Running, name: str, options: Options) -> int:
+    """Iterations until the next snapshot can begin, of a policy whose snapshots are no windows."""
+    price = run.price(name, options)
+    nbytes = price.size.busiest
     copy_s, write_s, safe_s = nbytes / run.copy_rate, nbytes / run.write_rate, run.safe_s(nbytes, options.replicas)
     if run.tier == "disk":
         return run.iterations(copy_s + write_s)
     # of fewer experts, what goes to memory goes on to storage too, where the others are
-    return run.iterations(safe_s if options.k is None else max(safe_s, write_s))
+    return run.iterations(safe_s if price.k is None else max(safe_s, write_s))
 
 
-def _bytes(run: Running, options: Options) -> float:
-    return run.saved.full if options.k is None else run.saved.by_k[options.k]
-
-
-def _sparse(run: Running, options: Options) -> Saving:
+def _windows(run: Running, name: str, options: Options) -> Saving:
     """Each operator once in a window, some of them in each iteration; all workers replay (MoEvement, section 3.3)."""
-    windows = [_snapshots(stage, options.window) for stage in run.saved.stages]
-    window, snapshots = max(map(len, windows)), max(windows, key=sum)
-    copying_s = sum(max(0.0, nbytes / run.copy_rate - run.forward_backward_s) for nbytes in snapshots)
-    safe_s = run.safe_s(sum(snapshots), options.replicas)
+    price = run.price(name, options)
+    window, snapshots, nbytes = price.length, price.snapshots, price.size.busiest
+    copying_s = sum(max(0.0, one / run.copy_rate - run.forward_backward_s) for one in snapshots)
+    safe_s = run.safe_s(nbytes, options.replicas)
     stall_s = max(copying_s, safe_s - window * run.iteration_s)
     last_s = snapshots[-1] / run.copy_rate + run.safe_s(snapshots[-1], options.replicas)
     saving = Saving(
-        name="sparse",
+        name=name,
         stall_s=stall_s,
-        restart_s=_load_s(run, sum(snapshots)),
-        traffic=_traffic(run, sum(snapshots), options.replicas),
+        restart_s=_load_s(run, nbytes),
+        traffic=_traffic(run, price, options.replicas),
     )
     saving = sparse_replay(saving, window, run.iteration_s)
     return dataclasses.replace(saving, lag=window + run.iterations(last_s), local=False)
-
-
-def _snapshots(stage: Sequence[OperatorBytes], window: int) -> list[float]:
-    """Bytes of each snapshot of a window: operators in full, and the compute weights of those that are to come."""
-    active = math.ceil(len(stage) / window)
-    full, compute = ([0, *accumulate(getattr(one, kind) for one in stage)] for kind in ("full", "compute"))
-    ends = ((start, min(start + active, len(stage))) for start in range(0, len(stage), active))
-    return [full[end] - full[start] + compute[-1] - compute[end] for start, end in ends]
-
-
-def _hiding_window(run: Running) -> int:
-    """The shortest window whose snapshots are copied beside an iteration, and written too where they have to be."""
-    rate = run.copy_rate
-    if run.tier == "disk":
-        rate = min(rate, run.write_rate * run.iteration_s / run.forward_backward_s)
-    return max(find_window_size(stage, run.forward_backward_s, rate).length for stage in run.saved.stages)
-
-
-def _plt(run: Running, options: Options, interval: int) -> float:
-    """Whatever memory is lost: all experts of a snapshot go on to storage, so that has them as new."""
-    rate = run.iteration_s / options.mtbf_s
-    return uniform_plt(max(run.saved.by_k), rate, 1.0, options.k, options.k, interval)
 
 
 def _load_s(run: Running, nbytes: float) -> float:
     return nbytes / (run.write_rate if run.tier == "disk" else run.copy_rate)
 
 
-def _traffic(run: Running, nbytes: float, replicas: int) -> Traffic:
-    total = nbytes * run.ranks * run.nodes
+def _traffic(run: Running, price: Price, replicas: int) -> Traffic:
+    total = price.size.total
     return Traffic(host=total, network=replicas * total, storage=total if run.tier == "disk" else 0.0)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from moc.policy.prices import Sizes
 from moc.policy.sequential import sequential_experts
 from moc.policy.window import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
@@ -18,19 +19,6 @@ MIXED = StateBytes()
 """16-bit compute weights, fp32 master weights and Adam's moments: 2 + 4 + 8 bytes."""
 
 _REPLICAS = 32  # of an expert-parallel group that are reckoned one by one; of more, each saves as much less
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What one snapshot holds.
-
-    Attributes:
-        busiest: bytes of the rank that saves most.
-        total: bytes of all ranks.
-    """
-
-    busiest: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -91,16 +79,6 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
         held = [size for size in held if size.full or size.compute]
         busiest = max(busiest, held, key=lambda sizes: sum(size.full for size in sizes))
     return busiest
-
-
-def window_bytes(sizes: Sequence[OperatorSize], active: int) -> float:
-    """Bytes of all snapshots of a window: each operator once in full, and as compute weights in those before.
-
-    Args:
-        sizes: of operators, in the order in which they are saved.
-        active: operators in full in each snapshot.
-    """
-    return sum(size.full + size.compute * (place // active) for place, size in enumerate(sizes))
 
 
 def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:

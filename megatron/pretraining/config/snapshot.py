@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, flags_of, refuse
-from moc.policy import POLICIES, interval_named
+from megatron.pretraining.config.flag import ConfigError, Group, flag, flags_of, refuse
+from moc.policy import AUTO, POLICIES, PolicyFlag, interval_named, owners
 from moc.policy.measurements import UNDISTURBED_MTBF_S
+from moc.policy.pec_flags import experts_of
 from moc.sharding import scheme_named
 
-AUTO = "auto"
-"""In place of a policy: one is chosen, with its settings, by what is measured."""
-
-CHOSEN_BY_AUTO = (
-    "ckpt_blocking",
-    "pec_k",
-    "pec_k_snapshot",
-    "pec_k_persist",
-    "persist_interval",
-    "snapshot_interval",
-    "sparse_window",
-)
-"""Flags whose values ``--ckpt-policy auto`` chooses."""
+_CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
+"""Beside the settings of policies, flags whose values ``--ckpt-policy auto`` chooses."""
 
 _LIMITS_OF_AUTO = ("exact_only", "host_memory_gb")
-
-
-def _number_or_auto(text: str) -> str:
-    if text != "auto" and not (text.isdecimal() and int(text) >= 1):
-        raise ValueError(f"take auto or a number of at least 1, not {text}")
-    return text
 
 
 def _nodes(text: str) -> str:
@@ -39,9 +25,12 @@ def _nodes(text: str) -> str:
     return text
 
 
+_REPLAYING = " or ".join(sorted(name for name, kind in POLICIES.items() if kind.replays))
+
+
 @dataclass(frozen=True)
-class Snapshot(Group):
-    """Fault tolerance: snapshots of the training state, where they go, and how often."""
+class _EveryPolicy(Group):
+    """The flags that all policies share."""
 
     ckpt_policy: str | None = flag(
         None,
@@ -126,48 +115,6 @@ class Snapshot(Group):
         type=lambda text: _nodes(str(text)),
     )
 
-    pec_k: str = flag(
-        "1",
-        "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec); auto chooses, from what is measured, how "
-        "many are in a snapshot, how many go on to storage, and with --snapshot-interval auto also how often.",
-        type=lambda text: _number_or_auto(str(text)),
-        metavar="K|auto",
-    )
-    pec_k_snapshot: int | None = flag(
-        None, "Experts of each layer in a snapshot in memory, where that differs from --pec-k.", at_least=1
-    )
-    pec_k_persist: int | None = flag(
-        None, "Those of them that go on to --ckpt-dir, where that differs from --pec-k.", at_least=1
-    )
-    pec_selection: str = flag(
-        "sequential",
-        "Which experts: in turn, or those with the most tokens since they were saved last.",
-        choices=("sequential", "load_aware"),
-    )
-    pec_target: str = flag(
-        "both",
-        "What of chosen experts alone is saved: their weights (and the moments of all), their optimizer state (and the "
-        "weights of all), or both.",
-        choices=("weights", "optimizer", "both"),
-    )
-    pec_dynamic_k: bool = flag(False, "Double K when faults have cost its share of --pec-plt-limit.")
-    pec_plt_limit: float = flag(
-        0.0375, "Proportion of tokens that experts may lose (MoC-System's PLT).", above=0.0, at_most=1.0
-    )
-
-    sparse_window: str = flag(
-        "auto",
-        "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto takes "
-        "as few as let each snapshot be copied beside an iteration.",
-        type=lambda text: _number_or_auto(str(text)),
-        metavar="N|auto",
-    )
-    sparse_order: str = flag(
-        "popularity",
-        "By what experts are sorted in such a window, the first ones being saved first: tokens since training began; "
-        "the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
-        choices=("popularity", "soft", "decayed", "capacity", "index"),
-    )
     upstream_logging: bool = flag(
         False,
         "With --ckpt-policy sparse and a pipeline: keep what each stage sends in the memory of its node, so that a "
@@ -186,23 +133,24 @@ class Snapshot(Group):
 
     @property
     def chooses_experts(self) -> bool:
-        """Whether the numbers of experts follow from what is measured."""
-        return self.pec_k == "auto"
+        """Whether what goes where follows from what is measured."""
+        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].reckons_with_faults(self)
 
     @property
     def experts(self) -> tuple[int, int]:
         """K_snapshot and K_persist, or what they begin with."""
-        k = 1 if self.chooses_experts else int(self.pec_k)
-        return self.pec_k_snapshot or k, self.pec_k_persist or k
+        return experts_of(self)
 
     def validate(self) -> None:
         """Refuses details of snapshots that are not taken, or not in memory."""
+        kind, whose = POLICIES.get(self.ckpt_policy), owners()
+        chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
+        asked = {kind}
         for spec in flags_of(type(self)):
-            given = getattr(self, spec.name) != spec.default
+            given, owner = getattr(self, spec.name) != spec.default, whose.get(spec.name)
             refuse(given and not self.ckpt_policy, f"{spec.spelling} needs --ckpt-policy: add it, for example full.")
-            owner = spec.name.split("_")[0]  # --pec-k belongs to the policy pec
             refuse(
-                given and self.ckpt_policy == AUTO and spec.name in CHOSEN_BY_AUTO,
+                given and self.ckpt_policy == AUTO and spec.name in chosen,
                 f"--ckpt-policy auto chooses {spec.spelling} by itself, beside training: drop it.",
             )
             refuse(
@@ -210,51 +158,25 @@ class Snapshot(Group):
                 f"{spec.spelling} is for --ckpt-policy auto, not {self.ckpt_policy}: drop it or change the policy.",
             )
             refuse(
-                given and owner in POLICIES and self.ckpt_policy not in (owner, AUTO),
-                f"{spec.spelling} needs --ckpt-policy {owner}, not {self.ckpt_policy}: drop it or change the policy.",
+                given and owner and self.ckpt_policy != AUTO and owner is not kind,
+                f"{spec.spelling} needs --ckpt-policy {owner and owner.name}, not {self.ckpt_policy}: drop it or "
+                "change the policy.",
             )
+            asked |= {owner} if given else set()
+        # auto does not choose a policy that refuses the other flags; it is asked here if somebody has set it up
+        for sentence in itertools.chain.from_iterable(one.refusals(self) for one in POLICIES.values() if one in asked):
+            raise ConfigError(sentence)
         refuse(
-            self.ckpt_policy == "sparse" and self.snapshot_interval not in ("auto", "1"),
-            f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {self.snapshot_interval}th: drop "
-            "--snapshot-interval.",
-        )
-        refuse(
-            self.upstream_logging and self.ckpt_policy != "sparse",
-            f"--upstream-logging needs --ckpt-policy sparse, not {self.ckpt_policy}: drop it or change the policy.",
+            self.upstream_logging and not (kind and kind.replays),
+            f"--upstream-logging needs --ckpt-policy {_REPLAYING}, not {self.ckpt_policy}: drop it or change the "
+            "policy.",
         )
         refuse(
             self.upstream_log_limit != 8.0 and not self.upstream_logging,
             "--upstream-log-limit needs --upstream-logging: add it.",
         )
         refuse(
-            self.chooses_experts and (self.pec_k_snapshot or self.pec_k_persist or self.persist_interval),
-            "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "
-            "--persist-interval.",
-        )
-        in_snapshot, to_storage = self.experts
-        refuse(
-            in_snapshot < to_storage,
-            f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower it, or "
-            "raise --pec-k-snapshot.",
-        )
-        refuse(
-            in_snapshot != to_storage and self.ckpt_tier == "disk",
-            f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with --ckpt-tier "
-            "disk all of them are there: choose --ckpt-tier memory or peers, or --pec-k alone.",
-        )
-        refuse(
-            self.pec_dynamic_k and self.pec_target == "optimizer",
-            "--pec-dynamic-k goes by tokens that weights have lost, and with --pec-target optimizer all weights are "
-            "saved, so it would never act: drop one of them.",
-        )
-        chooses = self.chooses_experts or self.ckpt_policy == AUTO
-        refuse(
-            self.pec_plt_limit != 0.0375 and not (self.pec_dynamic_k or chooses),
-            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto: add one of "
-            "them.",
-        )
-        refuse(
-            self.mtbf_hours is not None and not chooses,
+            self.mtbf_hours is not None and self.ckpt_policy != AUTO and not (kind and kind.reckons_with_faults(self)),
             "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto: add one of them.",
         )
         refuse(
@@ -272,3 +194,22 @@ class Snapshot(Group):
                 getattr(self, name) is not None and self.ckpt_tier != "peers",
                 f"--{name.replace('_', '-')} needs --ckpt-tier peers, since no other copies to other nodes: add it.",
             )
+
+
+def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
+    kind = one.kind | None if one.default is None else one.kind
+    facts = dict(choices=one.choices, type=one.parse, metavar=one.metavar)
+    limits = dict(at_least=one.at_least, above=one.above, at_most=one.at_most)
+    return one.name, kind, flag(one.default, one.help, **facts, **limits)
+
+
+Snapshot = dataclasses.make_dataclass(
+    "Snapshot",
+    [_field(one) for kind in POLICIES.values() for one in kind.flags],
+    bases=(_EveryPolicy,),
+    frozen=True,
+    namespace={
+        "__doc__": "Fault tolerance: snapshots of the training state, where they go, and how often.",
+        "__module__": __name__,  # by which it is pickled
+    },
+)

@@ -22,26 +22,24 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import Snapshot
 from megatron.pretraining.logging.log import Log
-from moc.policy import POLICIES, Every, Observed
+from moc.policy import POLICIES, Observed, owners
+from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
-from moc.policy.pec import Pec
 from moc.policy.plan import Busiest
-from moc.policy.sparse import Sparse
+from moc.policy.sizing import busiest_by_experts, operators_by_stage
 from moc.runtime.agreement import gather
 from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import Left
 from moc.session.tiers import LOOKING_S, Tiers
-from moc.simulate.planner import Candidate, Limits, Plan, best_of, keeps_to
+from moc.simulate.planner import Candidate, Limits, Plan, best_of, every_candidate, keeps_to, priced
 from moc.simulate.running import (
     NAMES,
     Running,
     Saved,
-    every_candidate,
     flags_of_candidate,
     host_bytes,
     options_of,
-    priced,
 )
 from moc.snapshot.background import within
 from moc.state.detail import Detail
@@ -123,10 +121,9 @@ class Auto:
         whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
 
         def saved() -> Saved:
-            pec, sparse = Pec(operators, Every(1), auto=True, ep=ep), Sparse(operators, Every(1), ep=ep, stages=stages)
-            pec.sized(busiest)
-            sparse.sized(busiest)
-            return Saved(busiest(whole), pec.interval.busiest, sparse.by_stage())
+            by_k = busiest_by_experts(busiest, operators, ep)
+            by_stage = operators_by_stage(busiest, operators, ep, stages)
+            return Saved(busiest(whole), by_k, by_stage)
 
         self._saved, self._may_replay = cache(saved), cache(may_replay)
         if (limit := self._asked.snapshot.host_memory_gb) is not None:
@@ -234,7 +231,7 @@ class Auto:
 
     def _measuring(self) -> dict[str, object]:
         """Flags by which bandwidths become known, in little memory."""
-        flags: dict[str, object] = {"ckpt_policy": "full"}
+        flags: dict[str, object] = {"ckpt_policy": Full.name}
         if self._asked.snapshot.ckpt_tier != "disk":
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
@@ -255,7 +252,7 @@ class Auto:
 
     def _may_be(self, policy: str) -> bool:
         """Whether the other flags allow a policy."""
-        if policy == Sparse.name and not self._may_replay():
+        if POLICIES[policy].replays and not self._may_replay():
             return False
         try:
             in_force(self._asked, {"ckpt_policy": policy})
@@ -310,16 +307,18 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
         ConfigError: the other flags do not allow it.
     """
     policy, others = flags["ckpt_policy"], flags_of(Snapshot)
+    unknown = flags.keys() - {spec.name for spec in others}  # of a policy that is not installed any more
+    refuse(unknown, f"there is no {', '.join(sorted(unknown))}: install the policy that it is of.")
     plain = {spec.name: spec.default for spec in others if not _is_of(spec.name, policy, asked)}
     return asked.replace("snapshot", **plain | dict(flags))
 
 
 def _is_of(flag: str, policy: object, asked: Config) -> bool:
     """Whether a flag has a meaning with a policy that was chosen."""
-    owner = flag.split("_")[0]
-    if flag == "pec_plt_limit" and not asked.snapshot.pec_dynamic_k:
-        return False  # it was a limit for the choice
-    return flag not in _OWN_FLAGS and (owner not in POLICIES or owner == policy)
+    if (owner := owners().get(flag)) is None:
+        return flag not in _OWN_FLAGS
+    needs = next(one.needs for one in owner.flags if one.name == flag)
+    return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))
 
 
 def _newest(tiers: Tiers, mine: Left | None, first: bool) -> tuple[int, Any] | None:

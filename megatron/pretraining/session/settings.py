@@ -1,8 +1,10 @@
-"""The session's settings, from flags."""
+"""A session's settings and policy, from flags."""
 
 from __future__ import annotations
 
-from megatron.pretraining.config import Config, train_iterations
+from megatron.pretraining.config import Config, ConfigError, train_iterations
+from moc.policy import Job, Policy, interval_named, policy_named
+from moc.session.engine import Engine
 from moc.session.settings import Settings
 
 
@@ -27,3 +29,19 @@ def settings_of(config: Config, workers: int) -> Settings:
         begin_at=config.checkpoint.ckpt_step,
         stops=config.checkpoint.save_failure == "stop",
     )
+
+
+def policy_of(config: Config, engine: Engine) -> Policy:
+    """The policy that flags name.
+
+    Raises:
+        ConfigError: it cannot be made for this model.
+    """
+    snapshot = config.snapshot
+    interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
+    kind = policy_named(snapshot.ckpt_policy)
+    job = Job(config.parallel.expert_model_parallel_size, tuple(engine.stages))
+    try:
+        return kind(engine.operators, interval, **kind.settings(snapshot, job))
+    except ValueError as error:
+        raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None

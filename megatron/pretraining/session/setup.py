@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.config import Config
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.session.auto import Auto
 from megatron.pretraining.session.none import NoSnapshots
-from megatron.pretraining.session.settings import settings_of
-from moc.policy import Policy, interval_named, policy_named
+from megatron.pretraining.session.settings import policy_of, settings_of
+from moc.policy import Policy
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.retention import experts_staying, staying
@@ -190,7 +190,7 @@ def _setting(
     undo: contextlib.ExitStack,
     beside: bool,
 ) -> _Setting:
-    policy = _policy(config, engine)
+    policy = policy_of(config, engine)
     peers = join_peers(settings, tiers, policy, log, again)
     if peers is not None:
         undo.callback(peers.close)
@@ -336,40 +336,6 @@ def _nodes(told: str | None, world: World) -> list[str]:
             f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."
         )
     return nodes
-
-
-def _policy(config: Config, engine: Engine) -> Policy:
-    snapshot = config.snapshot
-    interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
-    kind = policy_named(snapshot.ckpt_policy)
-    wanted = {field.name for field in dataclasses.fields(kind)}
-    settings = {name: value for name, value in _settings(config, engine).items() if name in wanted}
-    try:
-        return kind(engine.operators, interval, **settings)
-    except ValueError as error:
-        raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
-
-
-def _settings(config: Config, engine: Engine) -> dict[str, object]:
-    """What policies may be told; each takes what it has a field for."""
-    snapshot = config.snapshot
-    every, interval = snapshot.persist_interval, snapshot.snapshot_interval
-    return {
-        "k": snapshot.experts[0],
-        "k_persist": snapshot.experts[1],
-        "auto": snapshot.chooses_experts,
-        "auto_plt_limit": snapshot.pec_plt_limit,
-        "mtbf_s": snapshot.mtbf_s,
-        "one_level": snapshot.ckpt_tier == "disk",
-        "selection": snapshot.pec_selection,
-        "target": snapshot.pec_target,
-        "plt_limit": snapshot.pec_plt_limit if snapshot.pec_dynamic_k else 0.0,
-        "ep": config.parallel.expert_model_parallel_size,
-        "window": 0 if snapshot.sparse_window == "auto" else int(snapshot.sparse_window),
-        "order": snapshot.sparse_order,
-        "stages": engine.stages,
-        "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
-    }
 
 
 def _tidy_storage(tiers: Tiers, start: Start) -> None:

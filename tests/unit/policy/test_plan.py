@@ -1,7 +1,5 @@
 """Plans, the policy ``full``, and how policies are found."""
 
-import re
-import shutil
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, dataclass
@@ -100,13 +98,3 @@ def test_a_policy_must_plan():
 
 def test_policies_need_no_torch():
     assert run("import sys, moc.policy, moc.state.shape; print('torch' in sys.modules)").split() == ["False"]
-
-
-def test_the_policy_of_the_docs_is_found_and_works(tmp_path):
-    page = (ROOT / "docs" / "policies.md").read_text()
-    path = re.search(r"For example `(moc/policy/\w+\.py)`", page)[1]
-    file, use = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    shutil.copytree(ROOT / "moc", tmp_path / "moc", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / path).write_text(file)
-    printed = run(use, cwd=tmp_path)
-    assert f"prints\n\n    {printed}" in page

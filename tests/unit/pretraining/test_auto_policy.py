@@ -166,6 +166,14 @@ def test_elsewhere_it_measures_again(other, tmp_path):
     assert again.train(40) == BLOCK + WARM_UP
 
 
+def test_a_policy_that_is_not_installed_any_more_is_not_in_force(tmp_path):
+    run = Run(tmp_path, mtbf_hours=1)
+    run.train(40)
+    gone = run.auto.state_dict() | {"flags": {"ckpt_policy": "busier", "busier_experts": 1}}
+    again = Run(tmp_path, gone, mtbf_hours=1)
+    assert again.in_force.snapshot_interval == "auto" and again.train(1) == 1
+
+
 def test_flags_of_policies_that_are_not_chosen_have_no_effect(tmp_path):
     wanted = dict(pec_selection="load_aware", sparse_order="index", pec_plt_limit=0.5, host_memory_gb=1.0)
     run = Run(tmp_path, mtbf_hours=0.1, exact_only=True, **wanted)

@@ -68,7 +68,7 @@ def all_settings(run, mtbf_s, limits):
         if found.saving.name == "sparse":
             yield found
             continue
-        least, best = shortest_interval(run, found.options), found.saving.interval
+        least, best = shortest_interval(run, found.saving.name, found.options), found.saving.interval
         for interval in sorted({max(least, round(best * by)) for by in (0.25, 0.5, 1, 2, 4)}):
             yield priced(run, found.saving.name, dataclasses.replace(found.options, interval=interval))
 

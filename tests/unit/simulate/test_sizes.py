@@ -2,9 +2,9 @@
 
 import pytest
 
-from moc.policy.window import largest_snapshot
+from moc.policy.window import largest_snapshot, snapshot_bytes
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
-from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes, window_bytes
+from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes
 from tests.unit.simulate.setups import OPERATORS, PARAMETERS
 
 
@@ -60,6 +60,6 @@ def test_operators_of_a_window_come_in_its_order():
 def test_a_window_saves_everything_once_and_weights_until_then():
     sizes = [OperatorSize(str(n), 12, 2) for n in range(6)]
     # MoEvement, Figure 6, with three iterations: 4 + 2, 2 + 4 and 6 operators' worth.
-    assert window_bytes(sizes, 2) == 6 * 12 + (4 + 2) * 2
-    assert window_bytes(sizes, 6) == 72
+    assert sum(snapshot_bytes(sizes, 2)) == 6 * 12 + (4 + 2) * 2
+    assert sum(snapshot_bytes(sizes, 6)) == 72
     assert largest_snapshot(sizes, 2) == 2 * 12 + 4 * 2

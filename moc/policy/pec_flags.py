@@ -1,0 +1,111 @@
+"""The flags of partial experts checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy.flags import Asked, PolicyFlag, number_or_auto
+from moc.policy.registry import AUTO
+from moc.state.detail import Detail
+
+NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
+"""By target, what of the other experts is saved: if weights are chosen, the moments of all, and the other way round."""
+
+SELECTIONS = ("sequential", "load_aware")
+
+FLAGS = (
+    PolicyFlag(
+        "pec_k",
+        str,
+        "1",
+        "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec); auto chooses, from what is measured, how "
+        "many are in a snapshot, how many go on to storage, and with --snapshot-interval auto also how often.",
+        parse=number_or_auto,
+        metavar="K|auto",
+        chosen=True,
+    ),
+    PolicyFlag(
+        "pec_k_snapshot",
+        int,
+        None,
+        "Experts of each layer in a snapshot in memory, where that differs from --pec-k.",
+        at_least=1,
+        chosen=True,
+    ),
+    PolicyFlag(
+        "pec_k_persist",
+        int,
+        None,
+        "Those of them that go on to --ckpt-dir, where that differs from --pec-k.",
+        at_least=1,
+        chosen=True,
+    ),
+    PolicyFlag(
+        "pec_selection",
+        str,
+        "sequential",
+        "Which experts: in turn, or those with the most tokens since they were saved last.",
+        choices=SELECTIONS,
+    ),
+    PolicyFlag(
+        "pec_target",
+        str,
+        "both",
+        "What of chosen experts alone is saved: their weights (and the moments of all), their optimizer state (and the "
+        "weights of all), or both.",
+        choices=tuple(NOT_CHOSEN),
+    ),
+    PolicyFlag("pec_dynamic_k", bool, False, "Double K when faults have cost its share of --pec-plt-limit."),
+    PolicyFlag(
+        "pec_plt_limit",
+        float,
+        PLT_LIMIT,
+        "Proportion of tokens that experts may lose (MoC-System's PLT).",
+        above=0.0,
+        at_most=1.0,
+        needs="pec_dynamic_k",
+    ),
+)
+
+
+def chooses(asked: Asked) -> bool:
+    """Whether the numbers of experts follow from what is measured."""
+    return asked.pec_k == "auto"
+
+
+def experts_of(asked: Asked) -> tuple[int, int]:
+    """K_snapshot and K_persist as flags say, or what they begin with."""
+    k = 1 if chooses(asked) else int(asked.pec_k)
+    return asked.pec_k_snapshot or k, asked.pec_k_persist or k
+
+
+def refusals(asked: Asked) -> Iterator[str]:
+    """What of these flags cannot work, in sentences that say what to change."""
+    if chooses(asked) and (asked.pec_k_snapshot or asked.pec_k_persist or asked.persist_interval):
+        yield (
+            "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "
+            "--persist-interval."
+        )
+    in_snapshot, to_storage = experts_of(asked)
+    if in_snapshot < to_storage:
+        yield (
+            f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot: lower "
+            "it, or raise --pec-k-snapshot."
+        )
+    if in_snapshot != to_storage and asked.ckpt_tier == "disk":
+        yield (
+            f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with "
+            "--ckpt-tier disk all of them are there: choose --ckpt-tier memory or peers, or --pec-k alone."
+        )
+    if asked.pec_dynamic_k and asked.pec_target == "optimizer":
+        yield (
+            "--pec-dynamic-k goes by tokens that weights have lost, and with --pec-target optimizer all weights "
+            "are saved, so it would never act: drop one of them."
+        )
+    acts = asked.pec_dynamic_k or chooses(asked) or asked.ckpt_policy == AUTO
+    if asked.pec_plt_limit != PLT_LIMIT and not acts:
+        yield (
+            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto: add "
+            "one of them."
+        )

@@ -1,0 +1,28 @@
+"""How large the snapshots of a run would be: asked of its workers, once for all policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moc.policy.interval import Every
+from moc.policy.pec import Pec
+from moc.policy.plan import Busiest
+from moc.policy.sparse import Sparse
+from moc.policy.window import OperatorBytes
+from moc.state.operators import Operator
+
+
+def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:
+    """By number of experts of each layer, the bytes of the rank that saves most; empty without experts."""
+    policy = Pec(operators, Every(1), auto=True, ep=ep)
+    policy.sized(busiest)
+    return dict(policy.interval.busiest)
+
+
+def operators_by_stage(
+    busiest: Busiest, operators: Sequence[Operator], ep: int, stages: tuple[int, ...]
+) -> list[list[OperatorBytes]]:
+    """By pipeline stage, what each of its operators adds to a snapshot, in an order in which they are saved."""
+    policy = Sparse(operators, Every(1), ep=ep, stages=stages)
+    policy.sized(busiest)
+    return policy.by_stage()

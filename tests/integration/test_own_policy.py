@@ -1,0 +1,40 @@
+"""A run with somebody else's policy, from a package that is installed outside of the tree."""
+
+import subprocess
+import sys
+
+import pytest
+
+from moc.store.places import LocalPlace
+from moc.store.store import Store
+from tests.own_policy import ROOT, install
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --num-experts 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+
+
+def train(env, directory, iterations):
+    """One worker; what it has said."""
+    flags = f"{MODEL} --train-iters 20 --exit-interval {iterations} --ckpt-dir {directory} --ckpt-keep 9"
+    policy = "--ckpt-policy busier --busier-experts 1 --snapshot-interval 2"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "pretrain_gpt_moe.py"]
+    done = subprocess.run(
+        [*torchrun, *flags.split(), *policy.split()], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_it_trains_and_goes_on(tmp_path):
+    (tmp_path / "site").mkdir()
+    env, directory = install(tmp_path / "site"), tmp_path / "snapshots"
+    assert "loading snapshot" not in train(env, directory, 4)
+    store = Store(LocalPlace(str(directory)))
+    assert store.manifest(4).policy == "busier"
+    assert f"loading snapshot {directory}/iter_0000004" in train(env, directory, 8)
+    assert store.iterations()[-1] == 8
+    experts = [name.split(".")[1] for name in store.manifest(6).operators if ".expert." in name]
+    assert sorted(experts) == ["0", "1"]  # one of each layer

@@ -1,0 +1,115 @@
+"""Somebody else's policy: flags, prices and candidates, from a package that is installed outside of the tree."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moc.policy import POLICIES
+from moc.policy.full import Full
+from tests.own_policy import FILE, PAGE, ROOT, USE, install
+from tests.unit.pretraining.flags import BASE
+
+
+def run(*arguments, env, status=0):
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory):
+    return install(tmp_path_factory.mktemp("installed"))
+
+
+def test_it_is_found_and_works_as_the_docs_say(env):
+    assert f"prints\n\n    {run('-c', USE, env=env)}" in PAGE
+    assert "torch" not in run("-c", "import sys, moc.policy; print(*sys.modules)", env=env).split()
+
+
+def test_its_flags_are_in_help_and_belong_to_it(env):
+    words = run("pretrain_gpt_moe.py", "--help", env=env).split()
+    assert "--busier-experts" in words and "{auto,busier,full,pec,sparse}" in "".join(words)
+    flags = f"{BASE} --save x --busier-experts 2 --ckpt-policy".split()
+    for policy, more, sentence in (
+        ("full", [], "--busier-experts needs --ckpt-policy busier, not full: drop it or change the policy."),
+        ("auto", [], "--ckpt-policy auto chooses --busier-experts by itself, beside training: drop it."),
+        ("busier", ["--ckpt-tier", "memory"], "--ckpt-policy busier knows one place alone: drop --ckpt-tier."),
+    ):
+        assert sentence in run("pretrain_gpt_moe.py", *flags, policy, *more, env=env, status=2)
+    others = f"{BASE} --save x --ckpt-policy auto --ckpt-tier memory --print-config".split()  # busier is left out
+    assert "busier_experts: 1" in run("pretrain_gpt_moe.py", *others, env=env)
+
+
+def test_it_is_simulated(env):
+    flags = "--model deepseek-moe-16b --pp 12 --ep 8 --mtbf 1h --hours 1 --policy busier,full --json".split()
+    found = json.loads(run("tools/simulate.py", *flags, env=env))["policies"]
+    assert found.keys() == {"busier", "full"} and found["busier"]["written"] != found["full"]["written"]
+
+
+def test_auto_chooses_among_its_settings(env):
+    chosen = """
+from moc.simulate.planner import best_of, every_candidate, priced
+from moc.simulate.running import flags_of_candidate, options_of
+from tests.unit.simulate.test_running import LIMITS, running
+import dataclasses
+limits = dataclasses.replace(LIMITS, policies=("busier", "full"), plt=1.0)
+run = running(copy_s=60.0, write_s=60.0)
+best = best_of(every_candidate(run, 60.0, limits), run.iteration_s, 60.0, limits).best
+flags = flags_of_candidate(best)
+assert priced(run, "busier", options_of(flags, 60.0)).saving == best.saving
+print(best.name, flags)
+"""
+    name, _, flags = run("-c", chosen, env=env).partition(" {")
+    number = name.removeprefix("busier, experts ").partition(",")[0]
+    assert number.isdecimal() and f"'busier_experts': {number}" in flags
+
+
+def test_one_that_cannot_be_imported_is_named(tmp_path):
+    said = run("pretrain_gpt_moe.py", "--help", env=install(tmp_path, FILE + "\n1 / 0\n"), status=1)
+    assert "the policies of busier" in said and "division by zero" in said and "uninstall it" in said
+
+
+def test_a_flag_of_another_name_is_refused(tmp_path):
+    file = FILE.replace('"busier_experts"', '"experts"')
+    said = run("-c", "import moc.policy", env=install(tmp_path, file), status=1)
+    assert "flag experts of policy busier must begin with busier_: rename it" in said
+
+
+def test_no_policy_is_named_outside_of_their_room():
+    """Nothing outside of ``moc/policy`` is decided by a policy's name."""
+    named = [f"{path.relative_to(ROOT)}:{node.lineno} {node.value}" for path, node in words_that_decide()]
+    assert not named
+
+
+def words_that_decide():
+    """The names of policies; of "full", which has other meanings, where something is decided by it."""
+    for path in sorted((ROOT / "moc").rglob("*.py")) + sorted((ROOT / "megatron").rglob("*.py")):
+        if (ROOT / "moc" / "policy") in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for part in deciding(node):
+                for word in ast.walk(part):
+                    if isinstance(word, ast.Constant) and word.value in POLICIES:
+                        yield path, word
+
+
+def deciding(node):
+    """The parts of a node that name a policy, if they have its name: in comparisons, subscripts, cases, tables."""
+    if isinstance(node, ast.Constant):
+        return [node] if node.value != Full.name else []
+    if isinstance(node, ast.Compare) and "recompute_granularity" not in ast.unparse(node.left):
+        return [node.left, *node.comparators]
+    if isinstance(node, ast.Subscript):
+        return [node.slice]
+    if isinstance(node, ast.MatchValue):
+        return [node.value]
+    if isinstance(node, ast.Dict):
+        return [part for part in (*node.keys, *node.values) if part is not None]
+    if isinstance(node, ast.keyword):
+        return [node.value] if node.arg in ("name", "policy") else []
+    if isinstance(node, ast.Call) and "policy" in ast.unparse(node.func).lower():
+        return node.args
+    return []
