@@ -8,9 +8,9 @@ import json
 import math
 from collections.abc import Mapping
 
-from _files import replacing
 from _reproduction import Reproduction
 
+from moc.output import replacing
 from moc.simulate.engine import Job
 from moc.simulate.failures import Faults
 from moc.simulate.planner import Plan

@@ -1,14 +1,11 @@
 """What the tests of the tools share."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(REPOSITORY / "tools"))  # where a script finds its neighbours
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))  # where a script finds its neighbours
 
 SOURCE = '''\
 import os
@@ -44,16 +41,3 @@ def model(corpus) -> str:
     prefix = corpus.parent / f"{corpus.name}-tokenizer" / "small"
     assert train_tokenizer.main(["--input", str(corpus), "--output", str(prefix), "--vocab-size", "400"]) == 0
     return f"{prefix}.model"
-
-
-@pytest.fixture
-def run_tool():
-    """Runs a tool as a user does, from a directory that is not the repository."""
-
-    def run(name, *args, cwd, **options):
-        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p)}
-        command = [sys.executable, str(REPOSITORY / "tools" / f"{name}.py"), *map(str, args)]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, **options)
-
-    return run

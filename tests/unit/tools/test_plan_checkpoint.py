@@ -9,7 +9,7 @@ import textwrap
 import plan_checkpoint
 import pytest
 
-from tests.unit.tools.conftest import REPOSITORY
+from tests.unit.conftest import REPOSITORY
 
 WHOLE_SAVING = {1: 12, 2: 12, 3: 28}  # percent; section 6.2.1 gives the range, 12 to 28
 PEC = {1: 22, 2: 22, 3: 29}  # of 22 to 29

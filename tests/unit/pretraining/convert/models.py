@@ -5,9 +5,9 @@ from __future__ import annotations
 import zlib
 
 import torch
-from _contents import Contents, Facts, whole_of
-from _coverage import operator_or_other
 
+from megatron.pretraining.convert.contents import Contents, Facts, whole_of
+from moc.inspect.coverage import operator_or_other
 from moc.state.region import Region
 from moc.store.regions import Entry
 

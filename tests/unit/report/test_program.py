@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-import report as tool
-from _report_figures import report
-from _report_tables import rows
 
-from tests.unit.tools.conftest import REPOSITORY
+from moc.report import program as tool
+from moc.report.figures import report
+from moc.report.tables import rows
+from tests.unit.conftest import REPOSITORY
 
 STEP = 1.0  # seconds of an undisturbed iteration
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from _files import replacing
-from _report_clock import Event
-from _report_figures import Report
-from _report_tables import PARTS
+from moc.output import replacing
+from moc.report.clock import Event
+from moc.report.figures import Report
+from moc.report.tables import PARTS
 
 
 def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:

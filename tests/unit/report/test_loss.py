@@ -3,9 +3,10 @@
 import json
 import math
 
-import plot_loss
 import pytest
-from plot_loss import read_run, smooth
+
+from moc.report import loss
+from moc.report.loss import read_run, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -89,7 +90,7 @@ def test_draws_everything_asked_for(events, tmp_path, capsys):
     )
     b = events(iteration(1, 6.0), {"type": "evaluation", "iteration": 1, "split": "valid", "loss": 5.5}, name="b")
     output = tmp_path / "plots" / "loss.png"
-    status = plot_loss.main(
+    status = loss.main(
         [str(a), "--log-dir", str(b.parent), "--output", str(output), "--title", "both", "--end", "20"]
         + ["--extra", "learning-rate", "grad-norm"]
     )
@@ -101,7 +102,7 @@ def test_draws_everything_asked_for(events, tmp_path, capsys):
 
 def test_the_figure_shows_the_curves(events):
     run = read_run(events(iteration(1, 5.0), {"type": "start", "iteration": 1}, iteration(2, 3.0)))
-    figure = plot_loss.draw([run], "a title", 3, [])
+    figure = loss.draw([run], "a title", 3, [])
     (panel,) = figure.axes
     raw, smoothed, resumed = panel.lines
     assert panel.get_title() == "a title"
@@ -128,7 +129,7 @@ def test_mistakes_are_one_sentence(events, tmp_path, capsys, args, message):
     path = events(*([iteration(1, 1.0)] if "--smoothing" in args else [{"type": "exit", "iteration": 0}]))
     assert path.exists()
     output = tmp_path / "loss.png"
-    assert plot_loss.main([a.format(dir=tmp_path) for a in args] + ["--output", str(output)]) == 1
+    assert loss.main([a.format(dir=tmp_path) for a in args] + ["--output", str(output)]) == 1
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not output.exists()

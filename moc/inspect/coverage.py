@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from _checkpoint import Box, Checkpoint, files
-
-from megatron.pretraining.config.layer_pattern import expand
+from moc.inspect import dense
+from moc.inspect.checkpoint import Box, Checkpoint
 from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store.manifest import OperatorEntry
@@ -34,12 +33,12 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[Box]) -> list[str]
     if operators is None:
         problems = list(_missing_slots(tensors, state.get("optimizer")))
         if tensors and state.get("optimizer"):
-            problems += _missing_operators(tensors, state.get("shape"), files.STATE)
+            problems += _missing_operators(tensors, state.get("shape"), dense.STATE)
     else:
         problems = list(_broken_promises(tensors, operators))
         problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
         if checkpoint.policy == "full":
-            problems += _missing_operators(tensors, state.get("shape"), files.MANIFEST)
+            problems += _missing_operators(tensors, state.get("shape"), dense.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])
     return problems
@@ -56,7 +55,7 @@ def _broken_promises(tensors: Mapping[str, Mapping[str, list[Box]]], operators: 
         for slot in sorted(held[operator].keys() | promised.keys()):
             there, wanted = held[operator][slot], promised.get(slot, 0)
             if there != wanted:
-                yield f"{operator}: files hold {there:,} elements of {slot}, {files.MANIFEST} promises {wanted:,}"
+                yield f"{operator}: files hold {there:,} elements of {slot}, {dense.MANIFEST} promises {wanted:,}"
 
 
 def _missing_slots_of_details(
@@ -103,17 +102,18 @@ def _missing_operators(tensors: Iterable[str], shape: dict, where: str) -> list[
         missing = missing_operators(tensors, shape)
     except ValueError as error:
         return [f"{where}: {error}"]
-    kept = "optimizer state" if where == files.STATE else "state"
+    kept = "optimizer state" if where == dense.STATE else "state"
     return [f"{operator}: no file holds any {kept} of it" for operator in missing]
 
 
 def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterator[str]:
     """The operators that a model of this shape has."""
-    holds_experts = expand(frequency, layers) if experts else (0,) * layers
+    if isinstance(frequency, int) and experts:  # of every so many layers the first; else 0 or 1 for each
+        frequency = [int(layer % frequency == 0) for layer in range(layers)]
     yield "embedding"
     for layer in range(layers):
         yield from (f"layers.{layer}.attention", f"layers.{layer}.mlp")
-        if holds_experts[layer]:
+        if experts and frequency[layer]:
             yield f"layers.{layer}.router"
             yield from (f"layers.{layer}.expert.{expert}" for expert in range(experts))
     yield "output"

@@ -8,18 +8,19 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import inspect_checkpoint
 import pytest
 import torch
-import verify_checkpoint
-from _conversion import cut, write_regions, write_snapshot
 
+from megatron.pretraining.convert.regions import cut, write_regions
+from megatron.pretraining.convert.snapshot import write_snapshot
+from moc.inspect import summary
+from moc.inspect import verify as tool
 from moc.store.manifest import Manifest, OperatorEntry
-from tests.unit.tools.checkpoints import save
-from tests.unit.tools.conftest import REPOSITORY
-from tests.unit.tools.models import EXPERTS, LAYERS, SLOTS, Model, shapes
-from tests.unit.tools.test_inspect_checkpoint import inspect
-from tests.unit.tools.test_verify_checkpoint import flip, verify
+from tests.unit.conftest import REPOSITORY
+from tests.unit.inspect.checkpoints import save
+from tests.unit.inspect.test_summary import inspect
+from tests.unit.inspect.test_verify import flip, verify
+from tests.unit.pretraining.convert.models import EXPERTS, LAYERS, SLOTS, Model, shapes
 
 FIRST, SECOND = "rank_00000.safetensors", "rank_00001.safetensors"
 PARAMETERS = sum(map(math.prod, shapes().values()))
@@ -49,7 +50,7 @@ def write_again(directory, change):
 def test_a_whole_snapshot(capsys, tmp_path):
     directory = snapshot(tmp_path)
     assert verify(capsys, tmp_path) == verify(capsys, directory) == verify(capsys, tmp_path, "--all") == (0, [])
-    assert verify_checkpoint.main([str(tmp_path)]) == 0
+    assert tool.main([str(tmp_path)]) == 0
     size = sum(path.stat().st_size for path in directory.glob("rank_*"))
     verdict = f"{directory}: whole, 2 files, {size / 1000:.1f} kB, state of {len(shapes()) + LAYERS} tensors"
     assert capsys.readouterr().out.splitlines()[0] == verdict
@@ -148,7 +149,7 @@ def test_slots_follow_from_the_detail(capsys, tmp_path):
 def test_without_a_manifest_there_is_no_checkpoint(capsys, tmp_path):
     (snapshot(tmp_path) / "manifest.json").unlink()
     assert verify(capsys, tmp_path) == (1, ["holds no checkpoint"])
-    verify_checkpoint.main([str(tmp_path)])
+    tool.main([str(tmp_path)])
     assert "note: iter_0000003: a save that has not ended" in capsys.readouterr().out
 
 
@@ -185,7 +186,7 @@ def test_facts(capsys, tmp_path):
     assert told["details"] == {"full": 2 + LAYERS * (3 + EXPERTS)} and told["updates"] == [2, 5]
     assert told["state"]["files"] == 2 and told["state"]["tensors"] == len(shapes()) + LAYERS
     assert told["complete"] and told["problems"] == []
-    assert inspect_checkpoint.main([str(directory), "--by", "operator"]) == 0
+    assert summary.main([str(directory), "--by", "operator"]) == 0
     text = capsys.readouterr().out
     assert "adam, updates 2 to 5" in text and "yes (hashes not compared)" in text
     assert {"detail", "updates"} <= set(text.split())

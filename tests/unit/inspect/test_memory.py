@@ -7,17 +7,17 @@ import signal
 import subprocess
 import sys
 
-import clean_memory
 import pytest
 
+from moc.inspect import memory
 from moc.store.claims import Claim
 from moc.store.leftovers import leftovers
 from moc.store.places import LocalPlace
 from moc.store.runs import Run, record_run
 from moc.store.store import Store
 from moc.store.tiers import memory_place
+from tests.unit.conftest import REPOSITORY
 from tests.unit.store.test_store import files, saved
-from tests.unit.tools.conftest import REPOSITORY
 
 USES = {
     "has the place": """
@@ -64,7 +64,7 @@ def user(request, left):
 
 def clean(capsys, tmp_path, *argv):
     """Exit code, and what was said on both streams."""
-    code = clean_memory.main(["--memory-dir", str(tmp_path), *map(str, argv)])
+    code = memory.main(["--memory-dir", str(tmp_path), *map(str, argv)])
     said = capsys.readouterr()
     return code, said.out, said.err
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from _checkpoint import human
-from _report_figures import Choice, Report, Spread, Trend
+from moc.output import human
+from moc.report.figures import Choice, Report, Spread, Trend
 
 PARTS = {
     "useful_s": "useful work",
@@ -18,7 +18,7 @@ PARTS = {
     "pauses_s": "evaluation, saves",
     "other_s": "other",
 }
-"""Of :class:`_report_clock.Spent`, in the order of the wall clock's."""
+"""Of :class:`moc.report.clock.Spent`, in the order of the wall clock's."""
 
 _SETTINGS = {
     "sparse_window": "window W",

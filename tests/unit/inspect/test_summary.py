@@ -4,10 +4,10 @@ import json
 import math
 from dataclasses import replace
 
-import inspect_checkpoint
 import pytest
 
-from tests.unit.tools.checkpoints import PARAMETERS, SLOTS, STATE, TENSORS, entries, save
+from moc.inspect import summary
+from tests.unit.inspect.checkpoints import PARAMETERS, SLOTS, STATE, TENSORS, entries, save
 
 KINDS = ["embedding", "attention", "mlp", "router", "expert", "output"]
 OPERATORS = ["embedding", "layers.0.attention", "layers.0.mlp", "layers.0.router", "layers.0.expert.0"]
@@ -15,7 +15,7 @@ OPERATORS += ["layers.0.expert.1", "layers.1.attention", "layers.1.mlp", "output
 
 
 def inspect(capsys, *argv) -> dict:
-    assert inspect_checkpoint.main([*map(str, argv), "--json"]) == 0
+    assert summary.main([*map(str, argv), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -65,7 +65,7 @@ def test_no_loss_scale(capsys, tmp_path, scaler):
 
 def test_layers_and_experts_are_in_order_of_their_numbers():
     names = ["layers.10.expert.2", "output", "layers.2.expert.10", "layers.2.expert.9", "layers.2.router", "embedding"]
-    assert sorted(names, key=inspect_checkpoint._place_of_operator) == [
+    assert sorted(names, key=summary._place_of_operator) == [
         "embedding", "layers.2.router", "layers.2.expert.9", "layers.2.expert.10", "layers.10.expert.2", "output"
     ]  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_layers_and_experts_are_in_order_of_their_numbers():
 def test_table_for_people(capsys, tmp_path):
     save(tmp_path, optimizer_step=77)
     for by in ("kind", "operator", "file"):
-        assert inspect_checkpoint.main([str(tmp_path), "--by", by]) == 0
+        assert summary.main([str(tmp_path), "--by", by]) == 0
         text = capsys.readouterr().out
         assert "3, 24 samples, 1 iterations skipped" in text and "65536" in text and "adam, step 77" in text
         assert "num_layers 2" in text and "yes (hashes not compared)" in text
@@ -84,7 +84,7 @@ def test_table_for_people(capsys, tmp_path):
 def test_what_is_missing_is_said_and_the_rest_shown(capsys, tmp_path):
     directory = save(tmp_path)
     (directory / "optimizer" / "rank_00001.safetensors").unlink()
-    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert summary.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "no, 1 problem:" in text and "optimizer/rank_00001.safetensors: is missing" in text
     assert 0 < sum(row["parameters"] for row in inspect(capsys, tmp_path)["rows"]) < PARAMETERS
@@ -99,7 +99,7 @@ def test_a_hole_is_said(capsys, tmp_path):
 
 def test_no_optimizer_state(capsys, tmp_path):
     save(tmp_path, workers=[], optimizer=None)
-    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert summary.main([str(tmp_path)]) == 0
     assert "not saved" in capsys.readouterr().out
     assert inspect(capsys, tmp_path)["rows"] == []
 
@@ -124,13 +124,13 @@ def test_which_checkpoint(capsys, tmp_path):
 
 
 def test_refusals(capsys, tmp_path):
-    assert inspect_checkpoint.main([str(tmp_path)]) == 1
+    assert summary.main([str(tmp_path)]) == 1
     assert "holds no checkpoint" in capsys.readouterr().err
     (save(tmp_path) / "manifest.json").unlink()
-    assert inspect_checkpoint.main([str(tmp_path)]) == 1
+    assert summary.main([str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "manifest.json is missing" in error and error.count("\n") == 1
     for argv in ([str(tmp_path / "nowhere")], [str(tmp_path / "iter_0000003"), "--iteration", "3"]):
         with pytest.raises(SystemExit) as ended:
-            inspect_checkpoint.main(argv)
+            summary.main(argv)
         assert ended.value.code == 2

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from _report_clock import Event, Recovery, Spent, began, history, of_kind, wall_clock
-
+from moc.report.clock import Event, Recovery, Spent, began, history, of_kind, wall_clock
 from moc.simulate.profile import profile_of
 
 GAUGES = (

@@ -1,10 +1,33 @@
-"""A bar on a terminal for work that is counted in bytes."""
+"""What programs put out: sizes for people, files that are there as a whole or not at all, a bar while they work."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A name to write to, which takes the place of ``path`` once all is well; its directory is made."""
+    partial = f"{os.fspath(path)}.partial"
+    os.makedirs(os.path.dirname(os.path.abspath(partial)), exist_ok=True)
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
+
+
+def human(size: float) -> str:
+    """A number of bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1000
+    return f"{size:,.2f} TB"
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from megatron.pretraining.process import cpu
 
 cpu.install()  # comes before megatron.core
 import torch.distributed as dist  # noqa: E402
-from _stock_names import Place, extra_states, stacks_layers, stock_places, unpartitioned_places  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from megatron.pretraining.checkpoint.contents import shape as shape_of  # noqa: E402
 from megatron.pretraining.config import compose  # noqa: E402
+from megatron.pretraining.convert.names import Place, extra_states, stacks_layers, stock_places, unpartitioned_places  # noqa: E402
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
 from moc.state.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.state.region import Region  # noqa: E402

@@ -6,22 +6,19 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron.pretraining.checkpoint import files
-from megatron.pretraining.checkpoint.files import CheckpointError
+from moc.inspect import dense
 from moc.state.region import Region
 from moc.store import manifest as manifests
+from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
 
 SNAPSHOT, DENSE = "snapshot", "dense"
 OPTIMIZER = "optimizer"
-_PARTS = ("rank_", ".rank_", f"{files.MANIFEST}.")  # what there is of Format v1 before its manifest
+_PARTS = ("rank_", ".rank_", f"{dense.MANIFEST}.")  # what there is of Format v1 before its manifest
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LENGTH = 8  # a safetensors file starts with the length of its JSON header
 _NUMBER_FORMATS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
@@ -81,25 +78,16 @@ class Checkpoint:
         return sum(self.files[name]["bytes"] for name in names)
 
 
-def human(size: float) -> str:
-    """A number of bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1000
-    return f"{size:,.2f} TB"
-
-
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is one checkpoint, rather than a --save directory of several."""
     named = _ITERATION.fullmatch(path.resolve().name)
-    return bool(named) or any((path / name).is_file() for name in (files.MANIFEST, files.STATE))
+    return bool(named) or any((path / name).is_file() for name in (dense.MANIFEST, dense.STATE))
 
 
 def format_of(directory: Path) -> str:
     """``snapshot`` where the manifest says Format v1, ``dense`` otherwise."""
     try:
-        return SNAPSHOT if json.loads((directory / files.MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
+        return SNAPSHOT if json.loads((directory / dense.MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
     except (OSError, ValueError, LookupError, TypeError):
         return DENSE
 
@@ -107,12 +95,12 @@ def format_of(directory: Path) -> str:
 def is_unpublished(directory: Path) -> bool:
     """Whether a directory is what a save in Format v1 has written so far: without a manifest, it is no checkpoint."""
     names = [path.name for path in directory.iterdir()]
-    return files.MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
+    return dense.MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
 
 
 def saved_iterations(root: Path) -> list[int]:
     """Iterations of the checkpoints in a directory, ascending."""
-    return [i for i in files.saved_iterations(root) if not is_unpublished(files.directory_of(root, i))]
+    return [i for i in dense.saved_iterations(root) if not is_unpublished(dense.directory_of(root, i))]
 
 
 def choose(root: Path, iteration: int | None) -> Path:
@@ -130,12 +118,12 @@ def choose(root: Path, iteration: int | None) -> Path:
     if iteration not in saved:
         known = ", ".join(map(str, saved)) or "none"
         raise CheckpointError(f"{root}: holds no checkpoint of iteration {iteration} (there are: {known})")
-    return files.directory_of(root, iteration)
+    return dense.directory_of(root, iteration)
 
 
 def _tracked(root: Path) -> int | None:
     try:
-        return files.latest_iteration(root)
+        return dense.latest_iteration(root)
     except (CheckpointError, ValueError):
         return None
 
@@ -149,25 +137,25 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if format_of(directory) == SNAPSHOT:
         return _read_snapshot(directory)
     try:
-        manifest = files.read_manifest(directory)
+        manifest = dense.read_manifest(directory)
     except OSError as error:
-        raise CheckpointError(f"{files.MANIFEST}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{dense.MANIFEST}: cannot be read ({error.strerror})") from None
     if manifest is None:
-        raise CheckpointError(f"{files.MANIFEST}: is missing, so this is no checkpoint of this program, or half of one")
+        raise CheckpointError(f"{dense.MANIFEST}: is missing, so this is no checkpoint of this program, or half of one")
     checkpoint = Checkpoint(directory, _listed(manifest), iteration=manifest.get("iteration"))
     _compare_names(checkpoint)
-    for name in (files.STATE, ".metadata"):
+    for name in (dense.STATE, ".metadata"):
         if name not in checkpoint.files:
-            checkpoint.problems.append(f"{files.MANIFEST}: does not list {name}")
+            checkpoint.problems.append(f"{dense.MANIFEST}: does not list {name}")
     if not checkpoint.weight_files:
-        checkpoint.problems.append(f"{files.MANIFEST}: lists no weights (*.distcp)")
+        checkpoint.problems.append(f"{dense.MANIFEST}: lists no weights (*.distcp)")
     _compare_sizes(checkpoint)
     _read_state(checkpoint)
     return checkpoint
 
 
 def _read_snapshot(directory: Path) -> Checkpoint:
-    manifest = Manifest.from_json((directory / files.MANIFEST).read_text(), files.MANIFEST)
+    manifest = Manifest.from_json((directory / dense.MANIFEST).read_text(), dense.MANIFEST)
     checkpoint = Checkpoint(
         directory,
         {name: asdict(entry) for name, entry in manifest.files.items()},
@@ -182,7 +170,7 @@ def _read_snapshot(directory: Path) -> Checkpoint:
     _compare_sizes(checkpoint)
     if not manifest.complete:
         checkpoint.problems.append(
-            f"{files.MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
+            f"{dense.MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
         )
     return checkpoint
 
@@ -190,13 +178,13 @@ def _read_snapshot(directory: Path) -> Checkpoint:
 def _listed(manifest: dict) -> dict[str, dict]:
     entries = manifest.get("files")
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{files.MANIFEST}: lists no files")
+        raise CheckpointError(f"{dense.MANIFEST}: lists no files")
     for name, entry in entries.items():
         path = Path(name)
         if path.is_absolute() or ".." in path.parts:
-            raise CheckpointError(f"{files.MANIFEST}: {name} lies outside of the checkpoint")
+            raise CheckpointError(f"{dense.MANIFEST}: {name} lies outside of the checkpoint")
         if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and entry.get("xxh3_128")):
-            raise CheckpointError(f"{files.MANIFEST}: the entry of {name} lacks size or hash")
+            raise CheckpointError(f"{dense.MANIFEST}: the entry of {name} lacks size or hash")
     return entries
 
 
@@ -204,11 +192,11 @@ def _compare_names(checkpoint: Checkpoint) -> None:
     say = checkpoint.problems.append
     named = _ITERATION.fullmatch(checkpoint.directory.resolve().name)
     if named and checkpoint.iteration != int(named[1]):
-        say(f"{files.MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {int(named[1])}")
-    found = _present(checkpoint.directory) - checkpoint.files.keys() - {files.MANIFEST}
+        say(f"{dense.MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {int(named[1])}")
+    found = _present(checkpoint.directory) - checkpoint.files.keys() - {dense.MANIFEST}
     for name in sorted(found):
         if checkpoint.format == DENSE or not name.startswith(".rank_"):  # of a kill after the manifest was written
-            say(f"{name}: is not listed in {files.MANIFEST}")
+            say(f"{name}: is not listed in {dense.MANIFEST}")
 
 
 def _present(directory: Path) -> set[str]:
@@ -232,24 +220,24 @@ def _compare_sizes(checkpoint: Checkpoint) -> None:
 
 
 def _read_state(checkpoint: Checkpoint) -> None:
-    path = checkpoint.directory / files.STATE
-    if files.STATE in checkpoint.broken or not path.is_file():
+    path = checkpoint.directory / dense.STATE
+    if dense.STATE in checkpoint.broken or not path.is_file():
         return  # said already
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("not an object")
     except (ValueError, OSError) as error:
-        checkpoint.broken.add(files.STATE)
-        checkpoint.problems.append(f"{files.STATE}: cannot be read ({error})")
+        checkpoint.broken.add(dense.STATE)
+        checkpoint.problems.append(f"{dense.STATE}: cannot be read ({error})")
         return
     checkpoint.state = state
     if state.get("iteration") != checkpoint.iteration:
         checkpoint.problems.append(
-            f"{files.STATE}: is of iteration {state.get('iteration')}, {files.MANIFEST} of {checkpoint.iteration}"
+            f"{dense.STATE}: is of iteration {state.get('iteration')}, {dense.MANIFEST} of {checkpoint.iteration}"
         )
     if state.get("optimizer") and not checkpoint.region_files:
-        checkpoint.problems.append(f"{files.MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
+        checkpoint.problems.append(f"{dense.MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
 
 
 def read_regions(checkpoint: Checkpoint) -> tuple[list[Box], list[str]]:

@@ -10,19 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from _coverage import PARAM, operator_or_other
 
+from moc.inspect.coverage import BUFFER, PARAM, SLOTS, missing_operators, operator_or_other
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
-from moc.store.manifest import Manifest
-from moc.store.places import LocalPlace
-from moc.store.regions import Entry, MissingRegionError, RegionReader
-from moc.store.store import Store
+from moc.store.regions import Entry
 
 MASTER, FULL, COMPUTE = "master", "full", "compute"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NUMBER = re.compile(r"\d+")
+WITH_FLAGS = "give the flags of the run behind --, and the window that this snapshot is part of is computed again"
 
 
 @dataclass(frozen=True)
@@ -105,39 +102,6 @@ class Weights(Contents):
         return self._whole.read(name, MASTER, region).to(self._rounded[name])
 
 
-class SnapshotContents(Contents):
-    """A checkpoint of Format v1.  Its data are compared with their hashes when they are read.
-
-    Args:
-        directory: its ``iter_*`` directory.
-
-    Raises:
-        CheckpointError: manifest or a header is damaged, or they contradict each other.
-    """
-
-    def __init__(self, directory: Path):
-        directory = directory.resolve()
-        store = Store(LocalPlace(directory.parent))
-        manifest = store.manifest(iteration_of(directory))
-        if not manifest.complete:
-            raise CheckpointError(
-                f"{directory} names {len(manifest.files)} of {manifest.writers} files: it is one node's part of a "
-                "checkpoint; gather the files and manifests of all nodes first"
-            )
-        for name, entry in manifest.files.items():
-            if damage := store.damage_in_header(manifest.iteration, name, entry):
-                raise CheckpointError(damage)
-        self._reader = RegionReader([directory / name for name in manifest.files], verify=True)
-        _check_counts(manifest, self._reader)
-        self.facts = Facts(manifest.iteration, manifest.policy, manifest.layout, manifest.state, len(manifest.files))
-        self.operators = {name: (entry.detail, entry.step) for name, entry in manifest.operators.items()}
-        self.tensors = whole_tensors(self._reader)
-
-    def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`Contents`."""
-        return read_region(self._reader, name, slot, region)
-
-
 def iteration_of(directory: Path) -> int:
     """The number in the name of a checkpoint's directory.
 
@@ -148,29 +112,6 @@ def iteration_of(directory: Path) -> int:
     if not found:
         raise CheckpointError(f"{directory} is not called iter_ and a number: give it the name that it was saved by")
     return int(found[1])
-
-
-def whole_tensors(reader: RegionReader) -> list[Entry]:
-    """Every slot of every tensor that region files hold some of, in model order.
-
-    Raises:
-        CheckpointError: files contradict each other about a tensor.
-    """
-    found: dict[tuple[str, str], Entry] = {}
-    for source in reader.sources():
-        part = source.entry
-        whole = Entry(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
-        if found.setdefault((part.name, part.slot), whole) != whole:
-            raise CheckpointError(f"{source.blob.name} contradicts other files about shape or dtype of {part.name}")
-    return sorted(found.values(), key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
-
-
-def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> torch.Tensor:
-    """A box from region files; a CheckpointError where they do not hold it."""
-    try:
-        return reader.get(name, slot, region)
-    except MissingRegionError as missing:
-        raise CheckpointError(f"{missing}: tools/verify_checkpoint.py tells what else is wrong") from None
 
 
 def whole_of(shape: tuple[int, ...]) -> Region:
@@ -186,16 +127,28 @@ def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
     return {operator: dict(slots) for operator, slots in counts.items()}
 
 
-def _check_counts(manifest: Manifest, reader: RegionReader) -> None:
-    held = count_elements(source.entry for source in reader.sources())
-    for name in sorted({*manifest.operators, *held}):
-        there = held.get(name, {})
-        promised = dict(manifest.operators[name].elements) if name in manifest.operators else {}
-        if there != promised:
-            raise CheckpointError(f"files hold {there} elements of {name}, and the manifest says {promised}")
+def check_whole(contents: Contents) -> None:
+    """Checks that there is a whole model, with all of its optimizer's state or none.
+
+    Raises:
+        CheckpointError: what is missing, and of what.
+    """
+    state, slots = contents.facts.state, contents.slots()
+    window = contents.facts.policy == "sparse"  # of which each snapshot has a part
+    if missing := _missing(slots, state.get("shape")):
+        others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
+        remedy = WITH_FLAGS if window else "only a whole model can be converted"
+        raise CheckpointError(f"{missing[0]} is not there{others}: {remedy}")
+    needed = SLOTS.get(state.get("optimizer"), (PARAM,))
+    for name, found in slots.items():
+        wanted = (PARAM,) if name.endswith(BUFFER) else needed
+        if lacking := sorted(set(wanted) - found.keys()):
+            remedy = WITH_FLAGS if window else "--no-optim converts the weights without the state of the optimizer"
+            raise CheckpointError(f"there is no {' and no '.join(lacking)} of {name}: {remedy}")
 
 
-def _place_in_model(name: str) -> tuple:
-    """Embedding, layers by number, output; within a layer as names are ordered, experts by number."""
-    outside = 0 if name.startswith("embedding.") else 1 if name.startswith("decoder.layers.") else 2
-    return outside, [int(number) for number in _NUMBER.findall(name)[:1]], _NUMBER.sub(lambda n: n[0].zfill(9), name)
+def _missing(names: Iterable[str], shape: dict | None) -> list[str]:
+    try:
+        return missing_operators(names, shape)
+    except ValueError as error:
+        raise CheckpointError(f"the state of the checkpoint {error}") from None

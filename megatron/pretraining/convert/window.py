@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _coverage import missing_operators
-
 from megatron.pretraining.arguments import parse_config
 from megatron.pretraining.checkpoint import files
 from megatron.pretraining.config import Config, compose, layout_sizes
 from megatron.pretraining.config.composed import group_classes
 from megatron.pretraining.config.flag import flags_of
+from moc.inspect.coverage import missing_operators
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
 from moc.state.operators import Operator
@@ -29,7 +28,7 @@ from moc.store.manifest import Manifest
 from moc.store.places import LocalPlace
 from moc.store.store import Store, directory_of
 
-PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt_moe.py"
+PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt_moe.py"
 _SENTENCE = re.compile(rf"{re.escape(PROGRAM.name)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
 """By which part of itself a loss may differ in another layout, where sums come in another order."""

@@ -1,36 +1,44 @@
-"""Dense checkpoints to be converted: weights as ``torch_dist``, and optimizer state of ours where there is some."""
+"""Dense checkpoints, read and written: weights as ``torch_dist``, and optimizer state of ours where there is some."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from _contents import (
+
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.convert.contents import (
     COMPUTE,
     DTYPE_NAMES,
     FULL,
     MASTER,
     Contents,
     Facts,
+    check_whole,
     iteration_of,
-    read_region,
     whole_of,
-    whole_tensors,
 )
-from _coverage import PARAM, operator_or_other
-from _stock_names import Place, unpartitioned_places
-from _torch_dist import WeightsReader
-
-from megatron.pretraining.checkpoint import files
-from megatron.pretraining.checkpoint.writer import OPTIMIZER
+from megatron.pretraining.convert.names import Place, extra_states, stacks_layers, stock_places, unpartitioned_places
+from megatron.pretraining.convert.regions import (
+    Advance,
+    cut,
+    read_region,
+    refuse_to_replace,
+    whole_tensors,
+    write_regions,
+)
+from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write_weights
+from moc.inspect.checkpoint import OPTIMIZER
+from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.regions import Entry, RegionReader
+from moc.store.store import file_of
 
 _OPTIMIZER_KEYS = ("optimizer.", "chained_")  # stock checkpoints hold its state beside weights; it is left out
 _COUNTING = ("adam",)  # optimizers whose moments count updates
@@ -48,7 +56,7 @@ class DenseContents(Contents):
         CheckpointError: it is damaged, or not to be trusted.
     """
 
-    def __init__(self, directory: Path, trust: bool = False, advance: Callable[[int], None] = lambda count: None):
+    def __init__(self, directory: Path, trust: bool = False, advance: Advance = lambda count: None):
         listed = _verified_files(directory, trust, advance)
         self._weights = WeightsReader(directory)
         stock = {k: found for k, found in self._weights.tensors().items() if not k.startswith(_OPTIMIZER_KEYS)}
@@ -86,7 +94,7 @@ class DenseContents(Contents):
             raise CheckpointError(f"there is optimizer state of {name}, but no weight: this is no whole checkpoint")
         return self._weights.read(place.key, place.box(region)).view(region.shape)
 
-    def check_masters(self, advance: Callable[[int], None]) -> None:
+    def check_masters(self, advance: Advance) -> None:
         """Compares every weight with its master, which is what is kept of both.
 
         Raises:
@@ -127,7 +135,7 @@ class DenseContents(Contents):
         return Facts(state["iteration"], "full", {}, state, writers or 1)
 
 
-def _verified_files(directory: Path, trust: bool, advance: Callable[[int], None]) -> Mapping[str, dict]:
+def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[str, dict]:
     """What our manifest lists, nothing where there is none; hashes are compared before anything is unpickled."""
     manifest = files.read_manifest(directory)
     if manifest is None and not trust:
@@ -161,3 +169,85 @@ def _layers(places: Mapping[str, Place]) -> dict:
     alike = not any(place.key.split(".")[2].isdigit() for place in places.values() if "decoder.layers." in place.key)
     pattern = [int("router" in kinds[layer]) for layer in sorted(kinds)]
     return {"num_layers": len(kinds), "num_experts": len(experts) or None, "moe_layer_freq": 1 if alike else pattern}
+
+
+def write_dense(
+    contents: Contents, root: Path, writers: int, dtype: torch.dtype | None, file_bytes: int, advance: Advance
+) -> Path:
+    """Writes weights as ``torch_dist``, optimizer state beside them if there is some, and points the tracker there.
+
+    Args:
+        contents: what to write.
+        root: the ``--save`` directory in which to write it.
+        writers: number of files for the optimizer state.
+        dtype: what masters are rounded to; None if that is not known.
+        file_bytes: size at which the next file of weights begins.
+        advance: is told the bytes that were written.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: it does not hold a whole model, there is one of this iteration already, or another save to
+            the directory has not ended.
+    """
+    iteration = contents.facts.iteration
+    check_whole(contents)
+    state = _training_state(contents) | {"params_dtype": DTYPE_NAMES.get(dtype)}
+    weights = contents.weights(dtype)
+    places = _places(weights)
+    refuse_to_replace(files.directory_of(root, iteration))
+    _refuse_to_disturb(root, iteration)
+    staging = files.start(root, iteration)
+    boxes = [_weight(weights, entry, places[entry.name], advance) for entry in weights.tensors]
+    write_weights(staging, boxes, extra_states(places), iteration, file_bytes)
+    owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
+    if owned:
+        (staging / OPTIMIZER).mkdir()
+    for rank, part in enumerate(cut(owned, writers) if owned else ()):
+        write_regions(staging / OPTIMIZER / file_of(rank), part, contents, advance)
+    files.write_durably(staging / files.STATE, json.dumps(state, indent=1))
+    written = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
+    return files.publish(root, iteration, {name: files.describe(staging / name) for name in written})
+
+
+def _training_state(contents: Contents) -> dict:
+    """The content of ``training_state.json``."""
+    state = dict(contents.facts.state)
+    steps: dict[int, str] = {}
+    for name, (detail, step) in contents.operators.items():
+        if detail == FULL and step is not None:
+            steps.setdefault(step, name)
+    if len(steps) > 1:
+        told = " and ".join(f"{name} {step}" for step, name in sorted(steps.items())[:2])
+        raise CheckpointError(
+            f"operators have seen different numbers of updates ({told}), and a dense checkpoint holds one number for "
+            "all: --no-optim converts the weights alone"
+        )
+    return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
+
+
+def _places(weights: Contents) -> dict[str, Place]:
+    shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
+    return stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
+
+
+def _weight(weights: Contents, entry: Entry, place: Place, advance: Advance) -> Weight:
+    def values() -> torch.Tensor:
+        advance(entry.nbytes)
+        return weights.read(entry.name, entry.slot, entry.region).reshape(place.region.shape)
+
+    return Weight(place.key, place.global_shape, place.region, entry.dtype, values)
+
+
+def _refuse_to_disturb(root: Path, iteration: int) -> None:
+    """Starting a save clears all that others have not ended."""
+    others = set(_leftovers(root)) - {files.staging_of(root, iteration)}
+    if others:
+        raise CheckpointError(
+            f"{min(others)} is a save that goes on, or was killed: wait for it or remove it, or name another directory"
+        )
+
+
+def _leftovers(root: Path) -> Iterator[Path]:
+    return root.glob(".iter_*.incomplete")

@@ -4,14 +4,14 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import convert_checkpoint
 import pytest
-from _coverage import operator_or_other
-from _window import _check_loss, _run, window_in
 
+from megatron.pretraining.convert import program
+from megatron.pretraining.convert.window import _check_loss, _run, window_in
+from moc.inspect.coverage import operator_or_other
 from moc.store.errors import CheckpointError
-from tests.unit.tools.models import Model
-from tests.unit.tools.test_convert_checkpoint import refused, snapshot
+from tests.unit.pretraining.convert.models import Model
+from tests.unit.pretraining.convert.test_program import refused, snapshot
 
 OPERATORS = list(Model().operators)
 WINDOW = [OPERATORS[:5], OPERATORS[5:9], OPERATORS[9:]]
@@ -84,7 +84,7 @@ def test_what_is_there_already_is_refused_before_anything_is_computed(windows, c
 
 def test_processes_are_for_flags(windows, capsys):
     with pytest.raises(SystemExit, match="2"):
-        convert_checkpoint.main([str(windows), str(windows / "dense"), "--nproc-per-node", "2"])
+        program.main([str(windows), str(windows / "dense"), "--nproc-per-node", "2"])
     assert "the flags of a run behind --" in capsys.readouterr().err
 
 

@@ -9,23 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import verify_checkpoint
-from _checkpoint import Box, Checkpoint
-from _coverage import coverage_problems
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moc.inspect import verify as tool
+from moc.inspect.checkpoint import Box, Checkpoint
+from moc.inspect.coverage import coverage_problems
 from moc.state.region import Region
+from tests.unit.conftest import REPOSITORY
+from tests.unit.inspect.checkpoints import QKV, SLOTS, TENSORS, entries, publish_again, save
 from tests.unit.store.test_regions import cuts
-from tests.unit.tools.checkpoints import QKV, SLOTS, TENSORS, entries, publish_again, save
-from tests.unit.tools.conftest import REPOSITORY
 
 FIRST, SECOND = "optimizer/rank_00000.safetensors", "optimizer/rank_00001.safetensors"
 
 
 def verify(capsys, *argv) -> tuple[int, list[str]]:
     """Exit status, and all problems by the tool's JSON."""
-    code = verify_checkpoint.main([*map(str, argv), "--json"])
+    code = tool.main([*map(str, argv), "--json"])
     told = json.loads(capsys.readouterr().out)
     assert told["whole"] == (code == 0)
     return code, [problem for verdict in told["verified"] for problem in verdict["problems"]]
@@ -46,7 +46,7 @@ def truncate(path):
 def test_a_whole_checkpoint(capsys, tmp_path):
     directory = save(tmp_path)
     assert verify(capsys, tmp_path) == verify(capsys, directory) == (0, [])
-    assert verify_checkpoint.main([str(tmp_path)]) == 0
+    assert tool.main([str(tmp_path)]) == 0
     verdict, speed = capsys.readouterr().out.splitlines()
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.name != "manifest.json" and path.is_file())
     assert verdict == f"{directory}: whole, 7 files, {size / 1000:.1f} kB, optimizer state of {len(TENSORS)} tensors"
@@ -90,7 +90,7 @@ def test_every_bit_of_a_header_counts(capsys, tmp_path):
 def test_lost_files_do_not_hide_behind_the_tensors_in_them(capsys, tmp_path):
     directory = save(tmp_path)
     (directory / FIRST).unlink()
-    assert verify_checkpoint.main([str(tmp_path)]) == 1
+    assert tool.main([str(tmp_path)]) == 1
     verdict, problem, note, _ = capsys.readouterr().out.splitlines()
     assert verdict == f"{directory}: NOT WHOLE, 1 problem"
     assert problem == f"  {FIRST}: is missing"
@@ -282,7 +282,7 @@ def test_an_older_tracker_is_no_damage(capsys, tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 6)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    assert verify_checkpoint.main([str(tmp_path)]) == 0
+    assert tool.main([str(tmp_path)]) == 0
     assert "names iteration 3; --ckpt-step 6 loads the newest" in capsys.readouterr().out
 
 
@@ -290,7 +290,7 @@ def test_leftovers_are_named_and_do_no_harm(capsys, tmp_path):
     save(tmp_path)
     for name in (".iter_0000004.incomplete", ".iter_0000002.replaced"):
         (tmp_path / name).mkdir()
-    assert verify_checkpoint.main([str(tmp_path)]) == 0
+    assert tool.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "note: .iter_0000004.incomplete: a save that has not ended" in text
     assert "note: .iter_0000002.replaced: was to be replaced" in text
@@ -328,7 +328,7 @@ def test_usage(tmp_path, monkeypatch, argv):
     save(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        verify_checkpoint.main(argv)
+        tool.main(argv)
     assert ended.value.code == 2
 
 

@@ -8,21 +8,22 @@ import resource
 import subprocess
 import sys
 
-import convert_checkpoint
 import pytest
 import torch
-from _contents import SnapshotContents, whole_of
-from _conversion import cut, write_dense, write_snapshot
-from _dense_contents import DenseContents
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.pretraining.convert import program
+from megatron.pretraining.convert.contents import whole_of
+from megatron.pretraining.convert.dense import DenseContents, write_dense
+from megatron.pretraining.convert.regions import cut
+from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
 from moc.store.regions import Entry
-from tests.unit.tools.checkpoints import publish_again
-from tests.unit.tools.conftest import REPOSITORY
-from tests.unit.tools.models import Model, shapes
-from tests.unit.tools.test_verify_checkpoint import flip
+from tests.unit.conftest import REPOSITORY
+from tests.unit.inspect.checkpoints import publish_again
+from tests.unit.inspect.test_verify import flip
+from tests.unit.pretraining.convert.models import Model, shapes
 
 FC1 = "decoder.layers.1.mlp.experts.experts.1.linear_fc1.weight_w"
 BF16 = torch.bfloat16
@@ -39,13 +40,13 @@ def dense(root, model=None, writers=2, dtype=BF16):
 
 
 def convert(*argv):
-    assert convert_checkpoint.main([str(word) for word in argv]) == 0
+    assert program.main([str(word) for word in argv]) == 0
 
 
 def refused(capsys, *argv) -> str:
     """What the tool says when it refuses."""
     capsys.readouterr()
-    assert convert_checkpoint.main([str(word) for word in argv]) == 1
+    assert program.main([str(word) for word in argv]) == 1
     out, error = capsys.readouterr()
     assert not out and error.startswith("convert_checkpoint: ") and error.count("\n") == 1
     return error
@@ -347,7 +348,7 @@ def test_usage(tmp_path, monkeypatch, argv):
     snapshot(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        convert_checkpoint.main(argv)
+        program.main(argv)
     assert ended.value.code == 2
 
 
@@ -363,7 +364,7 @@ def test_which_checkpoint(tmp_path, capsys):
 
 MEASURED = """
 import sys, threading, time
-import convert_checkpoint, _conversion, _dense_contents
+import convert_checkpoint, megatron.pretraining.convert.dense
 peak, done = 0, False
 
 def private():
