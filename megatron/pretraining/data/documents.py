@@ -1,4 +1,4 @@
-"""Reads documents out of text files, JSON lines and directories of them; shared by the data tools.
+"""Reads documents out of text files, JSON lines and directories of them.
 
 Reading is cheap and in order, decoding and parsing are not: so a `Reader` cuts files into `Piece`s of raw
 bytes, which may travel to another process, and `Piece.texts` turns one into text there. What is wrong with an

@@ -3,12 +3,13 @@
 import gzip
 import io
 
-import _text
 import pytest
 import zstandard
-from _text import BadText, Reader, ToolError, find_files
 from hypothesis import given
 from hypothesis import strategies as st
+
+from megatron.pretraining.data import documents as reading
+from megatron.pretraining.data.documents import BadText, Reader, ToolError, find_files
 
 
 def documents(*files, split=None, keys=("text",)) -> list[str]:
@@ -52,12 +53,12 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 def test_blank_lines_part_documents(tmp_path):
     path = write(tmp_path / "a.txt", "\n\na\nb\n \n\nc\n\n")
-    assert documents(path, split=_text.on_blank_lines) == ["a\nb\n", "c\n"]
+    assert documents(path, split=reading.on_blank_lines) == ["a\nb\n", "c\n"]
 
 
 def test_a_match_begins_a_document(tmp_path):
     path = write(tmp_path / "a.txt", "before\n = One = \ntext\n = = Sub = = \nmore\n = Two = \n")
-    split = _text.on_regex("^ = [^=]+ = $")
+    split = reading.on_regex("^ = [^=]+ = $")
     assert documents(path, split=split) == [
         "before\n",
         " = One = \ntext\n = = Sub = = \nmore\n",
@@ -67,25 +68,25 @@ def test_a_match_begins_a_document(tmp_path):
 
 def test_a_bad_pattern_is_refused():
     with pytest.raises(ToolError, match="no regular expression"):
-        _text.on_regex("(")
+        reading.on_regex("(")
 
 
-@pytest.mark.parametrize("text", ["é中😀x" * 30_000, "中文\n" * 40_000, "a" * _text.PIECE_BYTES, "é" * 65536 + "\n"])
+@pytest.mark.parametrize("text", ["é中😀x" * 30_000, "中文\n" * 40_000, "a" * reading.PIECE_BYTES, "é" * 65536 + "\n"])
 def test_long_texts_are_cut_between_characters(tmp_path, text):
     path = write(tmp_path / "a.txt", text)
     pieces = list(Reader([path]))
-    assert all(len(p.data) < 2 * _text.PIECE_BYTES + 8 for p in pieces)
+    assert all(len(p.data) < 2 * reading.PIECE_BYTES + 8 for p in pieces)
     assert documents(path) == [text]
-    assert "".join(_text.cut(text)) == text
+    assert "".join(reading.cut(text)) == text
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60), st.integers(1, 7))
 def test_lines_never_lose_a_character(text, limit):
-    original, _text.PIECE_BYTES = _text.PIECE_BYTES, limit
+    original, reading.PIECE_BYTES = reading.PIECE_BYTES, limit
     try:
-        lines = list(_text._lines(io.BytesIO(text.encode())))
+        lines = list(reading._lines(io.BytesIO(text.encode())))
     finally:
-        _text.PIECE_BYTES = original
+        reading.PIECE_BYTES = original
     assert b"".join(line for _, line, _ in lines) == text.encode()
     if limit >= 4:
         assert "".join(line.decode() for _, line, _ in lines) == text

@@ -13,14 +13,14 @@ import sys
 import tempfile
 import time
 
-import _pair_writer
 import numpy
-import preprocess_data
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron.pretraining.data import pairs
+from megatron.pretraining.data import preprocess as program
 from megatron.pretraining.data.tokenizer import build_tokenizer
 from megatron.pretraining.process import cpu
 
@@ -38,7 +38,7 @@ print(json.dumps([[int(t) for t in dataset[i]] for i in range(len(dataset))]))
 
 
 def preprocess(*args) -> int:
-    return preprocess_data.main([str(arg) for arg in args])
+    return program.main([str(arg) for arg in args])
 
 
 def documents(prefix) -> list[list[int]]:
@@ -101,7 +101,7 @@ def test_workers_do_not_change_the_output(tmp_path, corpus, model, tokenizer, mo
     texts.insert(100, "\n".join(texts) * 3)  # longer than a piece
     write_json(tmp_path / "a.jsonl", texts)
     (tmp_path / "b.txt").write_text("\n".join(texts) * 2)
-    monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(program, "BATCH_BYTES", 20_000)
     for workers in (1, 3):
         prefix = tmp_path / f"w{workers}"
         args = ["--output-prefix", prefix, "--tokenizer-model", model, "--workers", workers, "--append-eod"]
@@ -283,7 +283,7 @@ def test_a_failed_replacement_keeps_the_old_dataset(tmp_path):
 
 
 def test_two_writers_do_not_mix(tmp_path, capsys):
-    with _pair_writer.PairWriter(f"{tmp_path}/o_text_document", numpy.uint16, None, False) as other:
+    with pairs.PairWriter(f"{tmp_path}/o_text_document", numpy.uint16, None, False) as other:
         other.add(numpy.array([9]))
         other.end_document()
         args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o"]
@@ -362,7 +362,7 @@ def is_alive(pid) -> bool:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_while_writing_it_leaves_no_pair_and_no_workers(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(preprocess_data, "BATCHES_AHEAD", 2)
+    monkeypatch.setattr(program, "BATCHES_AHEAD", 2)
     process, pipe = run_from_pipe(tmp_path, workers)
     pipe.write(b'{"text": "1 2 3"}\n' * 30_000)
     pipe.flush()

@@ -7,8 +7,7 @@ import fcntl
 import os
 import shutil
 
-import _text
-from _text import ToolError
+from megatron.pretraining.data.documents import ToolError, sync
 
 
 class PairWriter:
@@ -78,8 +77,8 @@ class PairWriter:
     def complete(self) -> None:
         """Writes the index and has both files on the disk, still under their temporary names."""
         self._builder.finalize(self._idx)
-        _text.sync(self._bin)
-        _text.sync(self._idx)
+        sync(self._bin)
+        sync(self._idx)
 
     def publish(self) -> None:
         """Gives the files their names: at no moment is there an .idx beside a .bin that is not its own."""
@@ -89,4 +88,4 @@ class PairWriter:
         shutil.rmtree(os.path.join(self.prefix, "cache"), ignore_errors=True)
         os.replace(self._bin, f"{self.prefix}.bin")
         os.replace(self._idx, f"{self.prefix}.idx")
-        _text.sync(os.path.dirname(os.path.abspath(self.prefix)))
+        sync(os.path.dirname(os.path.abspath(self.prefix)))

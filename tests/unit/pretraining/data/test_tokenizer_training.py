@@ -1,13 +1,14 @@
 """The tokenizer gives back any text as it was, and training it is repeatable and honest."""
 
 import sentencepiece
-import train_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.pretraining.data import tokenizer_training
+
 
 def train(corpus, prefix, *args) -> int:
-    return train_tokenizer.main(["--input", str(corpus), "--output", str(prefix), "--vocab-size", "400", *args])
+    return tokenizer_training.main(["--input", str(corpus), "--output", str(prefix), "--vocab-size", "400", *args])
 
 
 _models = {}
@@ -72,7 +73,7 @@ def test_the_same_command_gives_the_same_files(tmp_path, corpus):
 
 
 def test_the_sample_keeps_to_its_size_and_order():
-    sample = train_tokenizer.Sample(max_bytes=20_000, seed=1)
+    sample = tokenizer_training.Sample(max_bytes=20_000, seed=1)
     for number in range(100):
         sample.add(f"{number:03}" * 300)
     chunks = sample.chunks()
@@ -83,9 +84,9 @@ def test_the_sample_keeps_to_its_size_and_order():
 
 @given(st.text("ab\n\t é", max_size=40).map(lambda s: s * 400))
 def test_chunks_are_the_text(text):
-    chunks = list(train_tokenizer.chunked(text))
+    chunks = list(tokenizer_training.chunked(text))
     assert "".join(chunks) == text
-    assert all(0 < len(chunk) <= train_tokenizer.CHUNK_CHARACTERS for chunk in chunks)
+    assert all(0 < len(chunk) <= tokenizer_training.CHUNK_CHARACTERS for chunk in chunks)
 
 
 def test_the_vocabulary_has_a_line_per_piece(model):
@@ -120,10 +121,10 @@ def test_nothing_is_replaced_unasked(corpus, tmp_path, capsys):
 def test_bad_text_ends_it_or_is_skipped(corpus, tmp_path, capsys):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff")
-    assert train_tokenizer.main(["--input", str(bad), str(corpus), "--output", str(tmp_path / "t")]) == 1
+    assert tokenizer_training.main(["--input", str(bad), str(corpus), "--output", str(tmp_path / "t")]) == 1
     assert "bad.txt, line 1: not UTF-8" in capsys.readouterr().err
     both = ["--input", str(bad), str(corpus), "--output", str(tmp_path / "t"), "--vocab-size", "400"]
-    assert train_tokenizer.main([*both, "--skip-bad"]) == 0
+    assert tokenizer_training.main([*both, "--skip-bad"]) == 0
     assert "skipped: " in capsys.readouterr().err
 
 
