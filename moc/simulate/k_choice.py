@@ -1,4 +1,4 @@
-"""The part of plan_checkpoint.py that chooses how many experts to save, and how often, and says why."""
+"""What chooses how many experts to save, and how often, and says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What simulate.py --reproduce prints: figures of the papers, ours, and how far they are apart."""
+"""MoEvement's Tables 3 and 7 and Figures 1 and 11: ETTR with failures, from what was measured without them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 
-import _papers as papers
-from _reproduce_lazarus import figure_8
-from _reproduce_moc import figure_13
-from _reproduce_sizes import figure_9, figure_10, figure_15
-from _reproduction import Reproduction, Row
-
+from benchmarks.papers import printed as papers
+from benchmarks.papers.reproduction import Reproduction, Row
 from moc.policy.window import find_window_size
 from moc.simulate.closed_form import at_interval, recovery_s
 from moc.simulate.cluster import CLUSTERS, Cluster
@@ -303,17 +299,3 @@ def figure_1() -> Reproduction:
     )
     title = "MoEvement (NSDI '26), Figure 1: Gemini, DeepSeek-MoE on 96 A100 GPUs"
     return Reproduction(title, tuple(rows), notes, where.law.told, where.fitted)
-
-
-REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
-    "moevement-table3": table_3,
-    "moevement-table7": table_7,
-    "moevement-fig11": figure_11,
-    "moevement-fig1": figure_1,
-    "moc-fig10": figure_10,
-    "moc-fig13": figure_13,
-    "moc-fig15": figure_15,
-    "moetion-fig9": figure_9,
-    "lazarus-fig8": figure_8,
-}
-"""By the name that --reproduce takes."""

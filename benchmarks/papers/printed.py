@@ -1,4 +1,4 @@
-"""Figures of the papers that simulate.py --reproduce sets beside its own: inputs that they state, and results."""
+"""Figures of the papers that are set beside ours: inputs that they state, and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What simulate.py prints, writes and draws."""
+"""What came out of a simulation, printed, written and drawn."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-
-from _reproduction import Reproduction
 
 from moc.output import replacing
 from moc.simulate.engine import Job
@@ -169,22 +167,3 @@ def plot(path: str, results: Mapping[str, Result]) -> None:
     with replacing(path) as name:
         figure.savefig(name, format="png", dpi=120)
     pyplot.close(figure)
-
-
-def print_reproduction(found: Reproduction, as_json: bool) -> int:
-    """Prints a paper's figures beside ours.
-
-    Args:
-        found: what was computed.
-        as_json: JSON.
-
-    Returns:
-        0.
-    """
-    if as_json:
-        print(json.dumps(dataclasses.asdict(found) | {"summary": found.summary()}, indent=2))
-        return 0
-    header = ["", "paper", "ours", "error", *(["common law", "error"] if found.has_common else [])]
-    rows = [row.cells(found.has_common) for row in found.rows]
-    print(found.title, "", aligned([header, *rows]), "", *found.summary(), "", *found.notes, sep="\n")
-    return 0

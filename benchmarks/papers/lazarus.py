@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
-from _reproduction import Reproduction, Row
+from benchmarks.papers.reproduction import Reproduction, Row
 
 _NODES, _SLOTS, _LAYERS, _LEAST = 10, 6, 12, 2  # section 6.1
 _EXPERTS_S, _EXPERTS_L = 8, 16  # GPT-S and GPT-L, Table 1

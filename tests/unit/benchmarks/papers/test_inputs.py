@@ -4,13 +4,13 @@ import dataclasses
 import math
 from statistics import fmean
 
-import _papers as papers
-import _reproduce
-import _reproduce_lazarus as lazarus
-import _reproduce_moc as moc
 import pytest
-from _reproduction import Reproduction, Row
 
+from benchmarks.papers import lazarus, moevement
+from benchmarks.papers import moc_system as moc
+from benchmarks.papers import printed as papers
+from benchmarks.papers.program import REPRODUCTIONS
+from benchmarks.papers.reproduction import Reproduction, Row
 from moc.simulate.cluster import CLUSTERS
 from moc.simulate.engine import Job, simulate
 from moc.simulate.saving import Saving
@@ -20,15 +20,15 @@ A100 = CLUSTERS["a100-moevement-fitted"]
 
 @pytest.mark.parametrize("model", [*papers.TABLE_3, *papers.TABLE_7], ids=lambda model: model.name)
 def test_what_is_predicted_is_no_input(model):
-    where = _reproduce.Conditions(A100, _reproduce.AT_RANDOM)
+    where = moevement.Conditions(A100, moevement.AT_RANDOM)
     blind = dataclasses.replace(model, ettr={}, gemini_intervals={})
-    assert _reproduce._systems(blind, where, 600.0, 3) == _reproduce._systems(model, where, 600.0, 3)
+    assert moevement._systems(blind, where, 600.0, 3) == moevement._systems(model, where, 600.0, 3)
 
 
 def test_at_ten_minutes_recovery_times_tell_of_fewer_failures():
     for pairs in papers.TABLE_3_RECOVERY.values():
         assert all(51 < 36 * ten / twenty < 63 for twenty, ten in pairs)
-    assert 51 < _reproduce._failures_at_ten_minutes() < 63
+    assert 51 < moevement._failures_at_ten_minutes() < 63
 
 
 @pytest.mark.parametrize("model", papers.TABLE_7, ids=lambda model: model.name)
@@ -39,15 +39,15 @@ def test_a_checkpoint_to_disk_stalls_for_no_less_than_one_to_memory(model):
 
 @pytest.mark.parametrize("law", ["AT_RANDOM", "ONE_IN_EACH", "WHILE_TRAINING"])
 def test_an_oracle_reckons_with_the_failures_that_come(law):
-    law = getattr(_reproduce, law)
+    law = getattr(moevement, law)
     saving = Saving("full", interval=1, restart_s=300)
     runs = (simulate(Job(1.0, wall_s=200_000, seed=seed), law.faults(1000.0), saving) for seed in range(20))
     assert fmean(run.ettr for run in runs) == pytest.approx(law.left(300 / 1000), abs=0.015)
 
 
 def test_the_oracle_s_interval_is_the_best():
-    model, where = papers.TABLE_3[0], _reproduce.Conditions(A100, _reproduce.WHILE_TRAINING)
-    interval = _reproduce._systems(model, where, 600.0, 1)["full"].interval
+    model, where = papers.TABLE_3[0], moevement.Conditions(A100, moevement.WHILE_TRAINING)
+    interval = moevement._systems(model, where, 600.0, 1)["full"].interval
     young = math.sqrt(2 * model.gemini_stall_s * 600) / model.iteration_s
     assert young / 1.2 < interval < 1.2 * young
 
@@ -91,7 +91,7 @@ def test_figure_13_of_moc():
     expert_bytes = 14 * 24 * 3 * 2048 * 8192  # of a GPU's experts, with a gate
     assert moc._busiest(2048, "Base-Async") == pytest.approx(expert_bytes + 2 / 14 * others, rel=0.02)
     assert moc._busiest(2048, "MoC-Async") == pytest.approx(expert_bytes / 8 + others / 64, rel=0.02)
-    found = _reproduce.REPRODUCTIONS["moc-fig13"]()
+    found = REPRODUCTIONS["moc-fig13"]()
     assert [holds for row in found.rows for holds in row.bounds()] == [True] * 10
     assert sum(bool(row.excluded) for row in found.rows) == 7 and not any(row.errors() for row in found.rows)
 
@@ -129,5 +129,5 @@ def test_the_common_law_has_a_headline_of_its_own():
 
 @pytest.mark.parametrize("name", ["moc-fig10", "moc-fig13", "moc-fig15", "moetion-fig9", "lazarus-fig8"])
 def test_every_headline_names_its_law_and_its_constants(name):
-    first, *_, last = _reproduce.REPRODUCTIONS[name]().summary()
+    first, *_, last = REPRODUCTIONS[name]().summary()
     assert first.startswith("Failures: ") and last.startswith("Fitted or chosen: ") and "nothing" not in last

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import textwrap
 
-import plan_checkpoint
 import pytest
 
+from megatron.pretraining.planning import sizes
 from tests.unit.conftest import REPOSITORY
 
 WHOLE_SAVING = {1: 12, 2: 12, 3: 28}  # percent; section 6.2.1 gives the range, 12 to 28
@@ -16,7 +16,7 @@ PEC = {1: 22, 2: 22, 3: 29}  # of 22 to 29
 
 
 def plan(capsys, *argv) -> dict:
-    assert plan_checkpoint.main([*argv, "--json"]) == 0
+    assert sizes.main([*argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -95,14 +95,14 @@ def test_any_model_and_layout(capsys):
 
 
 def test_a_rule_can_be_tried(capsys):
-    assert plan_checkpoint.main(["--case", "3", "--others", "baseline"]) == 0
+    assert sizes.main(["--case", "3", "--others", "baseline"]) == 0
     assert "equal+baseline" in capsys.readouterr().out
-    assert plan_checkpoint.main(["--case", "3", "--experts", "baseline"]) == 0
+    assert sizes.main(["--case", "3", "--experts", "baseline"]) == 0
     assert "baseline+adaptive" in capsys.readouterr().out
 
 
 def test_table_for_people(capsys):
-    assert plan_checkpoint.main(["--case", "3", "--pec-k", "1"]) == 0
+    assert sizes.main(["--case", "3", "--pec-k", "1"]) == 0
     text = capsys.readouterr().out
     assert "16 ranks: DP 16, TP 1, PP 1, EP 8 in 2 groups" in text
     assert "2,313.9" in text and "unequal" in text
@@ -125,7 +125,7 @@ def test_table_for_people(capsys):
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_sentence(capsys, argv, sentence):
-    assert plan_checkpoint.main(argv) == 1
+    assert sizes.main(argv) == 1
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
 
@@ -153,7 +153,7 @@ def test_numbers_of_experts_are_chosen_and_explained(capsys):
     assert choice["interval"] == -(-busiest[choice["k_persist"]] / 0.1 // 1.5)
     limited = plan(capsys, *EXPLAIN, "--plt-limit", "0.0001")["choice"]
     assert limited["plt"] <= 0.0001 < choice["plt"]
-    assert plan_checkpoint.main(EXPLAIN) == 0
+    assert sizes.main(EXPLAIN) == 0
     said = capsys.readouterr().out
     assert f"K_snapshot {hidden}, K_persist 1, a snapshot every {choice['interval']} iterations\n" in said
     assert f"A snapshot of {hidden} experts hides" in said
@@ -163,7 +163,7 @@ def test_numbers_of_experts_are_chosen_and_explained(capsys):
 def test_the_choice_that_the_docs_show(capsys):
     page = (REPOSITORY / "docs" / "moc_system.md").read_text(encoding="utf-8")
     command, said = page.split("    python tools/plan_checkpoint.py ")[1].split("\n\nsays at its end\n\n")
-    assert plan_checkpoint.main(command.replace("\\\n", " ").split()) == 0
+    assert sizes.main(command.replace("\\\n", " ").split()) == 0
     choice = capsys.readouterr().out.rstrip().split("\n\n")[-1]
     assert said.startswith(textwrap.indent(choice, "    ") + "\n\n")
 
@@ -180,7 +180,7 @@ def test_a_policy_is_chosen_and_explained(capsys):
     assert 0 < policy["policies"][best]["plt"] <= 0.0375 and policy["reason"].startswith(best)
     exact = plan(capsys, *EXPLAIN_POLICY, *MEASURED, "--exact-only")["policy"]
     assert exact["flags"]["ckpt_policy"] in ("full", "sparse") and not any("pec" in name for name in exact["policies"])
-    assert plan_checkpoint.main([*EXPLAIN_POLICY, *MEASURED]) == 0
+    assert sizes.main([*EXPLAIN_POLICY, *MEASURED]) == 0
     said = capsys.readouterr().out
     assert f"\n{best}: ETTR " in said and "--ckpt-policy pec --snapshot-interval " in said
     assert plan(capsys, "--case", "1")["policy"] is None
@@ -193,7 +193,7 @@ def test_a_cluster_s_sheet_says_what_was_not_measured(capsys):
     least = min(found["host_bytes"] for found in free["policies"].values()) / 1e9
     argv = [*peers, "--iteration-s", "2", "--host-memory-gb"]
     assert plan(capsys, *argv, str(1.01 * least))["policy"]["flags"]["replicas"] == 1
-    assert plan_checkpoint.main([*argv, str(0.1 * least)]) == 1
+    assert sizes.main([*argv, str(0.1 * least)]) == 1
     assert "no policy keeps to all limits" in capsys.readouterr().err
 
 
@@ -219,5 +219,5 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     ],
 )
 def test_what_cannot_be_explained_is_said_in_one_sentence(capsys, argv, sentence):
-    assert plan_checkpoint.main(argv) == 1
+    assert sizes.main(argv) == 1
     assert sentence in capsys.readouterr().err

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from _reproduction import Reproduction, Row
-
+from benchmarks.papers.reproduction import Reproduction, Row
 from moc.policy.sequential import sequential_experts
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
 from moc.simulate.cluster import CLUSTERS, Cluster

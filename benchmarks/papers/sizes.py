@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from _model import config_of, operators_of
-from _reproduction import Reproduction, Row
-
+from benchmarks.papers.reproduction import Reproduction, Row
+from megatron.pretraining.planning.model import config_of, operators_of
 from moc.policy.adaptive import uniform_plt
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.sequential import sequential_experts
