@@ -32,7 +32,7 @@ examples:
   python tools/simulate.py --model qwen-moe-14b --pp 6 --ep 8 --trace gcp_a100.txt --hours 6 --plot goodput.png
   python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --profile runs/x --scale-to gpus=16384 --mtbf 10m
   python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --mtbf 1h --policy auto --exact-only
-  python tools/simulate.py --reproduce moevement-table3
+  python tools/simulate.py --reproduce moevement-table3      # as python -m benchmarks.papers moevement-table3
 
 Durations are seconds, or have a unit: 90s, 10m, 2h, 3d; --mtbf inf is a run without failures."""
 

@@ -290,5 +290,5 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, written, message):
 
 
 def test_it_starts_without_torch():
-    code = "import sys; sys.path.insert(0, 'tools'); import report; sys.exit('torch' in sys.modules)"
+    code = "import sys, moc.report.program; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
