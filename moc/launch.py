@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import moc
 from moc.runtime import children, hangs, job_token
 from moc.runtime.agent import Agent, LostError, Node
 from moc.runtime.controller_process import ControllerProcess
@@ -98,6 +99,7 @@ def parse(arguments: list[str]) -> Flags:
     add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
     add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
+    parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
     parser.add_argument("script", help="program of the workers")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     own = parser.parse_args(arguments)

@@ -1,63 +1,12 @@
 #!/usr/bin/env python3
-"""Lists what jobs have left in this machine's memory (/dev/shm), and removes what no process uses.
+"""Lists what jobs have left in this machine's memory, and removes what no process uses."""
 
-A job that was killed leaves its snapshots there, so that it can go on from them.  If it is not to be started again,
-they only take memory.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
 from pathlib import Path
 
-from moc.store.errors import CheckpointError
-from moc.store.leftovers import Leftover, leftovers, remove_leftover
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="*", type=Path, help="only these directories, as the list shows them")
-    parser.add_argument("--remove", action="store_true", help="remove them, unless a process uses them")
-    parser.add_argument("--memory-dir", default="/dev/shm", help="the memory file system (default: %(default)s)")
-    own = parser.parse_args(argv)
-    try:
-        found = leftovers(own.memory_dir)
-        if unknown := {path.absolute() for path in own.path} - {one.path.absolute() for one in found}:
-            raise CheckpointError(f"{min(unknown)} is no memory of a job: name directories as the list shows them")
-        chosen = [one for one in found if not own.path or one.path.absolute() in map(Path.absolute, own.path)]
-        return _remove(chosen) if own.remove else _list(chosen)
-    except (CheckpointError, OSError) as error:
-        print(f"clean_memory: {error}", file=sys.stderr)
-        return 1
-
-
-def _list(found: list[Leftover]) -> int:
-    for one in found:
-        print(_line(one))
-    print(f"{len(found)} directories, {sum(one.bytes for one in found) / 1e9:.3g} GB")
-    return 0
-
-
-def _remove(found: list[Leftover]) -> int:
-    failed = 0
-    for one in found:
-        try:
-            remove_leftover(one)
-            print(f"removed  {_line(one)}")
-        except (CheckpointError, OSError) as error:
-            print(f"clean_memory: {error}", file=sys.stderr)
-            failed = 1
-    return failed
-
-
-def _line(one: Leftover) -> str:
-    newest = "no snapshot" if one.newest is None else f"iteration {one.newest}"
-    used = f", used by process {one.used_by[0]}" if one.used_by else ""
-    of = f"run {one.run} in {one.address}" if one.run else "of no run that it names"
-    return f"{one.path}  {one.bytes / 1e9:.3g} GB  {newest}  {of}{used}"
-
+from moc.inspect.memory import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,22 +9,19 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron.pretraining.config import compose
+from megatron.pretraining.convert import program
+from megatron.pretraining.convert.dense import DenseContents
+from megatron.pretraining.convert.snapshot import SnapshotContents
+from megatron.pretraining.convert.torch_dist import WeightsReader
+from moc.inspect import verify
+from moc.state.region import Region
+from moc.store.regions import RegionReader
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_layouts import CLOSE
 from tests.integration.test_precision import BF16, FP16
 from tests.integration.test_stock_reader import READER
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
 from tests.worlds import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "tools"))  # where a script finds its neighbours
-import convert_checkpoint  # noqa: E402
-import verify_checkpoint  # noqa: E402
-from _contents import SnapshotContents  # noqa: E402
-from _dense_contents import DenseContents  # noqa: E402
-from _torch_dist import WeightsReader  # noqa: E402
-
-from moc.state.region import Region  # noqa: E402
-from moc.store.regions import RegionReader  # noqa: E402
 
 DENSE = dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather")
 GELU = dict(swiglu=False, add_bias_linear=True, qk_layernorm=True, untie_embeddings_and_output_weights=False,
@@ -42,7 +39,7 @@ RUNS = {  # layout and flags
 
 
 def convert(*argv):
-    assert convert_checkpoint.main([str(word) for word in argv]) == 0
+    assert program.main([str(word) for word in argv]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def test_there_and_back(name, runs):
 def test_all_of_it_is_whole(name, runs, capsys):
     root, _ = runs(name)
     paths = [str(root / name) for name in ("saved", "snapshots", "recut", "back")]
-    assert verify_checkpoint.main(paths) == 0, capsys.readouterr().out
+    assert verify.main(paths) == 0, capsys.readouterr().out
     assert [len(list(directory(root, name).glob("rank_*"))) for name in ("snapshots", "recut")] == [3, 2]
 
 
@@ -217,6 +214,6 @@ def test_a_window_becomes_the_state_that_was_there(data, tmp_path, monkeypatch, 
 
     given.write_text(compose(FLAGS | LAYOUTS["EP2"][1] | sparse | dict(split="50,45,5")).to_yaml())
     window[1] = tmp_path / "other"
-    assert convert_checkpoint.main([str(word) for word in window]) == 1
+    assert program.main([str(word) for word in window]) == 1
     assert "iteration 6, computed again, is not what it was" in capfd.readouterr().err
     assert list((tmp_path / "other").iterdir()) == []

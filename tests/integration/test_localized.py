@@ -1,11 +1,11 @@
 """Localized recovery: only stages that lost something compute again, and the run is the one without faults."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
+from moc.report.figures import report
 from moc.simulate.profile import read_events
 from moc.store.places import LocalPlace
 from moc.store.store import Store
@@ -14,10 +14,6 @@ from tests.integration.snapshot_files import contents, node_memory
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
 from tests.integration.tiny import EXPERT_BIAS, train
-from tests.worlds import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "tools"))  # where a script finds its neighbours
-from _report_figures import report  # noqa: E402
 
 SLOW_COPIES = "tests/integration/slow_copies_pretrain_gpt_moe.py"
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)

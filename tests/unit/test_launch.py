@@ -2,6 +2,7 @@
 
 import pytest
 
+import moc
 from moc.launch import parse
 from moc.runtime.hangs import CAPS
 
@@ -17,6 +18,12 @@ def test_one_machine_needs_no_flags():
     assert (flags.nnodes, flags.nproc_per_node, flags.spares, flags.node_rank) == (1, 1, 0, 0)
     assert flags.alone and flags.endpoints == ("127.0.0.1:0",) and flags.own_controllers
     assert flags.command == [__file__, "--nnodes", "9"] and flags.hang_caps == CAPS
+
+
+def test_it_names_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"mocrun {moc.__version__}\n"
 
 
 def test_spares_are_numbered_behind_the_nodes():

@@ -8,30 +8,41 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 
+from moc.inspect.dense import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    TRACKER,
+    damaged,
+    directory_of,
+    latest_iteration,
+    read_manifest,
+    saved_iterations,
+)
 from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
 
-__all__ = ["CheckpointError", "write_durably"]
+__all__ = [
+    "MANIFEST",
+    "STATE",
+    "TRACKER",
+    "CheckpointError",
+    "damaged",
+    "directory_of",
+    "latest_iteration",
+    "read_manifest",
+    "saved_iterations",
+    "write_durably",
+]
 
-MANIFEST = "manifest.json"
-STATE = "training_state.json"
-TRACKER = "latest_checkpointed_iteration.txt"
-_FORMAT = "moc-megatron dense checkpoint 1"
 _UNFINISHED = ".iter_*.incomplete*"
-_NAME = re.compile(r"^iter_(\d{7,})$")
-
-
-def directory_of(root: str | Path, iteration: int) -> Path:
-    """Megatron's name for the checkpoint of an iteration, ``iter_0000100``."""
-    return Path(root) / f"iter_{iteration:07d}"
 
 
 def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
@@ -43,28 +54,6 @@ def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
         tag: of the claim in whose name it is written.
     """
     return Path(root) / f".iter_{iteration:07d}.{f'{tag}.' if tag else ''}incomplete"
-
-
-def saved_iterations(root: str | Path) -> list[int]:
-    """Iterations that have a published checkpoint under ``root``, ascending."""
-    root = Path(root)
-    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    return sorted(int(match.group(1)) for match in map(_NAME.match, names) if match)
-
-
-def latest_iteration(root: str | Path) -> int | None:
-    """The iteration that the tracker file names, or None where there is no tracker.
-
-    Raises:
-        CheckpointError: the tracker does not hold a number.
-    """
-    tracker = Path(root) / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise CheckpointError(f"{tracker} holds {text!r} instead of an iteration: write the iteration to load into it")
-    return int(text)
 
 
 def digest_of(path: Path) -> str:
@@ -120,7 +109,7 @@ def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fen
     """
     root, staging, final = Path(root), staging_of(root, iteration, _tag(fence)), directory_of(root, iteration)
     author = {} if fence is None else {"job": fence.claim.job, "term": fence.claim.term}
-    manifest = {"format": _FORMAT, "iteration": iteration, **author, "files": dict(sorted(files.items()))}
+    manifest = {"format": FORMAT, "iteration": iteration, **author, "files": dict(sorted(files.items()))}
     check = None if fence is None else fence.check
     try:
         write_durably(staging / MANIFEST, json.dumps(manifest, indent=1))
@@ -174,28 +163,6 @@ def remove(root: str | Path, iteration: int) -> None:
     shutil.rmtree(doomed)
 
 
-def read_manifest(directory: Path) -> dict | None:
-    """The manifest of a checkpoint, or None where it has none (stock Megatron-LM wrote it).
-
-    Raises:
-        CheckpointError: the directory or manifest is damaged.
-    """
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} does not exist: check --load and --ckpt-step")
-    path = directory / MANIFEST
-    if not path.is_file():
-        if (directory / STATE).is_file():
-            raise damaged(f"{path} is missing although {STATE} is there")
-        return None
-    try:
-        manifest = json.loads(path.read_text())
-        if manifest["format"] != _FORMAT:
-            raise CheckpointError(f"{path} is of format {manifest['format']!r}; this program reads {_FORMAT!r}")
-        return manifest
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): {_remedy()}") from None
-
-
 def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
     """Names the first file that is missing, truncated or altered, or None where all are whole."""
     for name, entry in files.items():
@@ -208,12 +175,3 @@ def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
         if digest_of(path) != entry["xxh3_128"]:
             return f"{path} does not match its hash: its content is damaged"
     return None
-
-
-def damaged(what: str) -> CheckpointError:
-    """The refusal of a damaged checkpoint."""
-    return CheckpointError(f"{what}; {_remedy()}")
-
-
-def _remedy() -> str:
-    return "load an older checkpoint with --ckpt-step"

@@ -1,1 +1,1 @@
-"""Samples, and where in them a run is."""
+"""Text made samples, and where in them a run is."""

@@ -1,5 +1,7 @@
 """The distribution: what is in it, and that it stands beside pip's megatron-core."""
 
+import configparser
+import email
 import shutil
 import subprocess
 import sys
@@ -8,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import moc
+
 ROOT = Path(__file__).parents[3]
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 
 def test_megatron_is_a_namespace():
@@ -16,18 +21,21 @@ def test_megatron_is_a_namespace():
 
 
 def test_every_package_has_an_init():
-    for package in (ROOT / "megatron" / "training", ROOT / "moc"):
+    for package in (ROOT / "megatron" / "pretraining", ROOT / "moc"):
         folders = {source.parent for source in package.rglob("*.py")}
         assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []
 
 
-def test_wheel_holds_our_packages_and_nothing_else(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The distribution, as it is built without a network."""
+    tmp_path = tmp_path_factory.mktemp("wheel")
     setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed; see the extra [dev]")
     if int(setuptools.__version__.split(".")[0]) < 77:
         pytest.skip(f"setuptools {setuptools.__version__} is older than the 77 that builds need")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md", "pretrain_gpt_moe.py"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
     for name in ("megatron", "moc"):
@@ -38,12 +46,44 @@ def test_wheel_holds_our_packages_and_nothing_else(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=300)
 
     (wheel,) = tmp_path.glob("moc_megatron-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    files = {name for name in names if ".dist-info/" not in name}
-    assert files == {
-        str(path.relative_to(ROOT)) for name in ("megatron/pretraining", "moc") for path in (ROOT / name).rglob("*.py")
-    }
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+    return zipfile.ZipFile(wheel)
+
+
+def test_wheel_holds_our_packages_and_nothing_else(wheel):
+    files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    packages = [ROOT / "megatron" / "pretraining", ROOT / "moc"]
+    ours = {str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.py")}
+    assert files == ours | {"pretrain_gpt_moe.py", "moc/py.typed", "megatron/pretraining/py.typed"}
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_every_program_is_a_command_of_the_wheel(wheel, tmp_path):
+    commands = configparser.ConfigParser()
+    commands.read_string(of(wheel, "entry_points.txt"))
+    modules = {name: target.removesuffix(":main") for name, target in commands["console_scripts"].items()}
+    tools = {path: path.read_text().split("\nfrom ")[-1].split(" import main")[0] for path in TOOLS}
+    assert sorted(modules.values()) == sorted([*tools.values(), "moc.launch", "pretrain_gpt_moe"])
+    wheel.extractall(tmp_path)
+    for name, module in modules.items():
+        code = f"import sys; sys.argv = ['{name}', '--help']; from {module} import main; sys.exit(main())"
+        help_of = python(code, cwd=tmp_path)
+        assert help_of.returncode == 0 and help_of.stdout.startswith(f"usage: {name} "), help_of.stderr
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
+def test_tools_are_thin_and_none_is_private(tool):
+    assert not tool.name.startswith("_") and len(tool.read_text().splitlines()) < 15
+
+
+def test_the_version_is_that_of_the_package(wheel):
+    said = email.message_from_string(of(wheel, "METADATA"))
+    assert said["Version"] == moc.__version__
+    assert "Typing :: Typed" in said.get_all("Classifier")
+
+
+def of(wheel, name):
+    (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
 
 
 @pytest.mark.parametrize("place", ["root", "elsewhere"])

@@ -1,0 +1,41 @@
+"""Prints tables and figures of papers beside ours, and how far they are apart: ``python -m benchmarks.papers NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+
+from benchmarks.papers import lazarus, moc_system, moevement, sizes
+from benchmarks.papers.reproduction import Reproduction
+from moc.simulate.tables import aligned
+
+REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
+    "moevement-table3": moevement.table_3,
+    "moevement-table7": moevement.table_7,
+    "moevement-fig11": moevement.figure_11,
+    "moevement-fig1": moevement.figure_1,
+    "moc-fig10": sizes.figure_10,
+    "moc-fig13": moc_system.figure_13,
+    "moc-fig15": sizes.figure_15,
+    "moetion-fig9": sizes.figure_9,
+    "lazarus-fig8": lazarus.figure_8,
+}
+"""By the name that the command takes."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks.papers", description="Print a paper's figures beside ours.")
+    parser.add_argument("name", choices=REPRODUCTIONS, metavar="NAME", help=f"one of {', '.join(REPRODUCTIONS)}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    found = REPRODUCTIONS[args.name]()
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found) | {"summary": found.summary()}, indent=2))
+        return 0
+    header = ["", "paper", "ours", "error", *(["common law", "error"] if found.has_common else [])]
+    rows = [row.cells(found.has_common) for row in found.rows]
+    print(found.title, "", aligned([header, *rows]), "", *found.summary(), "", *found.notes, sep="\n")
+    return 0

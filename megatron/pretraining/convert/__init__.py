@@ -1,0 +1,1 @@
+"""Checkpoints of one format made those of another one."""

@@ -1,0 +1,154 @@
+"""What a checkpoint to convert holds, whichever its format: tensors of the unpartitioned model, read when needed."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moc.inspect.coverage import BUFFER, PARAM, SLOTS, missing_operators, operator_or_other
+from moc.state.region import Region
+from moc.store.errors import CheckpointError
+from moc.store.regions import Entry
+
+MASTER, FULL, COMPUTE = "master", "full", "compute"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WITH_FLAGS = "give the flags of the run behind --, and the window that this snapshot is part of is computed again"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is no tensor.
+
+    Attributes:
+        iteration: iterations completed.
+        policy: name of the policy that asked for the checkpoint.
+        layout: sizes of the layout that wrote it, for people.
+        state: position, schedule, loss scale, shape of the model, order of samples; see ``training_state.json``.
+        writers: number of files that hold its regions.
+    """
+
+    iteration: int
+    policy: str
+    layout: Mapping[str, int]
+    state: Mapping[str, object]
+    writers: int
+
+
+class Contents(ABC):
+    """Tensors of the unpartitioned model.
+
+    Attributes:
+        facts: what is no tensor.
+        tensors: every slot of every tensor, as a whole.
+        operators: detail (``full``, ``compute``) and number of updates of every operator.
+    """
+
+    facts: Facts
+    tensors: list[Entry]
+    operators: dict[str, tuple[str, int | None]]
+
+    @abstractmethod
+    def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
+        """The values of a box, on the host; a CheckpointError where they are missing or damaged."""
+
+    def weights(self, dtype: torch.dtype | None) -> Contents:
+        """The weights that a model computes with, alone: masters are rounded to ``dtype``, if there are any."""
+        return Weights(self, dtype)
+
+    def slots(self) -> dict[str, dict[str, Entry]]:
+        """The tensors, by name and slot."""
+        found: dict[str, dict[str, Entry]] = defaultdict(dict)
+        for tensor in self.tensors:
+            found[tensor.name][tensor.slot] = tensor
+        return dict(found)
+
+
+class Weights(Contents):
+    """The compute weights of other contents; see :meth:`Contents.weights`.
+
+    Raises:
+        CheckpointError: masters have to be rounded, and it is not known to what.
+    """
+
+    def __init__(self, whole: Contents, dtype: torch.dtype | None):
+        self._whole, self.tensors = whole, []
+        self._rounded: dict[str, torch.dtype] = {}
+        for name, slots in whole.slots().items():
+            kept = slots.get(MASTER, slots.get(PARAM))
+            if kept is None:
+                raise CheckpointError(f"there is {min(slots)} of {name}, but no weight: this is no whole checkpoint")
+            if kept.slot == MASTER:
+                if dtype is None:
+                    raise CheckpointError(
+                        "the checkpoint does not say what dtype its model computes with (params_dtype): pass --dtype"
+                    )
+                self._rounded[name] = dtype
+                kept = replace(kept, slot=PARAM, dtype=dtype)
+            self.tensors.append(kept)
+        self.facts = replace(whole.facts, state=dict(whole.facts.state) | {"optimizer": None})
+        self.operators = {name: (COMPUTE, None) for name in whole.operators}
+
+    def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
+        """See :class:`Contents`."""
+        if name not in self._rounded:
+            return self._whole.read(name, slot, region)
+        return self._whole.read(name, MASTER, region).to(self._rounded[name])
+
+
+def iteration_of(directory: Path) -> int:
+    """The number in the name of a checkpoint's directory.
+
+    Raises:
+        CheckpointError: it is named otherwise.
+    """
+    found = re.fullmatch(r"iter_(\d{7,})", directory.resolve().name)
+    if not found:
+        raise CheckpointError(f"{directory} is not called iter_ and a number: give it the name that it was saved by")
+    return int(found[1])
+
+
+def whole_of(shape: tuple[int, ...]) -> Region:
+    """The box that is all of a tensor."""
+    return Region((0,) * len(shape), shape)
+
+
+def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+    """How many elements of each slot there are, by operator."""
+    counts: dict[str, Counter] = defaultdict(Counter)
+    for entry in entries:
+        counts[operator_or_other(entry.name)][entry.slot] += entry.region.numel
+    return {operator: dict(slots) for operator, slots in counts.items()}
+
+
+def check_whole(contents: Contents) -> None:
+    """Checks that there is a whole model, with all of its optimizer's state or none.
+
+    Raises:
+        CheckpointError: what is missing, and of what.
+    """
+    state, slots = contents.facts.state, contents.slots()
+    window = contents.facts.policy == "sparse"  # of which each snapshot has a part
+    if missing := _missing(slots, state.get("shape")):
+        others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
+        remedy = WITH_FLAGS if window else "only a whole model can be converted"
+        raise CheckpointError(f"{missing[0]} is not there{others}: {remedy}")
+    needed = SLOTS.get(state.get("optimizer"), (PARAM,))
+    for name, found in slots.items():
+        wanted = (PARAM,) if name.endswith(BUFFER) else needed
+        if lacking := sorted(set(wanted) - found.keys()):
+            remedy = WITH_FLAGS if window else "--no-optim converts the weights without the state of the optimizer"
+            raise CheckpointError(f"there is no {' and no '.join(lacking)} of {name}: {remedy}")
+
+
+def _missing(names: Iterable[str], shape: dict | None) -> list[str]:
+    try:
+        return missing_operators(names, shape)
+    except ValueError as error:
+        raise CheckpointError(f"the state of the checkpoint {error}") from None

@@ -1,0 +1,253 @@
+"""Dense checkpoints, read and written: weights as ``torch_dist``, and optimizer state of ours where there is some."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.convert.contents import (
+    COMPUTE,
+    DTYPE_NAMES,
+    FULL,
+    MASTER,
+    Contents,
+    Facts,
+    check_whole,
+    iteration_of,
+    whole_of,
+)
+from megatron.pretraining.convert.names import Place, extra_states, stacks_layers, stock_places, unpartitioned_places
+from megatron.pretraining.convert.regions import (
+    Advance,
+    cut,
+    read_region,
+    refuse_to_replace,
+    whole_tensors,
+    write_regions,
+)
+from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write_weights
+from moc.inspect.checkpoint import OPTIMIZER
+from moc.inspect.coverage import PARAM, operator_or_other
+from moc.state.region import Region
+from moc.store.errors import CheckpointError
+from moc.store.regions import Entry, RegionReader
+from moc.store.store import file_of
+
+_OPTIMIZER_KEYS = ("optimizer.", "chained_")  # stock checkpoints hold its state beside weights; it is left out
+_COUNTING = ("adam",)  # optimizers whose moments count updates
+
+
+class DenseContents(Contents):
+    """A dense checkpoint.
+
+    Args:
+        directory: its ``iter_*`` directory.
+        trust: whether to read it although no manifest of ours says that it is what was written.
+        advance: is told the bytes that were compared with their hashes.
+
+    Raises:
+        CheckpointError: it is damaged, or not to be trusted.
+    """
+
+    def __init__(self, directory: Path, trust: bool = False, advance: Advance = lambda count: None):
+        listed = _verified_files(directory, trust, advance)
+        self._weights = WeightsReader(directory)
+        stock = {k: found for k, found in self._weights.tensors().items() if not k.startswith(_OPTIMIZER_KEYS)}
+        self._places = unpartitioned_places({key: shape for key, (shape, _) in stock.items()})
+        if strangers := [name for name in self._places if operator_or_other(name) == "other"]:
+            raise CheckpointError(f"{directory} holds {strangers[0]}, which is no part of a model of this program")
+        self._dtypes = {name: stock[place.key][1] for name, place in self._places.items()}
+        regions = sorted(name for name in listed if name.startswith(f"{OPTIMIZER}/"))
+        self._regions = RegionReader((directory / name for name in regions), verify=True)
+        self.facts = self._facts(directory, bool(listed), len(regions))
+        owned = whole_tensors(self._regions)
+        self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
+        step = self.facts.state.get("optimizer_step")
+        self.operators = _operators(self.tensors, step if self.facts.state.get("optimizer") in _COUNTING else None)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the weights; the biases of routers, which are fp32, are few."""
+        return Counter(self._dtypes.values()).most_common(1)[0][0]
+
+    def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
+        """See :class:`Contents`."""
+        if slot == PARAM:
+            return self.weight(name, region)
+        return read_region(self._regions, name, slot, region)
+
+    def weight(self, name: str, region: Region) -> torch.Tensor:
+        """A box of a weight, as the model computes with it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        place = self._places.get(name)
+        if place is None:
+            raise CheckpointError(f"there is optimizer state of {name}, but no weight: this is no whole checkpoint")
+        return self._weights.read(place.key, place.box(region)).view(region.shape)
+
+    def check_masters(self, advance: Advance) -> None:
+        """Compares every weight with its master, which is what is kept of both.
+
+        Raises:
+            CheckpointError: a weight is not its master rounded; or one of them is missing.
+        """
+        for tensor in self.tensors:
+            if tensor.slot == MASTER:
+                weight = self.weight(tensor.name, tensor.region)
+                master = self.read(tensor.name, MASTER, tensor.region).to(weight.dtype)
+                if not torch.equal(master.view(torch.uint8), weight.view(torch.uint8)):
+                    raise CheckpointError(
+                        f"the weight {tensor.name} is not its master rounded to {weight.dtype}: something else than a "
+                        "save of this program has changed one of them; --no-optim takes the weights alone"
+                    )
+                advance(tensor.nbytes)
+
+    def weights(self, dtype: torch.dtype | None) -> Contents:
+        """See :class:`Contents`; they are stored, so none is rounded."""
+        alone = copy.copy(self)
+        alone.tensors = list(self._without_owner(set()))
+        alone.operators = _operators(alone.tensors, None)
+        alone.facts = replace(self.facts, state=dict(self.facts.state) | {"optimizer": None})
+        return alone
+
+    def _without_owner(self, owned: set[str]) -> Iterable[Entry]:
+        """The weights that no optimizer owns: all where there is none, else the biases of routers."""
+        for name, place in self._places.items():
+            if name not in owned:
+                yield Entry(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
+
+    def _facts(self, directory: Path, ours: bool, writers: int) -> Facts:
+        if ours:
+            state = json.loads((directory / files.STATE).read_text(encoding="utf-8"))
+        else:
+            state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._places)}
+        state = {"interval": None, **state}  # which a policy has not adapted yet
+        state["params_dtype"] = state.get("params_dtype") or DTYPE_NAMES.get(self.compute_dtype)
+        return Facts(state["iteration"], "full", {}, state, writers or 1)
+
+
+def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[str, dict]:
+    """What our manifest lists, nothing where there is none; hashes are compared before anything is unpickled."""
+    manifest = files.read_manifest(directory)
+    if manifest is None and not trust:
+        raise CheckpointError(
+            f"{directory} has no {files.MANIFEST}, so it is not known who wrote it, and torch unpickles its .metadata: "
+            "pass --trust if you know that it is harmless"
+        )
+    listed = manifest["files"] if manifest else {}
+    for name, entry in listed.items():
+        if damage := files.damage_in(directory, {name: entry}):
+            raise CheckpointError(f"{damage}; convert another checkpoint with --iteration")
+        advance(entry["bytes"])
+    return listed
+
+
+def _operators(tensors: Iterable[Entry], step: int | None) -> dict[str, tuple[str, int | None]]:
+    tensors = list(tensors)
+    full = {operator_or_other(tensor.name) for tensor in tensors if tensor.slot == MASTER}
+    names = dict.fromkeys(operator_or_other(tensor.name) for tensor in tensors)
+    return {name: (FULL, step) if name in full else (COMPUTE, None) for name in names}
+
+
+def _layers(places: Mapping[str, Place]) -> dict:
+    """As much of a model's shape as the names of its weights tell."""
+    kinds, experts = defaultdict(set), set()
+    for name in places:
+        parts = operator_or_other(name).split(".")
+        if parts[0] == "layers":
+            kinds[int(parts[1])].add(parts[2])
+            experts.update(map(int, parts[3:]))
+    alike = not any(place.key.split(".")[2].isdigit() for place in places.values() if "decoder.layers." in place.key)
+    pattern = [int("router" in kinds[layer]) for layer in sorted(kinds)]
+    return {"num_layers": len(kinds), "num_experts": len(experts) or None, "moe_layer_freq": 1 if alike else pattern}
+
+
+def write_dense(
+    contents: Contents, root: Path, writers: int, dtype: torch.dtype | None, file_bytes: int, advance: Advance
+) -> Path:
+    """Writes weights as ``torch_dist``, optimizer state beside them if there is some, and points the tracker there.
+
+    Args:
+        contents: what to write.
+        root: the ``--save`` directory in which to write it.
+        writers: number of files for the optimizer state.
+        dtype: what masters are rounded to; None if that is not known.
+        file_bytes: size at which the next file of weights begins.
+        advance: is told the bytes that were written.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: it does not hold a whole model, there is one of this iteration already, or another save to
+            the directory has not ended.
+    """
+    iteration = contents.facts.iteration
+    check_whole(contents)
+    state = _training_state(contents) | {"params_dtype": DTYPE_NAMES.get(dtype)}
+    weights = contents.weights(dtype)
+    places = _places(weights)
+    refuse_to_replace(files.directory_of(root, iteration))
+    _refuse_to_disturb(root, iteration)
+    staging = files.start(root, iteration)
+    boxes = [_weight(weights, entry, places[entry.name], advance) for entry in weights.tensors]
+    write_weights(staging, boxes, extra_states(places), iteration, file_bytes)
+    owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
+    if owned:
+        (staging / OPTIMIZER).mkdir()
+    for rank, part in enumerate(cut(owned, writers) if owned else ()):
+        write_regions(staging / OPTIMIZER / file_of(rank), part, contents, advance)
+    files.write_durably(staging / files.STATE, json.dumps(state, indent=1))
+    written = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
+    return files.publish(root, iteration, {name: files.describe(staging / name) for name in written})
+
+
+def _training_state(contents: Contents) -> dict:
+    """The content of ``training_state.json``."""
+    state = dict(contents.facts.state)
+    steps: dict[int, str] = {}
+    for name, (detail, step) in contents.operators.items():
+        if detail == FULL and step is not None:
+            steps.setdefault(step, name)
+    if len(steps) > 1:
+        told = " and ".join(f"{name} {step}" for step, name in sorted(steps.items())[:2])
+        raise CheckpointError(
+            f"operators have seen different numbers of updates ({told}), and a dense checkpoint holds one number for "
+            "all: --no-optim converts the weights alone"
+        )
+    return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
+
+
+def _places(weights: Contents) -> dict[str, Place]:
+    shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
+    return stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
+
+
+def _weight(weights: Contents, entry: Entry, place: Place, advance: Advance) -> Weight:
+    def values() -> torch.Tensor:
+        advance(entry.nbytes)
+        return weights.read(entry.name, entry.slot, entry.region).reshape(place.region.shape)
+
+    return Weight(place.key, place.global_shape, place.region, entry.dtype, values)
+
+
+def _refuse_to_disturb(root: Path, iteration: int) -> None:
+    """Starting a save clears all that others have not ended."""
+    others = set(_leftovers(root)) - {files.staging_of(root, iteration)}
+    if others:
+        raise CheckpointError(
+            f"{min(others)} is a save that goes on, or was killed: wait for it or remove it, or name another directory"
+        )
+
+
+def _leftovers(root: Path) -> Iterator[Path]:
+    return root.glob(".iter_*.incomplete")

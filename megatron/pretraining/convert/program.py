@@ -1,0 +1,198 @@
+"""Converts checkpoints: Format v1 to dense ones that stock Megatron-LM reads, back, and into any number of files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.pretraining.checkpoint import files
+from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint
+from moc.output import human, progress
+from moc.store.errors import CheckpointError
+
+TORCH_DIST = "torch_dist"
+
+EPILOG = """\
+examples:
+  python tools/convert_checkpoint.py snapshots checkpoints                  # Format v1 to dense
+  python tools/convert_checkpoint.py checkpoints snapshots --writers 8      # dense to Format v1, in 8 files
+  python tools/convert_checkpoint.py snapshots/iter_0000100 recut --to snapshot --writers 2
+  python tools/convert_checkpoint.py snapshots checkpoints -- --model tiny ...   # a window of sparse snapshots
+
+snapshot    Format v1 (docs/format_v1.md): what the policies save
+torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and optimizer
+            state, schedule and position beside them, with which --load goes on bit by bit as the run would have
+
+A window of --ckpt-policy sparse is converted as a run goes on from it (docs/moevement.md): pretrain_gpt_moe.py computes
+its iterations again.  That takes the data, as many processes as the run had (or --nproc-per-node), and behind -- the
+flags of the run; those that say where and when to save, load, log or evaluate are passed over.  In the layout of the
+run the result is its state to the last bit, in another one as close as floating point allows.  Where the losses are
+not what they were, nothing is written.
+
+Neither depends on a parallel layout.  Tensors are converted one by one: memory holds some of them, and one file of
+weights, whatever the size of the model.
+
+Torch unpickles the file .metadata of torch_dist.  It is compared with the hash in our manifest before; that protects
+from damage, not from malice.  A directory without our manifest is refused, unless --trust says that it is harmless; of
+one, weights alone are converted.  Nothing else is unpickled.
+
+exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the command line."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options] SOURCE OUTPUT [-- FLAGS]",
+        description="Convert a checkpoint.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a directory of checkpoints, or one iter_* in it")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory to write an iter_* into")
+    parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
+    parser.add_argument("--to", choices=(SNAPSHOT, TORCH_DIST), help="format to write (default: the other one)")
+    parser.add_argument(
+        "--writers",
+        type=int,
+        metavar="N",
+        help="number of files to cut the boxes into, all of one size (default: as many as there are)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="dtype that the model computes with, where the checkpoint does not say",
+    )
+    parser.add_argument("--no-optim", action="store_true", help="convert the weights alone")
+    parser.add_argument(
+        "--max-file-size",
+        type=int,
+        default=1024,
+        metavar="MB",
+        help="size of a file of weights in torch_dist; memory holds one of them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="with FLAGS: processes that compute a window again (default: as many as the run had)",
+    )
+    parser.add_argument("--trust", action="store_true", help="read torch_dist that has no manifest of ours: see below")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status.
+    """
+    parser = build_parser()
+    own, flags = _split(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(own)
+    args.flags = flags
+    if not args.source.is_dir():
+        parser.error(f"{args.source} is not a directory")
+    if is_checkpoint(args.source) and args.iteration is not None:
+        parser.error(f"{args.source} is one checkpoint: give the directory that it is in, or drop --iteration")
+    if args.writers is not None and args.writers < 1 or args.max_file_size < 1:
+        parser.error("--writers and --max-file-size must be at least 1")
+    if args.nproc_per_node is not None and (args.nproc_per_node < 1 or not flags):
+        parser.error("--nproc-per-node must be at least 1, and is of use only with the flags of a run behind --")
+    try:
+        written = convert(args)
+    except CheckpointError as error:
+        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        failed = f"{args.source} could not be converted into {args.output} ({error})"
+        remedy = "make room or repair the disk, and start again; nothing was published"
+        print(f"convert_checkpoint: {failed}: {remedy}", file=sys.stderr)
+        return 1
+    print(f"wrote {written}: {human(_size(written))}")
+    return 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The tool's own command line, and the flags of a run."""
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    return own, argv[len(own) + 1 :]
+
+
+def convert(args: argparse.Namespace) -> Path:
+    """Converts what the command line says.
+
+    Args:
+        args: The command line, and ``flags``, those of a run.
+
+    Returns:
+        The directory that was written.
+
+    Raises:
+        CheckpointError: It cannot be converted.
+    """
+    if args.flags:
+        with _computed_again(args) as directory:
+            return _convert(directory, args.to or TORCH_DIST, args)
+    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
+    return _convert(directory, args.to or (TORCH_DIST if format_of(directory) == SNAPSHOT else SNAPSHOT), args)
+
+
+@contextlib.contextmanager
+def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
+    """A dense checkpoint of the state at the end of a window, until it is converted."""
+    from megatron.pretraining.convert.contents import iteration_of
+    from megatron.pretraining.convert.regions import refuse_to_replace
+    from megatron.pretraining.convert.window import compute_again, window_in
+
+    one, root = is_checkpoint(args.source), args.source.resolve()
+    window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
+    refuse_to_replace(files.directory_of(args.output, window.end.iteration))
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".window-", dir=args.output) as scratch:
+        directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
+        if not exact:
+            print("computed again in another layout: the run's state as far as floating point allows", file=sys.stderr)
+        yield directory
+
+
+def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
+    from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole
+    from megatron.pretraining.convert.dense import DenseContents, write_dense
+    from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
+
+    from_snapshot = format_of(directory) == SNAPSHOT
+    with progress(_size(directory), "verifying") as advance:
+        contents = SnapshotContents(directory) if from_snapshot else DenseContents(directory, args.trust, advance)
+    dtype = DTYPES.get(_dtype(contents.facts.state.get("params_dtype"), args.dtype))
+    if args.no_optim:
+        contents = contents.weights(dtype)
+    if not from_snapshot:
+        check_whole(contents)
+    nbytes = sum(tensor.nbytes for tensor in contents.tensors)
+    masters = sum(tensor.nbytes for tensor in contents.tensors if tensor.slot == MASTER)
+    writers = args.writers or contents.facts.writers
+    compared = 0 if from_snapshot else masters
+    rounded = masters // 4 * dtype.itemsize if dtype and target == TORCH_DIST else 0  # written beside the masters
+    with progress(nbytes + compared + rounded, "converting") as advance:
+        if not from_snapshot and masters:
+            contents.check_masters(advance)
+        if target == SNAPSHOT:
+            return write_snapshot(contents, args.output, writers, advance)
+        return write_dense(contents, args.output, writers, dtype, args.max_file_size * 10**6, advance)
+
+
+def _dtype(saved: str | None, given: str | None) -> str | None:
+    if saved and given and saved != given:
+        raise CheckpointError(f"the model of the checkpoint computes with {saved}: drop --dtype {given}")
+    return saved or given
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -1,0 +1,95 @@
+"""Files of regions, which hold all of Format v1 and the optimizer state of dense checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron.pretraining.convert.contents import MASTER, Contents, whole_of
+from moc.state.region import Region, boxes_of_range
+from moc.store.errors import CheckpointError
+from moc.store.manifest import FileEntry
+from moc.store.regions import Entry, FileLayout, MissingRegionError, RegionReader, bytes_of, digest_of
+
+Advance = Callable[[int], None]
+_NUMBER = re.compile(r"\d+")
+
+
+def whole_tensors(reader: RegionReader) -> list[Entry]:
+    """Every slot of every tensor that region files hold some of, in model order.
+
+    Raises:
+        CheckpointError: files contradict each other about a tensor.
+    """
+    found: dict[tuple[str, str], Entry] = {}
+    for source in reader.sources():
+        part = source.entry
+        whole = Entry(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
+        if found.setdefault((part.name, part.slot), whole) != whole:
+            raise CheckpointError(f"{source.blob.name} contradicts other files about shape or dtype of {part.name}")
+    return sorted(found.values(), key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
+
+
+def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> torch.Tensor:
+    """A box from region files; a CheckpointError where they do not hold it."""
+    try:
+        return reader.get(name, slot, region)
+    except MissingRegionError as missing:
+        raise CheckpointError(f"{missing}: tools/verify_checkpoint.py tells what else is wrong") from None
+
+
+def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
+    """Cuts tensors, laid end to end, into parts of equal size; each part is a list of boxes."""
+    tensors = list(tensors)
+    total, position = sum(tensor.nbytes for tensor in tensors), 0
+    found: list[list[Entry]] = [[] for _ in range(parts)]
+    for tensor in tensors:
+        size, start = tensor.dtype.itemsize, 0
+        while start < tensor.region.numel:
+            part = position * parts // total
+            room = -(-total * (part + 1) // parts) - position  # bytes to where the next part begins
+            stop = min(tensor.region.numel, start + -(-room // size))
+            boxes = boxes_of_range(tensor.global_shape, start, stop)
+            found[part] += [replace(tensor, region=box) for _, box in boxes]
+            position, start = position + (stop - start) * size, stop
+    return found
+
+
+def write_regions(path: Path, entries: Iterable[Entry], contents: Contents, advance: Advance) -> FileEntry:
+    """Writes a file of regions, one box after the other, durably; returns what a manifest says of it."""
+    layout, digests = FileLayout(entries), []
+    with open(path, "wb") as file:
+        file.seek(layout.header_bytes)
+        for entry in layout.entries:
+            data = bytes_of(contents.read(entry.name, entry.slot, entry.region))
+            digests.append(digest_of(data))
+            file.write(data)
+            advance(len(data))
+        header = layout.header(digests)
+        file.seek(0)
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(layout.nbytes, len(header), digest_of(header))
+
+
+def refuse_to_replace(directory: Path) -> None:
+    """Nothing that is there goes, but the files of a conversion or save that was killed before its manifest.
+
+    Raises:
+        CheckpointError: there is more.
+    """
+    there = os.listdir(directory) if directory.exists() else []
+    if not all(name.startswith(("rank_", ".rank_")) for name in there):
+        raise CheckpointError(f"{directory} is there already: remove it, or name another directory to write to")
+
+
+def _place_in_model(name: str) -> tuple:
+    """Embedding, layers by number, output; within a layer as names are ordered, experts by number."""
+    outside = 0 if name.startswith("embedding.") else 1 if name.startswith("decoder.layers.") else 2
+    return outside, [int(number) for number in _NUMBER.findall(name)[:1]], _NUMBER.sub(lambda n: n[0].zfill(9), name)

@@ -1,0 +1,157 @@
+"""A window of sparse snapshots becomes a checkpoint of everything, by computing it again (MoEvement, section 3.3).
+
+The program does that, as it does when a run goes on (``moc/session/resume/replay.py``): with ``--skip-train``,
+and in place of ``--ckpt-dir`` a directory of links to the snapshots of the window, so that nothing happens to those.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.pretraining.arguments import parse_config
+from megatron.pretraining.checkpoint import files
+from megatron.pretraining.config import Config, compose, layout_sizes
+from megatron.pretraining.config.composed import group_classes
+from megatron.pretraining.config.flag import flags_of
+from moc.inspect.coverage import missing_operators
+from moc.recovery.inventory import in_storage, look
+from moc.recovery.sources import recoveries
+from moc.state.operators import Operator
+from moc.store.errors import CheckpointError
+from moc.store.manifest import Manifest
+from moc.store.places import LocalPlace
+from moc.store.store import Store, directory_of
+
+PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt_moe.py"
+_SENTENCE = re.compile(rf"{re.escape(PROGRAM.name)}: error(?: \(worker \d+\))?: (.+)")
+CLOSE = 1e-3
+"""By which part of itself a loss may differ in another layout, where sums come in another order."""
+_PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
+"""Groups of flags that say nothing of what an iteration computes."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Snapshots whose iterations, computed again, lead to all of the state.
+
+    Attributes:
+        root: the directory that they are in.
+        manifests: of each of them, by iteration.
+    """
+
+    root: Path
+    manifests: Mapping[int, Manifest]
+
+    @property
+    def end(self) -> Manifest:
+        """The last one."""
+        return self.manifests[max(self.manifests)]
+
+
+def window_in(root: Path, iteration: int | None) -> Window:
+    """The newest window in a directory, or the one that an iteration ends.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    store = Store(LocalPlace(root))
+    known = [one for one in store.iterations() if iteration in (None, one)]
+    if not known:
+        raise CheckpointError(f"{root}: holds no snapshot{'' if iteration is None else f' of iteration {iteration}'}")
+    operators = _operators(store.manifest(known[-1]))
+    way = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
+    if way is None and iteration is None:
+        raise CheckpointError(f"{root}: holds neither a snapshot of everything nor a window that is whole")
+    if way is None:
+        where = root / directory_of(iteration)
+        raise CheckpointError(f"{where}: neither holds everything nor ends a window that is whole: name another one")
+    return Window(root, {moment.iteration: store.manifest(moment.iteration) for moment in way.moments})
+
+
+def _operators(manifest: Manifest) -> list[Operator]:
+    """Those of the model; of all that is known of them, names are what matters here."""
+    try:
+        return [Operator(name, "", None, None, 0) for name in missing_operators((), manifest.state.get("shape"))]
+    except ValueError as error:
+        raise CheckpointError(f"the state of the snapshot of iteration {manifest.iteration} {error}") from None
+
+
+def compute_again(window: Window, flags: Sequence[str], workers: int | None, scratch: Path) -> tuple[Path, bool]:
+    """Runs the program, which computes the window again and saves the state at its end.
+
+    Args:
+        window: the window.
+        flags: of the program, as in the run; what says where and when to save, load or log is passed over.
+        workers: processes to compute it in; by default as many as the run had.
+        scratch: an empty directory, with room for a dense checkpoint.
+
+    Returns:
+        The dense checkpoint, and whether it is to the last bit that of the run.
+
+    Raises:
+        CheckpointError: the program failed, or what it has computed is not what the run had.
+    """
+    workers = workers or window.end.layout.get("world", 1)
+    config = _config(parse_config(list(flags)), window, scratch)
+    links = Path(config.snapshot.ckpt_dir)
+    links.mkdir()
+    for iteration in window.manifests:
+        name = directory_of(iteration)
+        (links / name).symlink_to((window.root / name).resolve(), target_is_directory=True)
+    (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
+        raise CheckpointError(f"the window cannot be computed again: {failure.replace(str(links), str(window.root))}")
+    told = (Path(config.logging.log_dir) / "events.jsonl").read_text(encoding="utf-8")
+    elsewhere = layout_sizes(config, workers) != window.end.layout
+    for event in map(json.loads, told.splitlines()):
+        if event["type"] == "replay" and not event["exact"]:
+            _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
+    return files.directory_of(Path(config.checkpoint.save), window.end.iteration), not elsewhere
+
+
+def _run(command: Sequence[str]) -> str | None:
+    """Runs the program, and shows what it says; if it fails, its sentence that says why."""
+    reason = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            said = _SENTENCE.match(line)
+            reason = reason or (said and said[1])
+            if reason is None:  # what the launcher says then is of no use
+                print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode != 0:
+        return reason or f"{PROGRAM.name} failed (exit code {process.returncode}), see above"
+    return None
+
+
+def _config(run: Config, window: Window, scratch: Path) -> Config:
+    passed_over = {flag.name for group in _PASSED_OVER for flag in flags_of(group_classes()[group])}
+    its_own = dict(
+        skip_train=True,
+        ckpt_policy="full",
+        ckpt_dir=str(scratch / "window"),
+        ckpt_step=window.end.iteration,
+        save=str(scratch / "dense"),
+        log_dir=str(scratch / "log"),
+        eval_iters=0,
+        override_opt_param_scheduler=False,
+        use_checkpoint_opt_param_scheduler=True,  # by it the iterations of the window were computed
+    )
+    return compose({name: value for name, value in run.given.items() if name not in passed_over} | its_own, run.model)
+
+
+def _check_loss(loss: float | None, manifest: Manifest, elsewhere: bool) -> None:
+    """Refuses an iteration that was computed again, and came out otherwise."""
+    was = manifest.state["record"]["loss"]
+    if elsewhere and loss is not None and abs(loss - was) <= CLOSE * abs(was):
+        return
+    raise CheckpointError(
+        f"iteration {manifest.iteration}, computed again, is not what it was (a loss of {loss}, then {was}): "
+        "give the data and the flags that the run was trained with"
+    )

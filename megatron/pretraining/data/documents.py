@@ -1,0 +1,331 @@
+"""Reads documents out of text files, JSON lines and directories of them.
+
+Reading is cheap and in order, decoding and parsing are not: so a `Reader` cuts files into `Piece`s of raw
+bytes, which may travel to another process, and `Piece.texts` turns one into text there. What is wrong with an
+input is a `BadText`: one sentence that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+DEFAULT_GLOB = ("*.txt", "*.jsonl", "*.json")
+PIECE_BYTES = 64 * 1024  # tokenizers are slower on longer strings
+_COMPRESSED = (".gz", ".zst")
+_JSON = (".jsonl", ".ndjson", ".json")
+_BOM = b"\xef\xbb\xbf"
+
+
+class ToolError(Exception):
+    """Ends a tool: one sentence for the user, no traceback."""
+
+
+class BadText(ToolError):
+    """One document, or the rest of one file, that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A document, or a part of one, as it stands in its file."""
+
+    path: str
+    line: int
+    """Number of its first line, from 1."""
+    data: bytes
+    is_json: bool = False
+    ends_document: bool = True
+    error: str | None = None
+    """Set where the file could not be read on: what was read of this document is void."""
+
+    def texts(self, keys: Iterable[str]) -> dict[str, str]:
+        """The piece's text by JSON key; plain text goes by the key ``text``.
+
+        Args:
+            keys: The keys to take out of a JSON object.
+
+        Raises:
+            BadText: Not UTF-8, not a JSON object, or a key is missing or no text.
+        """
+        if self.error:
+            raise BadText(self.error)
+        try:
+            text = self.data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = self.line + self.data.count(b"\n", 0, error.start)
+            raise BadText(f"{self.path}, line {line}: not UTF-8 ({error.reason}).") from None
+        return self._parse(text, keys) if self.is_json else {"text": text}
+
+    def _parse(self, text: str, keys: Iterable[str]) -> dict[str, str]:
+        where = f"{self.path}, line {self.line}"
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BadText(f"{where}: not JSON ({error.msg} at character {error.pos + 1}).") from None
+        except RecursionError:
+            raise BadText(f"{where}: JSON nested too deeply.") from None
+        if not isinstance(record, dict):
+            raise BadText(f"{where}: a JSON object is wanted on every line.")
+        found = {}
+        for key in keys:
+            if not isinstance(record.get(key), str):
+                raise BadText(f"{where}: {'no text under' if key in record else 'no'} key {key!r}.")
+            found[key] = record[key]
+            try:
+                found[key].encode("utf-8")
+            except UnicodeEncodeError:
+                raise BadText(f"{where}: key {key!r} holds half of a surrogate pair.") from None
+        return found
+
+
+Splitter = Callable[[bytes], str | None]
+"""Told a line, says ``"before"`` (a document begins with it), ``"drop"`` (it parts documents) or None."""
+
+
+def on_blank_lines(line: bytes) -> str | None:
+    """The splitter that parts documents at lines without text."""
+    return None if line.strip() else "drop"
+
+
+def on_regex(pattern: str) -> Splitter:
+    """The splitter that begins a document at every line in which the pattern is found."""
+    try:
+        found = re.compile(pattern.encode()).search
+    except re.error as error:
+        raise ToolError(f"{pattern!r} is no regular expression: {error}.") from None
+    return lambda line: "before" if found(line.rstrip(b"\r\n")) else None
+
+
+def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) -> list[str]:
+    """The files named, and in sorted order those below the directories named.
+
+    Args:
+        inputs: Files and directories. A file is taken whatever its name is.
+        patterns: Names to take in directories; ``.gz`` and ``.zst`` need not be part of them.
+    """
+    patterns, files = tuple(patterns), []
+    for name in inputs:
+        if os.path.isdir(name):
+            below = [path for path in _walk(name) if _matches(path, patterns)]
+            if not below:
+                raise ToolError(f"No file in {name} matches {' or '.join(patterns)}: see --glob.")
+            files += below
+        elif os.path.exists(name):
+            files.append(name)
+        else:
+            raise ToolError(f"The input {name} does not exist.")
+    return files
+
+
+def _walk(directory: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(directory):
+        folders.sort()
+        for name in sorted(names):
+            yield os.path.join(folder, name)
+
+
+def _matches(path: str, patterns: tuple[str, ...]) -> bool:
+    name = os.path.basename(path)
+    return any(fnmatch.fnmatchcase(n, p) for n in (name, _uncompressed_name(name)) for p in patterns)
+
+
+def _uncompressed_name(path: str) -> str:
+    stem, suffix = os.path.splitext(path)
+    return stem if suffix in _COMPRESSED else path
+
+
+def is_json(path: str) -> bool:
+    """Whether the file holds JSON lines, by its name."""
+    return _uncompressed_name(path).endswith(_JSON)
+
+
+class Reader:
+    """Iterates over the pieces of some files, in order.
+
+    Args:
+        files: Paths, as from `find_files`.
+        split: Parts plain text into documents; by default a file is one.
+    """
+
+    def __init__(self, files: list[str], split: Splitter | None = None):
+        self.bytes_total = sum(os.path.getsize(f) for f in files if os.path.isfile(f))
+        self._files, self._split = files, split
+        self._bytes_before, self._raw = 0, None
+
+    @property
+    def bytes_done(self) -> int:
+        """How many bytes of the files, as they lie on disk, were read so far."""
+        return self._bytes_before + (self._raw.tell() if self._raw and self._raw.seekable() else 0)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for path in self._files:
+            yield from self._pieces(path)
+
+    def _pieces(self, path: str) -> Iterator[Piece]:
+        line = 1
+        try:
+            with open(path, "rb", buffering=1 << 18) as self._raw:
+                stream = _uncompress(path, self._raw)
+                if stream.peek(len(_BOM)).startswith(_BOM):
+                    stream.read(len(_BOM))
+                for piece in self._cut(path, stream):
+                    line = piece.line + piece.data.count(b"\n")
+                    yield piece
+        except (OSError, EOFError, zlib.error) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            where = f"{path}, at or after line {line}"
+            yield Piece(path, line, b"", error=f"{where}: cannot be read on ({reason}).")
+        finally:
+            self._raw = None
+            self._bytes_before += os.path.getsize(path) if os.path.isfile(path) else 0
+
+    def _cut(self, path: str, stream: BinaryIO) -> Iterator[Piece]:
+        return _json_pieces(path, stream) if is_json(path) else _text_pieces(path, stream, self._split)
+
+
+def _uncompress(path: str, raw: BinaryIO) -> BinaryIO:
+    if path.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 18)
+    if path.endswith(".zst"):
+        return io.BufferedReader(_ZstdFile(raw), 1 << 18)
+    return raw
+
+
+class _ZstdFile(io.RawIOBase):
+    """Reads all frames of a .zst file; unlike the package's own reader it notices a truncated one."""
+
+    def __init__(self, raw: BinaryIO):
+        import zstandard
+
+        self._zstd, self._raw = zstandard, raw
+        self._frame, self._ready = None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            ended = self._frame is not None and self._frame.eof
+            data = (self._frame.unused_data if ended else b"") or self._raw.read(1 << 17)
+            if not data:
+                if self._frame and not ended:
+                    raise EOFError("compressed file ended within a frame")
+                return 0
+            if self._frame is None or ended:
+                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._zstd.ZstdError as error:
+                raise EOFError(str(error)) from None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _json_pieces(path: str, stream: BinaryIO) -> Iterator[Piece]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            yield Piece(path, number, line, is_json=True)
+
+
+def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterator[Piece]:
+    pending, start, begun = bytearray(), 1, False
+    for number, line, whole in _lines(stream):
+        mark = split(line) if split and whole else None
+        if mark and (pending or begun):
+            yield Piece(path, start, bytes(pending))
+            pending, begun = bytearray(), False
+        if mark == "drop":
+            continue
+        if not pending:
+            start = number
+        pending += line
+        if len(pending) >= PIECE_BYTES:
+            yield Piece(path, start, bytes(pending), ends_document=False)
+            pending, start, begun = bytearray(), number, True
+    if pending or begun:
+        yield Piece(path, start, bytes(pending))
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
+    """Numbered lines, the very long ones in parts; the flag says that a line begins here."""
+    number, begins, rest = 1, True, b""
+    while data := stream.readline(PIECE_BYTES):
+        data = rest + data
+        ends = data.endswith(b"\n")
+        keep = len(data) if ends else _good_cut(data)
+        rest = data[keep:]
+        yield number, data[:keep], begins
+        begins, number = ends, number + ends
+    if rest:
+        yield number, rest, False
+
+
+def _good_cut(data: bytes) -> int:
+    """Where to cut the part of a line: before its last word, or else not within a character."""
+    space = data.rfind(b" ")
+    if space > 0:
+        return space
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            wanted = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(data) - back if wanted > back else len(data)
+        if byte < 0x80:
+            break
+    return len(data)
+
+
+def cut(text: str) -> Iterator[str]:
+    """Cuts a long text into parts at ends of lines, as `Reader` does for plain files."""
+    if len(text) < PIECE_BYTES:
+        yield text
+        return
+    for piece in _text_pieces("", io.BytesIO(text.encode("utf-8")), None):
+        if piece.data:
+            yield piece.data.decode("utf-8")
+
+
+def sync(path: str | Path) -> None:
+    """Has the file, or the directory's list of names, written to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def add_input_arguments(parser) -> None:
+    """The flags with which all data tools are told what to read."""
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text files, JSON lines (.jsonl, .ndjson, .json), directories; files may be .gz or .zst",
+    )
+    group.add_argument(
+        "--glob",
+        nargs="+",
+        default=list(DEFAULT_GLOB),
+        metavar="PATTERN",
+        help=f"which names to take in directories, compressed or not (default: {' '.join(DEFAULT_GLOB)})",
+    )
+    group.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="what to take from JSON lines (default: text)",
+    )
+    group.add_argument("--skip-bad", action="store_true", help="skip and count what cannot be read or parsed")

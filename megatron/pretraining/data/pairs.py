@@ -1,0 +1,91 @@
+"""Writes Megatron's .bin/.idx pairs so that none is ever taken for whole before it is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+
+from megatron.pretraining.data.documents import ToolError, sync
+
+
+class PairWriter:
+    """Writes one .bin/.idx pair under temporary names, gone at the end unless published.
+
+    Args:
+        prefix: Path of the pair without suffix.
+        dtype: numpy type of the token ids.
+        eod: The token to end documents with, or None.
+        overwrite: Whether an existing pair may be replaced.
+    """
+
+    def __init__(self, prefix: str, dtype, eod: int | None, overwrite: bool):
+        self.prefix, self.dtype, self.tokens = prefix, dtype, 0
+        self._eod, self._overwrite, self._parts = eod, overwrite, []
+        self._bin, self._idx = f"{prefix}.bin.partial", f"{prefix}.idx.partial"
+
+    def __enter__(self) -> PairWriter:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
+        self._lock = open(self._bin, "ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ToolError(f"Another process is writing {self.prefix}.bin.") from None
+        for path in (f"{self.prefix}.bin", f"{self.prefix}.idx"):
+            if os.path.exists(path) and not self._overwrite:
+                self._discard()
+                raise ToolError(f"{path} exists: give --overwrite to replace it.")
+        self._builder = IndexedDatasetBuilder(self._bin, dtype=self.dtype)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._builder.data_file.close()
+        self._discard()
+
+    def _discard(self) -> None:
+        for path in (self._bin, self._idx):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        self._lock.close()
+
+    def add(self, tokens) -> None:
+        """Adds token ids to the document that is being written."""
+        self._parts.append(tokens)
+
+    def end_document(self) -> bool:
+        """Ends the document; False where it has no tokens and is left out."""
+        import numpy
+
+        parts, self._parts = self._parts, []
+        if not any(len(part) for part in parts):
+            return False
+        if self._eod is not None:
+            parts.append(numpy.array([self._eod], dtype=self.dtype))
+        document = numpy.concatenate(parts)
+        self._builder.add_document(document, [len(document)])
+        self.tokens += len(document)
+        return True
+
+    def drop_document(self) -> None:
+        """Forgets what was added of the document that is being written."""
+        self._parts = []
+
+    def complete(self) -> None:
+        """Writes the index and has both files on the disk, still under their temporary names."""
+        self._builder.finalize(self._idx)
+        sync(self._bin)
+        sync(self._idx)
+
+    def publish(self) -> None:
+        """Gives the files their names: at no moment is there an .idx beside a .bin that is not its own."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.prefix}.idx")
+        # megatron-core keeps sample indices of the old pair there, by path: they would fit this one no more
+        shutil.rmtree(os.path.join(self.prefix, "cache"), ignore_errors=True)
+        os.replace(self._bin, f"{self.prefix}.bin")
+        os.replace(self._idx, f"{self.prefix}.idx")
+        sync(os.path.dirname(os.path.abspath(self.prefix)))

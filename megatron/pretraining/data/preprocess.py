@@ -1,0 +1,383 @@
+"""Turns text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx.
+
+Files are read in order by this process, tokenized by worker processes, and written in order by this process
+again, so the output does not depend on the number of workers. It is written under temporary names; the .idx,
+without which Megatron sees no dataset, gets its name last (see `pairs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from megatron.pretraining.data.documents import (
+    BadText,
+    Piece,
+    Reader,
+    ToolError,
+    add_input_arguments,
+    cut,
+    find_files,
+    is_json,
+    on_blank_lines,
+    on_regex,
+)
+from megatron.pretraining.data.pairs import PairWriter
+
+BATCH_BYTES = 256 * 1024
+BATCH_PIECES = 1024
+BATCHES_AHEAD = 64  # of the writer: bounds memory
+SHOWN_BAD = 20
+
+EPILOG = """\
+examples:
+  python tools/preprocess_data.py --input corpus.jsonl.zst --output-prefix data/corpus \\
+      --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
+  python tools/preprocess_data.py --input wiki.train.tokens --split-on-regex '^ = [^=]+ = $' ...
+then train with --data-path data/corpus_text_document
+
+A plain text file is one document unless a --split-on flag is given. Documents beyond 64 KiB are tokenized in
+parts cut at ends of lines. Documents without any token are left out."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Tokenize text files, directories and JSON lines into a Megatron dataset.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input_arguments(parser)
+    group = parser.add_argument_group("documents in plain text").add_mutually_exclusive_group()
+    group.add_argument("--split-on-blank-lines", action="store_true", help="blank lines part documents")
+    group.add_argument("--split-on-regex", metavar="REGEX", help="each line with a match begins a document")
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
+        "--tokenizer-type",
+        default="SentencePieceTokenizer",
+        metavar="TYPE",
+        help="%(default)s (default), HuggingFaceTokenizer or NullTokenizer",
+    )
+    group.add_argument("--tokenizer-model", metavar="PATH", help=".model file, or a HuggingFace directory")
+    group.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer")
+    group.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document token")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without _KEY_document")
+    group.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
+    group = parser.add_argument_group("running")
+    group.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: %(default)s)"
+    )
+    group.add_argument(
+        "--log-interval", type=int, default=1000, help="documents between progress lines, off a terminal"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0, 1 where something is wrong, 130 when interrupted.
+    """
+    args = build_parser().parse_args(argv)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        print(preprocess(args))
+        return 0
+    except ToolError as error:
+        print(f"preprocess_data: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        reason = error.strerror or error
+        print(f"preprocess_data: {error.filename or args.output_prefix}: {reason}.", file=sys.stderr)
+        return 1
+    except BrokenProcessPool:
+        print(
+            "preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("preprocess_data: interrupted; no dataset was written.", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(signum, frame):
+    raise KeyboardInterrupt
+
+
+def preprocess(args: argparse.Namespace) -> str:
+    """Does the work and returns the summary that is printed at the end.
+
+    Args:
+        args: As `build_parser` parses them.
+    """
+    if args.workers < 1:
+        raise ToolError("--workers must be at least 1.")
+    split = on_blank_lines if args.split_on_blank_lines else None
+    split = on_regex(args.split_on_regex) if args.split_on_regex else split
+    reader = Reader(_files(args), split)
+    tokenizer, dtype = _load_tokenizer(args)
+    numbers = args.tokenizer_type == "NullTokenizer"
+    encode = Encoder(tokenizer, dtype, tuple(args.json_keys), numbers)
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        eod = tokenizer.eod if args.append_eod else None
+        pairs = {
+            key: stack.enter_context(PairWriter(f"{args.output_prefix}_{key}_document", dtype, eod, args.overwrite))
+            for key in args.json_keys
+        }
+        pool = stack.enter_context(worker_pool(encode, args.workers))
+        progress = stack.enter_context(_progress(reader, args.log_interval))
+        counts = _write(encoded(reader, encode, pool), pairs, args.skip_bad, progress)
+        if not counts["documents"]:
+            raise ToolError("There is no document with text in the input.")
+        for pair in pairs.values():
+            pair.complete()
+        for pair in pairs.values():
+            pair.publish()
+    return _summary(pairs, counts, time.monotonic() - start, args.append_eod)
+
+
+def _files(args: argparse.Namespace) -> list[str]:
+    files = find_files(args.input, args.glob)
+    plain = [f for f in files if not is_json(f)]
+    if plain and "text" not in args.json_keys:
+        raise ToolError(f"{plain[0]} is plain text, which goes by the key 'text': add it to --json-keys.")
+    return files
+
+
+def _load_tokenizer(args: argparse.Namespace):
+    try:
+        from megatron.pretraining.data import tokenizer
+        from megatron.pretraining.process import cpu
+    except ModuleNotFoundError as error:
+        raise ToolError(f"{error.name} is not installed: run pip install -e . in the repository.") from None
+    cpu.install()
+    try:
+        made = tokenizer.build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    except tokenizer.TokenizerError as error:
+        raise ToolError(str(error)) from None
+    from megatron.core.datasets.indexed_dataset import DType
+
+    return made, DType.optimal_dtype(made.vocab_size)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of one piece by key, or what is wrong with it."""
+
+    tokens: dict
+    size: int
+    ends_document: bool
+    error: str | None = None
+
+
+class Encoder:
+    """Tokenizes pieces.
+
+    Args:
+        tokenizer: megatron-core's.
+        dtype: The numpy type that its ids are stored in.
+        keys: The JSON keys to tokenize.
+        numbers: The tokenizer is the NullTokenizer: it wants numbers with single spaces between them.
+    """
+
+    def __init__(self, tokenizer, dtype, keys: tuple[str, ...], numbers: bool = False):
+        self._tokenizer, self._dtype, self._keys, self._numbers = tokenizer, dtype, keys, numbers
+
+    def __call__(self, piece: Piece) -> Encoded:
+        """Tokenizes one piece; what is wrong with it is returned, not raised."""
+        try:
+            tokens = {key: self._encode(piece, text) for key, text in piece.texts(self._keys).items()}
+        except BadText as error:
+            return Encoded({}, len(piece.data), piece.ends_document, str(error))
+        return Encoded(tokens, len(piece.data), piece.ends_document)
+
+    def _parts(self, piece: Piece, text: str) -> Iterable[str]:
+        if self._numbers:
+            return [" ".join(text.split())]
+        return cut(text) if piece.is_json else [text]
+
+    def _encode(self, piece: Piece, text: str):
+        import numpy
+
+        try:
+            ids = [i for part in self._parts(piece, text) if part for i in self._tokenizer.tokenize(part)]
+        except ValueError as error:
+            raise BadText(f"{piece.path}, line {piece.line}: the tokenizer refuses it ({error}).") from None
+        if ids and not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
+            raise BadText(f"{piece.path}, line {piece.line}: token ids beyond --vocab-size.")
+        return numpy.array(ids, dtype=self._dtype)
+
+
+@contextlib.contextmanager
+def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Starts the worker processes; with one worker there is none, and this process does the work.
+
+    Args:
+        encode: What they do to each piece.
+        workers: How many.
+    """
+    if workers == 1:
+        yield None
+        return
+    # fork: the workers inherit the loaded tokenizer instead of spending seconds on imports
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, _start_worker, (encode,)) as pool:
+        pool.submit(int).result()  # forks them all now, before a progress bar starts a thread
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -> Iterator[Encoded]:
+    """Tokenizes all pieces of the reader, in order.
+
+    Args:
+        reader: What to tokenize.
+        encode: Does it where there is no pool.
+        pool: From `worker_pool`.
+    """
+    if pool is None:
+        yield from map(encode, reader)
+        return
+    waiting = deque()
+    for batch in _batches(reader):
+        waiting.append(pool.submit(_encode_batch, batch))
+        if len(waiting) > BATCHES_AHEAD:
+            yield from waiting.popleft().result()
+    while waiting:
+        yield from waiting.popleft().result()
+
+
+def _batches(reader: Reader) -> Iterator[list[Piece]]:
+    batch, size = [], 0
+    for piece in reader:
+        batch.append(piece)
+        size += len(piece.data)
+        if size >= BATCH_BYTES or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _start_worker(encode: Encoder) -> None:
+    global _encode
+    _encode = encode
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_die_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+
+def _die_with(parent) -> None:
+    parent.join()  # a killed parent leaves its workers waiting for ever
+    os._exit(1)
+
+
+def _encode_batch(batch: list[Piece]) -> list[Encoded]:
+    return [_encode(piece) for piece in batch]
+
+
+def _write(results: Iterator[Encoded], pairs: dict[str, PairWriter], skip_bad: bool, progress) -> Counter:
+    """Writes what comes in, document by document, and counts it."""
+    counts, bad = Counter(), None
+    for result in results:
+        counts["bytes"] += result.size
+        for key, tokens in result.tokens.items():
+            pairs[key].add(tokens)
+        bad = bad or result.error
+        if bad and not skip_bad:
+            raise BadText(bad)
+        progress(counts)
+        if not result.ends_document:
+            continue
+        if bad:
+            _report_bad(bad, counts, pairs)
+        else:
+            written = [pair.end_document() for pair in pairs.values()]
+            counts["documents" if any(written) else "empty"] += 1
+        bad = None
+    progress(counts)
+    return counts
+
+
+def _report_bad(reason: str, counts: Counter, pairs: dict[str, PairWriter]) -> None:
+    for pair in pairs.values():
+        pair.drop_document()
+    counts["bad"] += 1
+    if counts["bad"] <= SHOWN_BAD:
+        print(f"skipped: {reason}", file=sys.stderr)
+    elif counts["bad"] == SHOWN_BAD + 1:
+        print("skipped: further ones are only counted", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _progress(reader: Reader, interval: int):
+    """Gives a function to call with the counts so far: a bar on a terminal, a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        from rich import progress as rich
+        from rich.console import Console
+
+        columns = (
+            rich.BarColumn(),
+            rich.DownloadColumn(),
+            rich.TransferSpeedColumn(),
+            rich.TimeRemainingColumn(),
+        )
+        with rich.Progress("tokenizing", *columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=reader.bytes_total or None)
+            yield lambda counts: bar.update(task, completed=reader.bytes_done)
+        return
+    start, shown = time.monotonic(), 0
+
+    def line(counts: Counter) -> None:
+        nonlocal shown
+        if interval > 0 and counts["documents"] >= shown + interval:
+            shown = counts["documents"]
+            speed = counts["bytes"] / 1e6 / max(time.monotonic() - start, 1e-9)
+            print(f"{shown:,} documents, {speed:.1f} MB/s", file=sys.stderr)
+
+    yield line
+
+
+def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, append_eod: bool) -> str:
+    tokens = sum(pair.tokens for pair in pairs.values())
+    size = counts["bytes"]
+    documents = _count(counts["documents"], "document")
+    lines = [
+        f"{documents}, {tokens:,} tokens from {size:,} bytes of text in {seconds:.1f} s",
+        f"{tokens / seconds:,.0f} tokens/s, {size / 1e6 / seconds:.1f} MB/s, {size / tokens:.2f} bytes/token",
+    ]
+    if counts["bad"] or counts["empty"]:
+        lines.append(f"left out: {counts['bad']:,} bad, {counts['empty']:,} without text")
+    if not append_eod:
+        lines.append("documents run into each other: no end-of-document token was asked for (--append-eod)")
+    lines += [
+        f"wrote {prefix}.bin and .idx ({pair.tokens:,} tokens as {pair.dtype.__name__})"
+        for prefix, pair in ((p.prefix, p) for p in pairs.values())
+    ]
+    return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,266 @@
+"""Trains a SentencePiece tokenizer that gives every text back as it was, source code too."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import io
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron.pretraining.data.documents import BadText, Reader, ToolError, add_input_arguments, find_files, sync
+
+CHUNK_CHARACTERS = 4096
+CHECKED_CHARACTERS = 1_000_000
+
+EPILOG = """\
+example:
+  python tools/train_tokenizer.py --input corpus/ --glob '*.py' '*.md' --output data/tokenizer \\
+      --vocab-size 8192
+then give --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
+
+Nothing is normalized: spaces, tabs and ends of lines are kept, and with byte fallback so is every character
+but U+2581, which SentencePiece itself uses for the space. Documents end with the piece </s>."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Train a SentencePiece tokenizer on text files, directories and JSON lines.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input_arguments(parser)
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
+    parser.add_argument("--vocab-size", type=int, default=32000, help="(default: %(default)s)")
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="(default: %(default)s)")
+    parser.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        help="share of the text's characters with a piece of their own (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--byte-fallback",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="spell other characters as bytes, at the cost of 256 pieces (default: on)",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=_size,
+        default="64M",
+        metavar="SIZE",
+        help="train on a random sample (default: %(default)s)",
+    )
+    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1234, help="of the sample (default: %(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="show what SentencePiece logs")
+    return parser
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)B?", text, re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 64M")
+    return int(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0, 1 where something is wrong, 130 when interrupted.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        train_tokenizer(args)
+        return 0
+    except ToolError as error:
+        print(f"train_tokenizer: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"train_tokenizer: {error.filename or args.output}: {error.strerror or error}.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train_tokenizer: interrupted; no tokenizer was written.", file=sys.stderr)
+        return 130
+
+
+def train_tokenizer(args: argparse.Namespace) -> None:
+    """Reads, trains, checks, writes, and says so.
+
+    Args:
+        args: As `build_parser` parses them.
+    """
+    for path in (f"{args.output}.model", f"{args.output}.vocab"):
+        if os.path.exists(path) and not args.overwrite:
+            raise ToolError(f"{path} exists: give --overwrite to replace it.")
+    files = find_files(args.input, args.glob)
+    sample = Sample(args.max_bytes, args.seed)
+    for text in _texts(files, tuple(args.json_keys), args.skip_bad):
+        sample.add(text)
+    chunks = sample.chunks()
+    if not chunks:
+        raise ToolError("There is no text in the input.")
+    print(f"read {sample.seen:,} bytes of text from {_count(len(files), 'file')}; training on {sample.kept:,}")
+    start = time.monotonic()
+    model = train(chunks, args)
+    print(f"trained a {args.model_type} model in {time.monotonic() - start:.1f} s; {_check(model, chunks)}")
+    _write(args.output, model)
+    print(f"wrote {args.output}.model and .vocab ({args.vocab_size:,} pieces)")
+
+
+def _texts(files: list[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[str]:
+    for piece in Reader(files):
+        try:
+            yield from piece.texts(keys).values()
+        except BadText as error:
+            if not skip_bad:
+                raise
+            print(f"skipped: {error}", file=sys.stderr)
+
+
+@dataclass
+class Sample:
+    """Chunks of text, chosen at random where there are more than fit.
+
+    Args:
+        max_bytes: How much fits.
+        seed: The same seed and text give the same sample.
+    """
+
+    max_bytes: int
+    seed: int
+    seen: int = 0
+    kept: int = 0
+    _heap: list[tuple[float, int, str, int]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self._random = random.Random(self.seed)
+        self._count = 0
+
+    def add(self, text: str) -> None:
+        """Puts a text's chunks to the draw."""
+        for chunk in chunked(text):
+            size = len(chunk.encode("utf-8"))
+            self.seen += size
+            self.kept += size
+            self._count += 1
+            # the heap's first is the one with the worst lot
+            heapq.heappush(self._heap, (-self._random.random(), self._count, chunk, size))
+            while self.kept > self.max_bytes and len(self._heap) > 1:
+                self.kept -= heapq.heappop(self._heap)[-1]
+
+    def chunks(self) -> list[str]:
+        """What was kept, in the order of the text."""
+        return [chunk for _, _, chunk, _ in sorted(self._heap, key=lambda entry: entry[1])]
+
+
+def chunked(text: str) -> Iterator[str]:
+    """Cuts a text after ends of lines into chunks of some thousand characters."""
+    start = 0
+    while start < len(text):
+        end = start + CHUNK_CHARACTERS
+        if end < len(text):
+            end = (text.rfind("\n", start, end) + 1) or end
+        yield text[start:end]
+        start = end
+
+
+def train(chunks: list[str], args: argparse.Namespace) -> bytes:
+    """Trains and returns the serialized model.
+
+    Args:
+        chunks: The text to train on.
+        args: As `build_parser` parses them.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(chunks),
+            model_writer=model,
+            model_type=args.model_type,
+            vocab_size=args.vocab_size,
+            character_coverage=args.character_coverage,
+            byte_fallback=args.byte_fallback,
+            num_threads=args.num_threads,
+            minloglevel=0 if args.verbose else 2,
+            user_defined_symbols=["\t"],
+            required_chars="\n",
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=8 * CHUNK_CHARACTERS,
+        )
+    except RuntimeError as error:
+        raise ToolError(_explain(str(error), args.vocab_size)) from None
+    return model.getvalue()
+
+
+def _explain(error: str, vocab_size: int) -> str:
+    if most := re.search(r"too high \(\d+\).*<= (\d+)", error):
+        return f"--vocab-size {vocab_size} is too high for so little text: at most {most[1]}."
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return f"--vocab-size {vocab_size} is too low for the single characters: at least {least[1]}."
+    return f"SentencePiece cannot train on this text: {error}"
+
+
+def _check(model: bytes, chunks: list[str]) -> str:
+    """Tries the model on the start of the sample: bytes per token, and whether text comes back as it was."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    characters = size = tokens = changed = tried = 0
+    for chunk in chunks:
+        ids = processor.encode(chunk)
+        tokens, size, tried = tokens + len(ids), size + len(chunk.encode("utf-8")), tried + 1
+        changed += processor.decode(ids) != chunk
+        characters += len(chunk)
+        if characters >= CHECKED_CHARACTERS:
+            break
+    kept = "all" if not changed else f"ATTENTION: only {tried - changed:,}"
+    return f"{size / tokens:.2f} bytes per token, {kept} of {tried:,} chunks decode to themselves"
+
+
+def _write(prefix: str, model: bytes) -> None:
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    pieces = ((processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size()))
+    vocab = "".join(f"{_escaped(piece)}\t{score:g}\n" for piece, score in pieces)
+    directory = os.path.dirname(os.path.abspath(prefix))
+    os.makedirs(directory, exist_ok=True)
+    for path, data in ((f"{prefix}.vocab", vocab.encode("utf-8")), (f"{prefix}.model", model)):
+        partial = f"{path}.partial"
+        try:
+            with open(partial, "wb") as file:
+                file.write(data)
+            sync(partial)
+            os.replace(partial, path)
+        except BaseException:
+            if os.path.exists(partial):
+                os.unlink(partial)
+            raise
+    sync(directory)
+
+
+def _escaped(piece: str) -> str:
+    """One line per piece, though pieces may hold ends of lines and tabs."""
+    return piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,317 @@
+"""Says what checkpoints, failures and recovery will cost on a cluster, for every policy; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+
+from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.presets import PRESETS
+from moc.policy.dynamic_k import PLT_LIMIT
+from moc.sharding import Layout
+from moc.simulate import tables
+from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
+from moc.simulate.cost import Timing, Work, estimate, measured_timing
+from moc.simulate.engine import Job, simulate
+from moc.simulate.failures import Faults, read_trace
+from moc.simulate.planner import Limits, plan
+from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
+from moc.simulate.profile import read_profile
+from moc.simulate.recoveries import fitted
+from moc.simulate.result import Result, mean_of
+from moc.simulate.ways import Parts
+
+EPILOG = """\
+Flags of pretrain_gpt_moe.py that shape the model work here too, such as --num-layers or --num-experts.
+
+examples:
+  python tools/simulate.py --model deepseek-moe-16b --cluster a100-80gb:96 --pp 12 --ep 8 --mtbf 10m \\
+      --policy sparse,full,pec,checkfreq
+  python tools/simulate.py --model qwen-moe-14b --pp 6 --ep 8 --trace gcp_a100.txt --hours 6 --plot goodput.png
+  python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --profile runs/x --scale-to gpus=16384 --mtbf 10m
+  python tools/simulate.py --model deepseek-moe-16b --pp 12 --ep 8 --mtbf 1h --policy auto --exact-only
+  python tools/simulate.py --reproduce moevement-table3      # as python -m benchmarks.papers moevement-table3
+
+Durations are seconds, or have a unit: 90s, 10m, 2h, 3d; --mtbf inf is a run without failures."""
+
+_RATES = {  # flag: field of the cluster, and what it is of
+    "host": ("host_bandwidth", "from a GPU to host memory"),
+    "network": ("inter_bandwidth", "of a node to other nodes"),
+    "storage": ("storage_bandwidth", "of the job to storage"),
+}
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> float:
+    """Seconds that a text such as ``10m`` means."""
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        seconds = float(number) * unit
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 90s, 10m, 2h or 3d")
+    return seconds
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of this tool; what it does not know goes on to the parser of the model's flags."""
+    parser = argparse.ArgumentParser(
+        description="Simulate training with failures: ETTR, goodput, recovery and bytes of every policy.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--reproduce", metavar="NAME", help="print a paper's figures beside ours: python -m benchmarks.papers"
+    )
+    _model_flags(parser.add_argument_group("what trains"))
+    _fault_flags(parser.add_argument_group("what fails"))
+    _policy_flags(parser.add_argument_group("what is done about it"))
+    group = parser.add_argument_group("what comes out")
+    group.add_argument("--runs", type=int, default=10, metavar="N", help="runs to average, by seed (default: 10)")
+    group.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
+    group.add_argument("--csv", metavar="FILE", help="the table")
+    group.add_argument("--json", action="store_true", help="print JSON, with goodput over time")
+    group.add_argument("--plot", metavar="PNG", help="goodput over time, of the first run")
+    return parser
+
+
+def _model_flags(group) -> None:
+    group.add_argument("--model", choices=sorted(PRESETS), metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding; by default the model's")
+    group.add_argument(
+        "--cluster", default="a100-80gb:96", metavar="NAME[:GPUS]", help=f"a preset (a100-80gb:96): {EXPLAINED}"
+    )
+    for name, text in (("tp", "tensor parallelism"), ("pp", "pipeline stages"), ("ep", "expert parallelism")):
+        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
+    group.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual stages of each pipeline stage")
+    group.add_argument(
+        "--global-batch-size",
+        "--global-batch",
+        dest="global_batch",
+        type=int,
+        default=512,
+        metavar="N",
+        help="sequences (default: 512)",
+    )
+    group.add_argument(
+        "--micro-batch", type=int, default=32, metavar="N", help="sequences that TP x EP ranks share (default: 32)"
+    )
+    group.add_argument("--iteration-s", type=duration, metavar="TIME", help="as measured, instead of the cost model's")
+    group.add_argument("--profile", metavar="EVENTS", help="take times and bandwidths from a run's events.jsonl")
+    group.add_argument(
+        "--scale-to", metavar="gpus=N", help="of --profile: more data-parallel ranks, as much work for each"
+    )
+    group.add_argument(
+        "--ways",
+        choices=("papers", "program"),
+        default="papers",
+        help="how policies come back: as the papers' do (default), or as our program does, by --profile's recoveries",
+    )
+    for name, (_, text) in _RATES.items():
+        group.add_argument(f"--{name}-gbs", type=float, metavar="X", help=f"GB/s {text}")
+    group.add_argument(
+        "--snapshot-overhead",
+        type=float,
+        default=SNAPSHOT_OVERHEAD,
+        metavar="SHARE",
+        help="of its iteration that a snapshot costs though its copy hides, as you measured it (default: "
+        f"{SNAPSHOT_OVERHEAD}, MoEvement's at most)",
+    )
+    group.add_argument("--restart", type=duration, metavar="TIME", help="that a rollback of everybody takes to begin")
+
+
+def _fault_flags(group) -> None:
+    group.add_argument("--mtbf", type=duration, metavar="TIME", help="from one failure of the job to the next (1h)")
+    group.add_argument("--evenly", action="store_true", help="one failure in each MTBF, instead of a Poisson process")
+    group.add_argument("--together", type=int, default=1, metavar="N", help="nodes that a failure takes at once")
+    group.add_argument("--trace", metavar="FILE", help="of spot instances, in Bamboo's formats, instead of --mtbf")
+    group.add_argument(
+        "--trace-nodes",
+        action="store_true",
+        help="the trace says how many nodes there are, not only when some are lost",
+    )
+    group.add_argument("--hours", type=float, default=12.0, metavar="H", help="to simulate (default: 12)")
+    group.add_argument("--spares", type=int, metavar="N", help="nodes that wait; by default always one more")
+    group.add_argument("--repair", type=duration, default=math.inf, metavar="TIME", help="until a lost node is back")
+
+
+def _policy_flags(group) -> None:
+    group.add_argument(
+        "--policy", default="all", metavar="LIST", help=f"all, auto, or of {', '.join(POLICIES)} (default: all)"
+    )
+    group.add_argument("--interval", type=int, metavar="N", help="iterations between checkpoints; by default the best")
+    group.add_argument("--window", type=int, metavar="W", help="sparse: by default the shortest that hides")
+    group.add_argument("--pec-k", type=int, metavar="K", help="experts of each layer; by default one in eight")
+    group.add_argument("--pec-fixed-k", action="store_true", help="K stays as it is, whatever failures cost")
+    group.add_argument("--replicas", type=int, default=2, metavar="R", help="copies in peers' memory (default: 2)")
+    group.add_argument("--exact-only", action="store_true", help="auto: nothing may be lost")
+    group.add_argument("--host-memory-gb", type=float, metavar="X", help="auto: of each node, for checkpoints")
+    group.add_argument("--plt-limit", type=float, default=PLT_LIMIT, metavar="P", help=f"(default: {PLT_LIMIT})")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0, or 1 where something does not fit together.
+    """
+    args, model_flags = build_parser().parse_known_args(argv)
+    try:
+        if args.reproduce:
+            return _reproduce(args.reproduce, args.json)
+        _simulate(args, model_flags)
+    except (ValueError, OSError) as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _reproduce(name: str, as_json: bool) -> int:
+    """What ``python -m benchmarks.papers`` does, which no wheel holds."""
+    try:
+        from benchmarks.papers.program import main as papers
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("benchmarks"):
+            raise
+        raise ValueError(
+            f"--reproduce needs the repository: run python -m benchmarks.papers {name} in a copy of it"
+        ) from None
+    return papers([name, *(["--json"] if as_json else [])])
+
+
+def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
+    if args.runs < 1:
+        raise ValueError(f"--runs must be at least 1, not {args.runs}")
+    if args.trace and args.mtbf:
+        raise ValueError("--trace says when nodes are lost: drop --mtbf")
+    setup = _setup(args, model_flags)
+    faults, available = _faults(args)
+    mtbf_s = faults.mtbf_s or _mtbf_of(faults, 3600 * args.hours)
+    options = Options(
+        interval=args.interval,
+        mtbf_s=min(mtbf_s, 3600 * args.hours),
+        k=args.pec_k,
+        dynamic=not args.pec_fixed_k,
+        plt_limit=args.plt_limit,
+        window=args.window,
+        replicas=args.replicas,
+    )
+    chosen = None
+    if args.policy == "auto":
+        host = args.host_memory_gb and args.host_memory_gb * 1e9
+        chosen = plan(setup, options.mtbf_s, Limits(args.exact_only, host, args.plt_limit))
+        runs = {found.name: (found.saving.name, found.options) for found in (chosen.best, *chosen.others)}
+    else:
+        runs = {name: (name, options) for name in _policies(args.policy)}
+    job = Job(
+        iteration_s=setup.timing.iteration_s,
+        samples=setup.work.global_batch,
+        nodes=setup.cluster.nodes,
+        stages=args.pp,
+        wall_s=3600 * args.hours,
+        spares=args.spares,
+        repair_s=args.repair,
+        available=available,
+        seed=args.seed,
+    )
+    results = {title: _runs(setup, job, faults, *how, args.runs) for title, how in runs.items()}
+    means = {title: mean_of(some) for title, some in results.items()}
+    if args.csv:
+        tables.write_csv(args.csv, means)
+    if args.plot:
+        tables.plot(args.plot, {title: some[0] for title, some in results.items()})
+    tables.print_run(setup, faults, job, means, chosen, args.json)
+
+
+def _runs(setup: Setup, job: Job, faults: Faults, name: str, options: Options, count: int) -> list[Result]:
+    policy = POLICIES[name]
+    jobs = (dataclasses.replace(job, seed=job.seed + number) for number in range(count))
+    return [simulate(one, faults, policy(setup, options)) for one in jobs]
+
+
+def _policies(text: str) -> list[str]:
+    names = list(POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in POLICIES:
+            raise ValueError(f"there is no policy {name!r}: choose from {', '.join(POLICIES)}, all or auto")
+    return names
+
+
+def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
+    # The stages may be uneven here, so the layers need not fit the pipeline.
+    expert_tp = 1 if args.ep > 1 else args.tp
+    sliced = ["--expert-tensor-parallel-size", str(expert_tp)] if args.ep > 1 else []
+    config = config_of(args.model, [*model_flags, *sliced], vocab_size=args.vocab_size, tp=args.tp, ep=args.ep)
+    operators = operators_of(config, args.vocab_size)
+    cluster = _cluster(args)
+    layout = Layout(world=cluster.gpus, tp=args.tp, pp=args.pp, ep=args.ep, expert_tp=expert_tp, vpp=args.vpp)
+    pipelines = max(1, cluster.gpus // (args.tp * args.pp * args.ep))
+    before = max(1, cluster_named(args.cluster).gpus // (args.tp * args.pp * args.ep)) if args.scale_to else pipelines
+    work = Work(
+        global_batch=args.global_batch * pipelines // before,  # each pipeline has as much work as before
+        micro_batch=args.micro_batch,
+        seq_length=config.data.seq_length,
+        hidden_size=config.network.hidden_size,
+        topk=config.moe.moe_router_topk if config.moe.num_experts else 1,
+        pipelines=pipelines,
+    )
+    timing = _timing(args, operators, layout, cluster, work)
+    total = math.ceil(3600 * args.hours / timing.iteration_s)
+    own = dict(total_iterations=total, overhead=args.snapshot_overhead, program=_program(args))
+    return Setup(operators, layout, cluster, timing, work, **own)
+
+
+def _program(args: argparse.Namespace) -> Parts | None:
+    """What a recovery of our program takes, where policies are to come back as it does."""
+    if args.ways == "papers":
+        return None
+    seen = read_profile(args.profile).recoveries if args.profile else ()
+    if not seen:
+        raise ValueError("--ways program takes its times from a run: give --profile one in which workers were lost")
+    return dataclasses.replace(fitted(seen), more_s=0.0)  # nodes that are lost together do not share processors
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    cluster, changes = cluster_named(args.cluster), {}
+    if args.scale_to:
+        name, _, gpus = args.scale_to.partition("=")
+        if name != "gpus" or not gpus.isdigit() or not int(gpus):
+            raise ValueError(f"--scale-to {args.scale_to} is not understood: write gpus=16384")
+        changes["gpus"] = int(gpus)
+    if args.profile:
+        measured = read_profile(args.profile)
+        changes |= {"host_bandwidth": measured.host_bandwidth, "storage_bandwidth": measured.storage_bandwidth}
+    given = {field: getattr(args, f"{name}_gbs") for name, (field, _) in _RATES.items()}
+    changes |= {field: 1e9 * gbs for field, gbs in given.items() if gbs is not None}
+    changes |= {"restart_s": args.restart}
+    return dataclasses.replace(cluster, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _timing(args: argparse.Namespace, operators, layout: Layout, cluster: Cluster, work: Work) -> Timing:
+    """What was measured, or else the cost model's."""
+    model = estimate(operators, layout, cluster, work)
+    seconds = args.iteration_s or (read_profile(args.profile).iteration_s if args.profile else None)
+    return model if seconds is None else measured_timing(seconds, model.micro_batches, model.stages)
+
+
+def _faults(args: argparse.Namespace) -> tuple[Faults, int | None]:
+    if not args.trace:
+        return Faults(args.mtbf or 3600.0, evenly=args.evenly, together=args.together), None
+    trace = read_trace(args.trace)
+    if trace.doubt:
+        print(f"simulate: warning: {args.trace}: {trace.doubt}", file=sys.stderr)
+    events = tuple(event for event in trace.events if event.lost or args.trace_nodes)
+    if not events:
+        raise ValueError(f"{args.trace}: nothing is lost in this trace: give another one, or --mtbf inf")
+    return Faults(trace=events), trace.nodes if args.trace_nodes else None
+
+
+def _mtbf_of(faults: Faults, wall_s: float) -> float:
+    return wall_s / max(1, sum(1 for event in faults.trace if event.lost and event.at_s < wall_s))

@@ -1,0 +1,333 @@
+"""Prints how many bytes the busiest rank saves, and which policy to use, for any model and layout; needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.planning import policy_choice
+from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.presets import PRESETS
+from moc.policy.adaptive import Limits, candidates, choose
+from moc.policy.sequential import sequential_experts
+from moc.sharding import (
+    RULES,
+    SCHEMES,
+    Item,
+    Layout,
+    Scheme,
+    StateBytes,
+    assign,
+    contents,
+    cut_large,
+    equation_8,
+    forced_bytes,
+    ideal_bytes,
+    loads,
+    pec_leaves_ranks_unequal,
+)
+from moc.simulate.k_choice import add_flags, explained, measured
+from moc.state.operators import Operator
+
+CASES = {1: (8, 8), 2: (16, 16), 3: (16, 8)}
+"""Workers and expert parallelism of MoC's Table 2."""
+
+EPILOG = """\
+Flags of pretrain_gpt_moe.py that shape the model work here too, such as --num-layers or --num-experts.
+
+examples:
+  python tools/plan_checkpoint.py --model gpt-350m-16e --world 16 --ep 8 --pec-k 1
+  python tools/plan_checkpoint.py --case 3 --whole --keep-master
+  python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --json
+  python tools/plan_checkpoint.py --case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 \\
+      --snapshot-gbs 1 --persist-gbs 0.1 --restart-s 120 --mtbf-hours 24 --plt-limit 0.0375
+  python tools/plan_checkpoint.py --model qwen-moe-14b --world 96 --pp 6 --ep 8 --explain-policy \\
+      --cluster a100-80gb --tier peers --mtbf-hours 1 --exact-only --host-memory-gb 400
+
+Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage, "forced" the most that
+some rank is the only holder of; no rule can go below either, and "over" says how far above the larger of them the best
+rule is.  What stands in brackets behind a size is its reduction against the baseline."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of this tool; what it does not know goes on to the parser of the model's flags."""
+    parser = argparse.ArgumentParser(
+        description="Print how many bytes the busiest rank saves under each sharding rule.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=sorted(PRESETS), metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding; by default the model's")
+    parser.add_argument("--case", type=int, choices=CASES, help="GPT-350M-16E in this case of MoC's Table 2")
+    parser.add_argument("--world", type=int, metavar="N", help="workers (by default the fewest that fit)")
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallelism")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages")
+    parser.add_argument("--ep", type=int, metavar="N", help="expert parallelism")
+    parser.add_argument("--pec-k", type=int, metavar="K", help="show each rank when K experts per layer are saved")
+    parser.add_argument(
+        "--checkpoint", type=int, default=0, metavar="N", help="which checkpoint of the rotation, from 0 (default: 0)"
+    )
+    rules = ", ".join(sorted(RULES))
+    parser.add_argument("--experts", metavar="RULE", help=f"add a column with this rule for experts: {rules}")
+    parser.add_argument("--others", metavar="RULE", help="add a column with this rule for what is not an expert")
+    parser.add_argument("--whole", action="store_true", help="never cut a layer, not even the embedding")
+    parser.add_argument("--keep-master", action="store_true", help="save fp32 master weights of all experts, always")
+    parser.add_argument("--fp32", action="store_true", help="32-bit training: no 16-bit weights beside the master's")
+    parser.add_argument("--no-zero", action="store_true", help="optimizer state is replicated, not partitioned")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    add_flags(parser)
+    policy_choice.add_flags(parser)
+    return parser
+
+
+class ToolError(Exception):
+    """Ends the tool: one sentence for the user, no traceback."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0, or 1 where something does not fit together.
+    """
+    args, model_flags = build_parser().parse_known_args(argv)
+    try:
+        plan = _plan(args, model_flags)
+        rows = [plan.row(k) for k in plan.rows_wanted()]
+        ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
+        busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
+        choice = choose(measured(args, busiest), Limits(plt=args.plt_limit)) if args.explain_k else None
+        policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
+    except (ToolError, ValueError) as error:
+        print(f"plan_checkpoint: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
+        told |= {"policy": policy and policy_choice.told(*policy)}
+        print(json.dumps(plan.facts() | told, indent=2))
+    else:
+        more = ([_rank_table(plan, ranks)] if ranks else []) + ([explained(choice)] if choice else [])
+        more += [policy_choice.explained(*policy)] if policy else []
+        print(_title(plan), _table(rows), *more, sep="\n\n")
+    return 0
+
+
+def _plan(args: argparse.Namespace, model_flags: list[str]) -> Plan:
+    if args.fp32 and args.keep_master:
+        raise ToolError("with --fp32 there are no master weights beside the weights: drop --keep-master")
+    if args.checkpoint < 0:
+        raise ToolError(f"--checkpoint must be at least 0, not {args.checkpoint}")
+    if args.case:
+        if args.world or args.ep:
+            raise ToolError("--case says how many workers there are: drop --world and --ep")
+        args.model = args.model or "gpt-350m-16e"
+        args.world, args.ep = CASES[args.case]
+    config = config_of(args.model, model_flags, vocab_size=args.vocab_size, tp=args.tp, pp=args.pp, ep=args.ep)
+    layout = _layout(args.world, config)
+    state = StateBytes(weights=4, master=0) if args.fp32 else StateBytes()
+    schemes = dict(SCHEMES)
+    if args.experts or args.others:
+        extra = Scheme(args.experts or "equal", args.others or "adaptive")
+        schemes[f"{extra.experts}+{extra.others}"] = extra
+    return Plan(
+        config=config,
+        name=config.model or "model",
+        operators=operators_of(config, args.vocab_size),
+        layout=layout,
+        state=state,
+        zero=not args.no_zero,
+        keep_master=args.keep_master,
+        whole=args.whole,
+        checkpoint=args.checkpoint,
+        num_experts=config.moe.num_experts or 0,
+        schemes=schemes,
+    )
+
+
+def _layout(world: int | None, config: Config) -> Layout:
+    parallel = config.parallel
+    dense = parallel.tensor_model_parallel_size
+    experts = parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size
+    return Layout(
+        world=world or max(dense, experts) * parallel.pipeline_model_parallel_size,
+        tp=dense,
+        pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        expert_tp=parallel.expert_tensor_parallel_size,
+        vpp=config.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the busiest rank saves when k experts of each layer are saved; sizes in bytes."""
+
+    k: int | None
+    """None: everything is saved, without a choice."""
+    total: int
+    ideal: float
+    forced: int
+    bottleneck: dict[str, int]
+    """By scheme."""
+    unequal: bool
+    """MoC's eq. 9 holds: the chosen experts cannot be shared out equally."""
+
+    def reduction(self, scheme: str) -> float:
+        """By how much less than under the baseline, in percent."""
+        return 100 * (1 - self.bottleneck[scheme] / self.bottleneck["baseline"])
+
+    @property
+    def over(self) -> float:
+        """How far the best scheme is above what no rule can go below, in percent."""
+        return 100 * (min(self.bottleneck.values()) / max(self.ideal, self.forced) - 1)
+
+    def to_dict(self) -> dict:
+        """Plain values, for JSON."""
+        reductions = {name: self.reduction(name) for name in self.bottleneck}
+        return vars(self) | {"reduction_percent": reductions, "over_percent": self.over}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, a layout, and what is saved of it."""
+
+    config: Config
+    name: str
+    operators: list[Operator]
+    layout: Layout
+    state: StateBytes
+    zero: bool
+    keep_master: bool
+    whole: bool
+    checkpoint: int
+    num_experts: int
+    schemes: dict[str, Scheme]
+
+    @property
+    def shape(self) -> tuple[Config, list[Operator], Layout, StateBytes]:
+        """What a policy is chosen for."""
+        return self.config, self.operators, self.layout, self.state
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """Numbers of the layers with experts."""
+        return sorted({o.layer for o in self.operators if o.kind == "expert"})
+
+    def rows_wanted(self) -> list[int | None]:
+        """K = 1, 2, ... all experts (powers of two where these are many), and None for a checkpoint without PEC."""
+        return [*candidates(self.num_experts), None]
+
+    def items(self, k: int | None) -> list[Item]:
+        """What is saved when k experts of each layer are; None for everything."""
+        items = contents(
+            self.operators,
+            self.layout,
+            self.state,
+            zero=self.zero,
+            chosen=None if k is None else self._chosen(k),
+            keep_master=self.keep_master,
+        )
+        return items if self.whole else cut_large(items)
+
+    def _chosen(self, k: int) -> set[str]:
+        return {
+            f"layers.{layer}.expert.{expert}"
+            for place, layer in enumerate(self.moe_layers)
+            for expert in sequential_experts(self.checkpoint, place, k, self.num_experts, self.layout.ep)
+        }
+
+    def row(self, k: int | None) -> Row:
+        """The bottleneck rank under each scheme."""
+        items = self.items(k)
+        layout, layers = self.layout, len(self.moe_layers)
+        return Row(
+            k=k,
+            total=sum(item.nbytes for item in items),
+            ideal=ideal_bytes(items, layout),
+            forced=forced_bytes(items),
+            bottleneck={
+                name: max(loads(items, assign(items, scheme), layout.world)) for name, scheme in self.schemes.items()
+            },
+            unequal=pec_leaves_ranks_unequal(k or self.num_experts, layers, layout.ep * layout.expert_dp, layout.ep),
+        )
+
+    def ranks(self, k: int) -> dict[str, list[int]]:
+        """Bytes of every rank under each scheme when k experts of each layer are saved."""
+        if not 1 <= k <= self.num_experts:
+            raise ToolError(f"--pec-k must be from 1 to {self.num_experts}, the experts of a layer, not {k}")
+        items = self.items(k)
+        return {name: loads(items, assign(items, s), self.layout.world) for name, s in self.schemes.items()}
+
+    def facts(self) -> dict:
+        """Model, layout and number of parameters, for JSON."""
+        experts = sum(o.parameters for o in self.operators if o.kind == "expert")
+        everything = sum(o.parameters for o in self.operators)
+        layout = self.layout
+        return {
+            "model": self.name,
+            "parameters": {"experts": experts, "others": everything - experts},
+            "layout": vars(layout) | {"expert_tp": layout.etp, "dp": layout.dp, "expert_dp": layout.expert_dp},
+            "bytes_per_parameter": vars(self.state),
+            "zero": self.zero,
+            "keep_master": self.keep_master,
+            "whole": self.whole,
+            "checkpoint": self.checkpoint,
+        }
+
+
+def _title(plan: Plan) -> str:
+    facts, layout = plan.facts(), plan.layout
+    count = facts["parameters"]
+    return (
+        f"{plan.name}: {count['others'] / 1e6:,.1f} M parameters and {count['experts'] / 1e6:,.1f} M in experts; "
+        f"{plan.state.weights} + {plan.state.optimizer} bytes each\n"
+        f"{layout.world} ranks: DP {layout.dp}, TP {layout.tp}, PP {layout.pp}, EP {layout.ep} "
+        f"in {layout.expert_dp} group{'s' if layout.expert_dp > 1 else ''}"
+        f"{'; optimizer state partitioned over DP (ZeRO)' if plan.zero else ''}\n"
+        f"{_equation_8(plan)}MB that the busiest rank saves, when K experts of each layer are saved"
+    )
+
+
+def _equation_8(plan: Plan) -> str:
+    """MoC's eq. 8 for what it was written for: data and expert parallelism alone."""
+    layout, count = plan.layout, plan.facts()["parameters"]
+    if layout.tp * layout.pp > 1 or not plan.num_experts:
+        return ""
+    state = plan.state
+    size = equation_8(count["others"], count["experts"], state.weights, state.optimizer, layout.dp, layout.ep)
+    return f"MoC's eq. 8 as printed, for everything: {_mb(size)} MB\n"
+
+
+def _table(rows: list[Row]) -> str:
+    schemes = list(rows[0].bottleneck)
+    header = ["K", "total", "ideal", "forced", *schemes, "over", "eq. 9"]
+    return _aligned([header, *(_cells(row) for row in rows)])
+
+
+def _cells(row: Row) -> list[str]:
+    cells = ["full" if row.k is None else str(row.k), _mb(row.total), _mb(row.ideal), _mb(row.forced)]
+    for name, size in row.bottleneck.items():
+        cells.append(_mb(size) + ("" if name == "baseline" else f" (-{row.reduction(name):.1f} %)"))
+    return [*cells, f"{row.over:.2f} %", "unequal" if row.unequal else ""]
+
+
+def _rank_table(plan: Plan, ranks: dict[str, list[int]]) -> str:
+    header = ["rank", *ranks]
+    rows = [[str(rank), *(_mb(sizes[rank]) for sizes in ranks.values())] for rank in range(plan.layout.world)]
+    return "MB that each rank saves with the K of --pec-k\n\n" + _aligned([header, *rows])
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"

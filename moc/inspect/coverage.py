@@ -1,0 +1,211 @@
+"""Whether boxes of tensors make up the whole state of a model: nothing is missing, nothing there twice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from moc.inspect import dense
+from moc.inspect.checkpoint import Box, Checkpoint
+from moc.state.operators import operator_of
+from moc.state.region import Region
+from moc.store.manifest import OperatorEntry
+
+SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
+"""What each optimizer keeps for every parameter."""
+PARAM = "param"
+"""The slot of weights that a model computes with, and of router biases, which no optimizer owns."""
+BUFFER = "router.expert_bias"
+"""How the names of the latter end."""
+
+
+def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[Box]) -> list[str]:
+    """What is missing or there more than once, one sentence each.
+
+    Args:
+        checkpoint: the checkpoint.
+        boxes: those of all its files of regions.
+    """
+    state, operators = checkpoint.state, checkpoint.operators
+    tensors: dict[str, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+    for box in boxes:
+        tensors[box.name][box.slot].append(box)
+    if operators is None:
+        problems = list(_missing_slots(tensors, state.get("optimizer")))
+        if tensors and state.get("optimizer"):
+            problems += _missing_operators(tensors, state.get("shape"), dense.STATE)
+    else:
+        problems = list(_broken_promises(tensors, operators))
+        problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
+        if checkpoint.policy == "full":
+            problems += _missing_operators(tensors, state.get("shape"), dense.MANIFEST)
+    for name in sorted(tensors):
+        problems += _problems_of_tensor(name, tensors[name])
+    return problems
+
+
+def _broken_promises(tensors: Mapping[str, Mapping[str, list[Box]]], operators: Mapping[str, OperatorEntry]):
+    """Format v1: what its manifest says of operators, and its files do not hold."""
+    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for name, slots in tensors.items():
+        for slot, boxes in slots.items():
+            held[operator_or_other(name)][slot] += sum(box.region.numel for box in boxes)
+    for operator in sorted(held.keys() | operators.keys()):
+        promised = operators[operator].elements if operator in operators else {}
+        for slot in sorted(held[operator].keys() | promised.keys()):
+            there, wanted = held[operator][slot], promised.get(slot, 0)
+            if there != wanted:
+                yield f"{operator}: files hold {there:,} elements of {slot}, {dense.MANIFEST} promises {wanted:,}"
+
+
+def _missing_slots_of_details(
+    tensors: Mapping[str, Mapping[str, list[Box]]], operators: Mapping[str, OperatorEntry], optimizer: str | None
+) -> Iterator[str]:
+    """Format v1: slots that a tensor must have by the detail in which its operator was saved."""
+    for name in sorted(tensors):
+        entry = operators.get(operator_or_other(name))
+        if entry is None:
+            continue  # said already
+        if missing := sorted(set(_slots_of(name, entry.detail, optimizer)) - tensors[name].keys()):
+            yield f"{name}: has no {' and no '.join(missing)}"
+
+
+def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
+    """What a tensor has at least, in a detail of ``moc.state.detail``."""
+    if name.endswith(BUFFER):
+        return () if detail == "moments" else (PARAM,)
+    full = SLOTS.get(optimizer, ())
+    parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:]}
+    return parts.get(detail, full)
+
+
+def missing_operators(names: Iterable[str], shape: dict) -> list[str]:
+    """The operators of a model of which no tensor is there.
+
+    Args:
+        names: those of the tensors that are there.
+        shape: of the model, as training_state.json describes it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    there = {operator_or_other(name) for name in names}
+    try:
+        wanted = list(_operators(shape["num_layers"], shape["num_experts"] or 0, shape["moe_layer_freq"]))
+    except (LookupError, TypeError, ZeroDivisionError):
+        raise ValueError("does not describe the shape of a model") from None
+    return [operator for operator in wanted if operator not in there]
+
+
+def _missing_operators(tensors: Iterable[str], shape: dict, where: str) -> list[str]:
+    try:
+        missing = missing_operators(tensors, shape)
+    except ValueError as error:
+        return [f"{where}: {error}"]
+    kept = "optimizer state" if where == dense.STATE else "state"
+    return [f"{operator}: no file holds any {kept} of it" for operator in missing]
+
+
+def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterator[str]:
+    """The operators that a model of this shape has."""
+    if isinstance(frequency, int) and experts:  # of every so many layers the first; else 0 or 1 for each
+        frequency = [int(layer % frequency == 0) for layer in range(layers)]
+    yield "embedding"
+    for layer in range(layers):
+        yield from (f"layers.{layer}.attention", f"layers.{layer}.mlp")
+        if experts and frequency[layer]:
+            yield f"layers.{layer}.router"
+            yield from (f"layers.{layer}.expert.{expert}" for expert in range(experts))
+    yield "output"
+
+
+def operator_or_other(name: str) -> str:
+    """The operator of a tensor; ``other`` where it belongs to none that is known."""
+    try:
+        return operator_of(name)
+    except ValueError:
+        return "other"
+
+
+def _missing_slots(tensors: dict[str, dict[str, list[Box]]], optimizer: str | None) -> Iterator[str]:
+    found = {slot for slots in tensors.values() for slot in slots}
+    for slot in SLOTS.get(optimizer, ()):
+        if tensors and slot not in found:
+            yield f"{slot}: no file holds it for any tensor"
+    for name in sorted(tensors):
+        if missing := sorted(found - tensors[name].keys()):
+            yield f"{name}: has no {' and no '.join(missing)}"
+
+
+def _problems_of_tensor(name: str, slots: dict[str, list[Box]]) -> Iterator[str]:
+    shapes = {box.global_shape for boxes in slots.values() for box in boxes}
+    if len(shapes) > 1:
+        yield f"{name}: its boxes are of tensors of different shapes, {' and '.join(map(str, sorted(shapes)))}"
+        return
+    for slot, boxes in sorted(slots.items()):
+        for problem in _problems_of_boxes([box for box in boxes if box.region.numel]):
+            yield f"{name}: {slot} {problem}"
+
+
+def _problems_of_boxes(boxes: list[Box]) -> Iterator[str]:
+    if not boxes:
+        return
+    whole = Region((0,) * len(boxes[0].global_shape), boxes[0].global_shape)
+    for box in boxes:
+        if box.region.intersect(whole) != box.region:
+            yield f"{_place(box.region)} in {box.file} reaches out of the tensor, which is {_place(whole)}"
+            return
+    overlaps = list(_overlaps(boxes))
+    if overlaps:
+        first, second, common = overlaps[0]
+        more = f" (and {len(overlaps) - 1} more overlaps)" if len(overlaps) > 1 else ""
+        yield f"overlaps at {_place(common)} in {first.file} and {second.file}{more}"
+    if overlaps or sum(box.region.numel for box in boxes) != whole.numel:
+        if holes := _holes(whole, boxes):
+            lost = sum(hole.numel for hole in holes)
+            yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
+
+
+def _overlaps(boxes: list[Box]) -> Iterator[tuple[Box, Box, Region]]:
+    axes = range(len(boxes[0].region.offset))
+    axis = max(axes, key=lambda axis: len({box.region.offset[axis] for box in boxes}), default=None)
+    if axis is None:  # scalars
+        yield from ((boxes[0], other, other.region) for other in boxes[1:])
+        return
+    open_boxes: list[Box] = []  # those that reach beyond where the next one starts
+    for box in sorted(boxes, key=lambda box: box.region.offset[axis]):
+        start = box.region.offset[axis]
+        open_boxes = [other for other in open_boxes if other.region.offset[axis] + other.region.shape[axis] > start]
+        for other in open_boxes:
+            if common := other.region.intersect(box.region):
+                yield other, box, common
+        open_boxes.append(box)
+
+
+def _holes(whole: Region, boxes: list[Box]) -> list[Region]:
+    rest = [whole]
+    for box in boxes:
+        rest = [piece for part in rest for piece in _without(part, box.region)]
+    return sorted(rest, key=lambda region: region.offset)
+
+
+def _without(region: Region, cut: Region) -> Iterator[Region]:
+    """Boxes that together are a region less another one."""
+    common = region.intersect(cut)
+    if common is None:
+        yield region
+        return
+    offset, shape = list(region.offset), list(region.shape)
+    for axis, (start, length) in enumerate(zip(common.offset, common.shape, strict=True)):
+        before, after = start - offset[axis], offset[axis] + shape[axis] - start - length
+        if before:
+            yield Region(tuple(offset), (*shape[:axis], before, *shape[axis + 1 :]))
+        if after:
+            yield Region(
+                (*offset[:axis], start + length, *offset[axis + 1 :]), (*shape[:axis], after, *shape[axis + 1 :])
+            )
+        offset[axis], shape[axis] = start, length
+
+
+def _place(region: Region) -> str:
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(region.offset, region.shape, strict=True)) + "]"

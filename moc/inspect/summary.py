@@ -1,0 +1,302 @@
+"""Shows what a checkpoint holds: position, model, and the bytes of its weights and optimizer state, by operator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moc.inspect.checkpoint import SNAPSHOT, Box, Checkpoint, choose, is_checkpoint, read_checkpoint, read_regions
+from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
+from moc.output import human
+from moc.store.errors import CheckpointError
+
+_KINDS = ("embedding", "attention", "mlp", "router", "expert", "output", "other")
+_NUMBER = re.compile(r"(\d+)")
+_WIDE = 160  # columns where the output is no terminal
+
+EPILOG = """\
+examples:
+  python tools/inspect_checkpoint.py checkpoints
+  python tools/inspect_checkpoint.py checkpoints --iteration 100 --by operator
+  python tools/inspect_checkpoint.py checkpoints/iter_0000100 --by file --json
+
+Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/format_v1.md).
+
+An operator is a part of the model that is saved as a whole: the embedding, a layer's attention, its router, one of its
+experts, its mlp (dense or shared expert, with the norm before it), and the output.  Sizes are in powers of 1000.
+Only headers are read; tools/verify_checkpoint.py compares the content of files with their hashes."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Show what a checkpoint holds.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a directory of checkpoints, or one iter_* in it")
+    parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
+    parser.add_argument(
+        "--by",
+        choices=("kind", "operator", "file"),
+        default="kind",
+        help="what the rows of the table are: kinds of operators, operators, or files, which is one for each worker "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0, or 1 where there is no checkpoint that could be read.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not args.path.is_dir():
+        parser.error(f"{args.path} is not a directory")
+    single = is_checkpoint(args.path)
+    if single and args.iteration is not None:
+        parser.error(f"{args.path} is one checkpoint: give the directory that it is in, or drop --iteration")
+    try:
+        checkpoint = read_checkpoint(args.path if single else choose(args.path, args.iteration))
+    except CheckpointError as error:
+        print(f"inspect_checkpoint: {error}", file=sys.stderr)
+        return 1
+    boxes, damaged = read_regions(checkpoint)
+    problems = checkpoint.problems + damaged
+    if checkpoint.broken.isdisjoint(checkpoint.region_files):
+        problems += coverage_problems(checkpoint, boxes)
+    rows = group(boxes, args.by)
+    if args.json:
+        told = facts(checkpoint, boxes, problems) | {"by": args.by, "rows": rows_to_dict(rows, checkpoint, args.by)}
+        print(json.dumps(told, indent=2))
+    else:
+        show(checkpoint, boxes, problems, rows, args.by)
+    return 0
+
+
+@dataclass
+class Row:
+    """What the boxes of one operator, kind or file add up to."""
+
+    operators: set[str] = field(default_factory=set)
+    elements: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """By slot."""
+    nbytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """By slot."""
+
+    def add(self, box: Box, operator: str) -> None:
+        """Takes in a box.
+
+        Args:
+            box: One of this row's.
+            operator: The operator that it belongs to.
+        """
+        self.operators.add(operator)
+        self.elements[box.slot] += box.region.numel
+        self.nbytes[box.slot] += box.nbytes
+
+    @property
+    def parameters(self) -> int:
+        """Parameters that there is state of; each has an element in every slot of its operator's detail."""
+        return max(self.elements.values(), default=0)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all slots."""
+        return sum(self.nbytes.values())
+
+
+def group(boxes: list[Box], by: str) -> dict[str, Row]:
+    """Adds boxes up, in the order of the forward pass or of the files' names.
+
+    Args:
+        boxes: Those of all files.
+        by: ``operator``, ``kind`` or ``file``.
+    """
+    rows: dict[str, Row] = defaultdict(Row)
+    for box in boxes:
+        operator = operator_or_other(box.name)
+        rows[{"operator": operator, "kind": _kind(operator), "file": box.file}[by]].add(box, operator)
+    order = {"operator": _place_of_operator, "kind": _KINDS.index, "file": str}[by]
+    return {name: rows[name] for name in sorted(rows, key=order)}
+
+
+def _kind(operator: str) -> str:
+    """``expert`` for ``layers.3.expert.5``."""
+    return operator.split(".")[2] if operator.startswith("layers.") else operator
+
+
+def _place_of_operator(operator: str) -> tuple:
+    kind, numbers = _kind(operator), [int(number) for number in _NUMBER.findall(operator)]
+    outside = {"embedding": 0, "output": 2, "other": 3}.get(kind, 1)
+    return outside, numbers[:1], _KINDS.index(kind), numbers[1:]
+
+
+def rows_to_dict(rows: dict[str, Row], checkpoint: Checkpoint, by: str) -> list[dict]:
+    """For JSON."""
+    told = []
+    for name, row in rows.items():
+        about = {"name": name, "operators": len(row.operators), "parameters": row.parameters, "bytes": row.total}
+        if by == "operator" and (entry := (checkpoint.operators or {}).get(name)):
+            about |= {"detail": entry.detail, "updates": entry.step}
+        told.append(about | {"slots": dict(row.nbytes)})
+    return told
+
+
+def facts(checkpoint: Checkpoint, boxes: list[Box], problems: list[str]) -> dict:
+    """What is told about a checkpoint as a whole, in bytes.
+
+    Args:
+        checkpoint: The checkpoint.
+        boxes: Those of its files of regions.
+        problems: What is wrong with it.
+    """
+    state = checkpoint.state
+    told = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
+    told |= {name: state.get(name) for name in ("consumed_samples", "skipped_iterations")}
+    told |= {"loss_scale": loss_scale(state)}
+    told |= {name: state.get(name) for name in ("optimizer", "optimizer_step", "shape")}
+    held = _files(checkpoint, checkpoint.region_files) | {"tensors": len({b.name for b in boxes}), "boxes": len(boxes)}
+    if checkpoint.format == SNAPSHOT:
+        details = Counter(entry.detail for entry in checkpoint.operators.values())
+        updates = sorted({entry.step for entry in checkpoint.operators.values() if entry.step is not None})
+        told |= {"policy": checkpoint.policy, "layout": dict(checkpoint.layout), "state": held}
+        told |= {"details": dict(details), "updates": updates}
+    else:
+        told |= {"weights": _files(checkpoint, checkpoint.weight_files), "optimizer_state": held}
+    return told | {"complete": not problems, "problems": problems}
+
+
+def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
+    return {"files": len(names), "bytes": checkpoint.bytes_of(names)}
+
+
+def loss_scale(state: dict) -> float | None:
+    """The loss scale that is saved: fp16's, where it is not fixed by a flag.
+
+    Args:
+        state: The content of training_state.json.
+    """
+    scale = (state.get("grad_scaler") or {}).get("scale")
+    return scale[0] if isinstance(scale, list) else scale
+
+
+def show(checkpoint: Checkpoint, boxes: list[Box], problems: list[str], rows: dict[str, Row], by: str) -> None:
+    """Prints facts and table for people.
+
+    Args:
+        checkpoint: The checkpoint.
+        boxes: Those of its optimizer state.
+        problems: What is wrong with it.
+        rows: Of the table.
+        by: What the rows are.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    about = facts(checkpoint, boxes, problems)
+    for name, text in _sentences(about).items():
+        console.print(f"{name:<16}{text}", soft_wrap=True)
+    for problem in problems:
+        console.print(f"  {problem}", soft_wrap=True)
+    if rows:
+        console.print(_table(rows, by, checkpoint))
+
+
+def _sentences(about: dict) -> dict[str, str]:
+    position = "{iteration}, {consumed_samples} samples, {skipped_iterations} iterations skipped".format(**about)
+    scale = about["loss_scale"]
+    held = _sentences_of_snapshot(about) if about["format"] == SNAPSHOT else _sentences_of_dense(about)
+    count = len(about["problems"])
+    return {
+        "checkpoint": about["path"],
+        "iteration": position,
+        "loss scale": "none saved" if scale is None else f"{scale:g}",
+        "model": _model(about["shape"] or {}),
+        **held,
+        "complete": f"no, {count} problem{'s' if count > 1 else ''}:" if count else "yes (hashes not compared)",
+    }
+
+
+def _sentences_of_dense(about: dict) -> dict[str, str]:
+    weights, optimizer = about["weights"], about["optimizer_state"]
+    kept = f"{_held(optimizer)}; {about['optimizer']}, step {about['optimizer_step']}"
+    return {
+        "weights": f"{human(weights['bytes'])} in {weights['files']} files",
+        "optimizer state": kept if optimizer["files"] else "not saved",
+    }
+
+
+def _sentences_of_snapshot(about: dict) -> dict[str, str]:
+    layout = ", ".join(f"{name} {size}" for name, size in about["layout"].items())
+    details = ", ".join(f"{count:,} {detail}" for detail, count in sorted(about["details"].items()))
+    updates = about["updates"]
+    span = "" if not updates else f"; {about['optimizer']}, updates {updates[0]}"
+    span += f" to {updates[-1]}" if len(updates) > 1 else ""
+    return {
+        "policy": about["policy"],
+        "layout": layout or "not said",
+        "operators": f"{details}{span}",
+        "state": _held(about["state"]),
+    }
+
+
+def _held(files_of_regions: dict) -> str:
+    return "{size} in {files} files, {boxes:,} boxes of {tensors:,} tensors".format(
+        size=human(files_of_regions["bytes"]), **files_of_regions
+    )
+
+
+def _model(shape: dict) -> str:
+    """The numbers that say how large a model is; what is not set is left out."""
+    return ", ".join(f"{name} {value}" for name, value in shape.items() if value not in (None, False)) or "unknown"
+
+
+def _table(rows: dict[str, Row], by: str, checkpoint: Checkpoint):
+    from rich import box
+    from rich.table import Table
+
+    slots = {slot for row in rows.values() for slot in row.nbytes}
+    order = [*(slot for known in SLOTS.values() for slot in known), PARAM]
+    slots = sorted(slots, key=lambda slot: (order.index(slot) if slot in order else len(order), slot))
+    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
+    whole = sum(row.total for row in rows.values())
+    table.add_column(by, "total", no_wrap=True)
+    cells = {} if by == "operator" else {"operators": lambda row: f"{len(row.operators):,}"}
+    cells["parameters"] = lambda row: f"{row.parameters:,}"
+    cells |= {slot: lambda row, slot=slot: human(row.nbytes.get(slot, 0)) for slot in slots}
+    cells |= {"bytes": lambda row: human(row.total), "share": lambda row: f"{100 * row.total / whole:.1f} %"}
+    totals, entries = _totals(rows), checkpoint.operators if by == "operator" else None
+    for name, cell in cells.items():
+        table.add_column(name, cell(totals), justify="right", no_wrap=True)
+    for name in ("detail", "updates") if entries else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        entry = entries.get(name) if entries else None
+        about = (entry.detail, "" if entry.step is None else f"{entry.step:,}") if entry else ()
+        table.add_row(name, *(cell(row) for cell in cells.values()), *about)
+    return table
+
+
+def _totals(rows: dict[str, Row]) -> Row:
+    totals = Row()
+    for row in rows.values():
+        totals.operators |= row.operators
+        for slot in row.nbytes:
+            totals.nbytes[slot] += row.nbytes[slot]
+            totals.elements[slot] += row.elements[slot]
+    return totals

@@ -1,0 +1,295 @@
+"""Tells whether checkpoints are whole: every byte of every file, and every element of the state that they hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from moc.inspect import dense
+from moc.inspect.checkpoint import (
+    DENSE,
+    SNAPSHOT,
+    Checkpoint,
+    choose,
+    format_of,
+    is_checkpoint,
+    is_unpublished,
+    read_boxes,
+    read_checkpoint,
+    read_regions,
+    saved_iterations,
+)
+from moc.inspect.coverage import coverage_problems
+from moc.output import human, progress
+from moc.store.errors import CheckpointError
+
+_BLOCK = 1 << 22
+
+EPILOG = """\
+examples:
+  python tools/verify_checkpoint.py checkpoints
+  python tools/verify_checkpoint.py checkpoints --all --workers 16
+  python tools/verify_checkpoint.py checkpoints/iter_0000100 --json
+
+Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/format_v1.md).  Of a --save
+directory, the checkpoint that its tracker names is verified, and that the tracker is right; of others the newest.
+
+exit codes: 0 all is whole, 1 something is damaged or missing (one line for each problem), 2 the command line."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Verify checkpoints: files, sizes, hashes, and that no element of the state is missing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="a directory of checkpoints, or one iter_* in it"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--iteration", type=int, metavar="N", help="the checkpoint of iteration N, not the tracker's")
+    which.add_argument("--all", action="store_true", help="all checkpoints of a directory")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        metavar="N",
+        help="threads that read and hash (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+@dataclass
+class Verdict:
+    """What was found out about a checkpoint, or about a --save directory as such."""
+
+    path: Path
+    checkpoint: Checkpoint | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hashed: int = 0
+    """Bytes that were read and hashed."""
+    tensors: int = 0
+    """Tensors in files of regions: those with optimizer state, and in Format v1 all."""
+
+    def to_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "path": str(self.path),
+            "format": self.checkpoint.format if self.checkpoint else None,
+            "iteration": self.checkpoint.iteration if self.checkpoint else None,
+            "whole": not self.problems,
+            "files": len(self.checkpoint.files) if self.checkpoint else 0,
+            "bytes": self.hashed,
+            "tensors": self.tensors,
+            "problems": self.problems,
+            "notes": self.notes,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"  {problem}" for problem in self.problems] + [f"  note: {note}" for note in self.notes]
+        count = len(self.problems)
+        if count:
+            return [f"{self.path}: NOT WHOLE, {count} problem{'s' if count > 1 else ''}", *found]
+        if not self.checkpoint:
+            return [f"{self.path}:", *found] if found else []
+        what = "optimizer state" if self.checkpoint.format == DENSE else "state"
+        kept = f"{what} of {self.tensors:,} tensors" if self.tensors else f"no {what}"
+        return [f"{self.path}: whole, {len(self.checkpoint.files)} files, {human(self.hashed)}, {kept}", *found]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0 where all is whole, 1 where something is not.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.workers < 1:
+        parser.error("--workers must be at least 1")
+    for path in args.paths:
+        if not path.is_dir():
+            parser.error(f"{path} is not a directory")
+        if is_checkpoint(path) and (args.all or args.iteration is not None):
+            parser.error(f"{path} is one checkpoint: give the directory that it is in, or drop --all and --iteration")
+    verdicts = [verdict for path in args.paths for verdict in examine(path, args.iteration, args.all)]
+    started = time.perf_counter()
+    check_hashes(verdicts, args.workers)
+    seconds = time.perf_counter() - started
+    for verdict in verdicts:
+        check_coverage(verdict)
+    _print(verdicts, seconds, args.json)
+    return int(any(verdict.problems for verdict in verdicts))
+
+
+def _print(verdicts: list[Verdict], seconds: float, as_json: bool) -> None:
+    size = sum(verdict.hashed for verdict in verdicts)
+    speed = size / 1e9 / seconds
+    if as_json:
+        facts = {"whole": not any(v.problems for v in verdicts), "bytes": size, "seconds": seconds}
+        facts |= {"gb_per_second": speed, "verified": [verdict.to_dict() for verdict in verdicts]}
+        print(json.dumps(facts, indent=2))
+        return
+    for line in (line for verdict in verdicts for line in verdict.lines()):
+        print(line)
+    print(f"hashed {human(size)} in {seconds:.2f} s, {speed:.2f} GB/s")
+
+
+def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
+    """What can be told of a PATH without reading much: a verdict for each checkpoint, and one for their directory.
+
+    Args:
+        path: The PATH.
+        iteration: Only the checkpoint of this iteration.
+        every: All checkpoints of a --save directory.
+    """
+    if is_checkpoint(path):
+        return [_opened(path)]
+    directory = Verdict(path, notes=leftovers(path))
+    try:
+        chosen = [choose(path, iteration)]
+    except CheckpointError as error:
+        directory.problems.append(str(error).removeprefix(f"{path}: "))
+        chosen = []
+    if iteration is None and (problem := tracker_problem(path)):
+        directory.problems.append(problem)
+    if every:
+        chosen = [dense.directory_of(path, i) for i in saved_iterations(path)]
+    return [directory, *map(_opened, chosen)]
+
+
+def _opened(directory: Path) -> Verdict:
+    verdict = Verdict(directory)
+    try:
+        verdict.checkpoint = read_checkpoint(directory)
+        verdict.problems += verdict.checkpoint.problems
+    except CheckpointError as error:
+        verdict.problems.append(str(error).removeprefix(f"{directory}/"))
+    return verdict
+
+
+def tracker_problem(root: Path) -> str | None:
+    """What is wrong with the tracker file of a --save directory, if anything is; Format v1 has none."""
+    saved = saved_iterations(root)
+    try:
+        tracked = dense.latest_iteration(root)
+    except (CheckpointError, ValueError, OSError):
+        return f"{dense.TRACKER}: does not hold an iteration"
+    if tracked is None:
+        written = any(format_of(dense.directory_of(root, iteration)) == DENSE for iteration in saved)
+        return f"{dense.TRACKER}: is missing, so --load finds nothing" if written else None
+    if tracked not in saved:
+        return f"{dense.TRACKER}: names iteration {tracked}, which is not there"
+    return None
+
+
+def leftovers(root: Path) -> list[str]:
+    """What a save that was killed, or still goes on, has left in a directory; all of it is harmless."""
+    unpublished = [dense.directory_of(root, iteration) for iteration in dense.saved_iterations(root)]
+    unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_unpublished, unpublished)]
+    notes = [f"{path.name}: a save that has not ended; the next one clears it" for path in unfinished]
+    for path in root.glob(".iter_*.replaced"):
+        notes.append(f"{path.name}: was to be replaced; the next start with --save here brings it back or clears it")
+    if tracker_problem(root) is None and (saved := saved_iterations(root)):
+        tracked = dense.latest_iteration(root)
+        if tracked is not None and tracked != saved[-1]:
+            notes.append(f"{dense.TRACKER}: names iteration {tracked}; --ckpt-step {saved[-1]} loads the newest")
+    return sorted(notes)
+
+
+def check_hashes(verdicts: list[Verdict], workers: int) -> None:
+    """Compares every file that has its listed size with its hash or hashes.
+
+    Args:
+        verdicts: Those of all checkpoints; they get the problems.
+        workers: Number of threads.
+    """
+    jobs = [(v, name) for v in verdicts if v.checkpoint for name in v.checkpoint.files.keys() - v.checkpoint.broken]
+    jobs.sort(
+        key=lambda job: (-job[0].checkpoint.files[job[1]]["bytes"], job[1])
+    )  # large ones first: threads end alike
+    total = sum(verdict.checkpoint.files[name]["bytes"] for verdict, name in jobs)
+    with progress(total) as advance, ThreadPoolExecutor(workers) as pool:
+        results = list(pool.map(lambda job: _hash_problems(job[0].checkpoint, job[1], advance), jobs))
+    for (verdict, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][1]):
+        verdict.hashed += verdict.checkpoint.files[name]["bytes"]
+        if problems:  # and what was said of its content before is idle
+            before = [said for said in verdict.problems if not said.startswith(f"{name}: ")]
+            verdict.problems = [*before, *(f"{name}: {problem}" for problem in problems)]
+            verdict.checkpoint.broken.add(name)
+
+
+def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], None]) -> list[str]:
+    entry = checkpoint.files[name]
+    try:
+        with open(checkpoint.directory / name, "rb", buffering=0) as file:
+            if checkpoint.format == SNAPSHOT:
+                return _snapshot_problems(checkpoint, name, file, advance)
+            if _hash(file, entry["bytes"], advance) != entry["xxh3_128"]:
+                return ["does not match its hash: its content is damaged"]
+    except OSError as error:
+        return [f"cannot be read ({error.strerror})"]
+    return []
+
+
+def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callable[[int], None]) -> list[str]:
+    """Of Format v1: the manifest has the hash of the header, and the header those of all that follows."""
+    entry = checkpoint.files[name]
+    if _hash(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
+        return ["its header does not match its hash: it is damaged"]
+    try:
+        boxes = read_boxes(checkpoint.directory, name)
+    except CheckpointError as error:
+        return [str(error).removeprefix(f"{name}: ")]
+    problems = []
+    for box in sorted(boxes, key=lambda box: box.start):
+        file.seek(box.start)
+        if _hash(file, box.nbytes, advance) != box.digest:
+            place = list(box.region.offset)
+            problems.append(f"{box.slot} of {box.name} at {place} does not match its hash: it is damaged")
+    return problems
+
+
+def _hash(file, size: int, advance: Callable[[int], None]) -> str:
+    """xxh3-128 of the next bytes of a file."""
+    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
+    while size and (count := file.readinto(block[: min(size, len(block))])):
+        hasher.update(block[:count])
+        advance(count)
+        size -= count
+    return hasher.hexdigest()
+
+
+def check_coverage(verdict: Verdict) -> None:
+    """Checks that files of regions hold every element exactly once, and all that there should be.
+
+    Args:
+        verdict: That of a checkpoint; it gets the problems.
+    """
+    checkpoint = verdict.checkpoint
+    if not checkpoint:
+        return
+    boxes, problems = read_regions(checkpoint)
+    verdict.problems += [problem for problem in problems if problem not in verdict.problems]
+    verdict.tensors = len({box.name for box in boxes})
+    if checkpoint.broken.isdisjoint(checkpoint.region_files):
+        if dense.STATE in checkpoint.broken:
+            checkpoint.state = {}
+        verdict.problems += coverage_problems(checkpoint, boxes)
+    else:  # each tensor in a lost file would be a problem of its own
+        verdict.notes.append("not searched for holes and overlaps, since files are lost")

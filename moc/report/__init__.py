@@ -1,0 +1,1 @@
+"""What a run was like, from its events.jsonl."""

@@ -1,0 +1,251 @@
+"""Draws the loss curves of one or more runs from their events.jsonl."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moc.output import replacing
+
+EXTRA = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
+RESUME_COLOR = "0.75"
+
+EPILOG = """\
+examples:
+  python tools/plot_loss.py --log-dir logs/run1 --output loss.png
+  python tools/plot_loss.py logs/a/events.jsonl logs/b/events.jsonl --start 100 \\
+      --extra learning-rate grad-norm
+
+The thin line is the training loss of each iteration, the thick one their moving average, dots are the
+validation loss; a light vertical line marks where a run was resumed."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Draw training and validation loss over iterations as a PNG.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("events", nargs="*", metavar="EVENTS", help="events.jsonl files, or directories with one")
+    parser.add_argument("--log-dir", action="append", default=[], metavar="DIR", help="the run's --log-dir")
+    parser.add_argument("--output", default="loss.png", metavar="PNG", help="(default: %(default)s)")
+    parser.add_argument("--title", default="", help="above the picture")
+    parser.add_argument("--start", type=int, default=0, metavar="ITERATION", help="first iteration to draw")
+    parser.add_argument("--end", type=int, metavar="ITERATION", help="last iteration to draw")
+    parser.add_argument(
+        "--smoothing",
+        type=int,
+        default=10,
+        metavar="N",
+        help="average over N iterations on each side, 0 for no average (default: %(default)s)",
+    )
+    parser.add_argument("--extra", nargs="+", choices=list(EXTRA), default=[], help="what a second panel shows")
+    return parser
+
+
+class ToolError(Exception):
+    """Ends the tool: one sentence for the user, no traceback."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0, or 1 where something is wrong.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        runs = [read_run(path) for path in _event_files(args)]
+        runs = [run.between(args.start, args.end) for run in runs]
+        if not any(run.train or run.valid for run in runs):
+            raise ToolError("There is no loss to draw in these events.")
+        _save(draw(runs, args.title, args.smoothing, args.extra), args.output)
+    except ToolError as error:
+        print(f"plot_loss: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"plot_loss: {error.filename or args.output}: {error.strerror or error}.", file=sys.stderr)
+        return 1
+    points = sum(len(run.train) for run in runs)
+    print(f"wrote {args.output} ({points:,} iterations of {len(runs)} run{'s' if len(runs) > 1 else ''})")
+    return 0
+
+
+def _event_files(args: argparse.Namespace) -> list[Path]:
+    paths = [Path(name) for name in (*args.events, *args.log_dir)]
+    if not paths:
+        raise ToolError("Give an events.jsonl, or --log-dir.")
+    return [path / "events.jsonl" if path.is_dir() else path for path in paths]
+
+
+@dataclass
+class Run:
+    """What one events.jsonl tells, by iteration."""
+
+    name: str
+    train: dict[int, dict] = field(default_factory=dict)
+    """Events of type "iteration"."""
+    valid: dict[int, float] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+
+    def between(self, start: int, end: int | None) -> Run:
+        """The part of the run from iteration `start` to `end`, which is the last one.
+
+        Args:
+            start: The first iteration of the part.
+            end: The last one, None for the run's own.
+        """
+        end = math.inf if end is None else end
+        return Run(
+            self.name,
+            {i: event for i, event in self.train.items() if start <= i <= end},
+            {i: loss for i, loss in self.valid.items() if start <= i <= end},
+            [i for i in self.resumed if start <= i <= end],
+        )
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of one field, without those that are no finite number.
+
+        Args:
+            key: Name of the field in the iteration events.
+        """
+        points = [(i, self.train[i].get(key)) for i in sorted(self.train)]
+        points = [(i, value) for i, value in points if _is_finite(value)]
+        return [i for i, _ in points], [value for _, value in points]
+
+    def add(self, event: dict) -> None:
+        """Takes in the next event; what a resumed run does again replaces what it had done.
+
+        Args:
+            event: One line of events.jsonl.
+        """
+        kind, iteration = event.get("type"), event.get("iteration")
+        if not isinstance(iteration, int):
+            return
+        if kind == "start":
+            self._rewind(iteration)
+        elif kind == "iteration" and not event.get("skipped"):
+            self.train[iteration] = event
+        elif kind == "iteration":
+            self.train.pop(iteration, None)
+        elif kind == "evaluation" and event.get("split", "valid") == "valid" and _is_finite(event.get("loss")):
+            self.valid[iteration] = event["loss"]
+
+    def _rewind(self, iteration: int) -> None:
+        if iteration > 0:
+            self.resumed.append(iteration)
+        # iterations beyond the checkpoint are undone, even where the new ones have not come that far yet
+        self.train = {i: event for i, event in self.train.items() if i <= iteration}
+        self.valid = {i: loss for i, loss in self.valid.items() if i <= iteration}
+        self.resumed = [i for i in self.resumed if i <= iteration]
+
+
+def _is_finite(value) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def read_run(path: Path) -> Run:
+    """Reads an events.jsonl; lines that a killed writer left torn are passed over.
+
+    Args:
+        path: The file. The run goes by the name of its directory.
+    """
+    run = Run(path.resolve().parent.name)
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                run.add(event)
+    return run
+
+
+def smooth(values: list[float], width: int) -> list[float]:
+    """The mean of every value and its neighbours, as many on one side as on the other.
+
+    Args:
+        values: What to smooth.
+        width: The most neighbours on each side; towards the ends there are fewer.
+    """
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for i in range(len(values)):
+        near = min(width, i, len(values) - 1 - i)
+        means.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
+    return means
+
+
+def draw(runs: list[Run], title: str, smoothing: int, extra: list[str]):
+    """Draws the runs and returns the figure.
+
+    Args:
+        runs: What to draw, in one colour each.
+        title: Above the picture.
+        smoothing: See `smooth`; 0 for none.
+        extra: Keys of `EXTRA`, at most two, for a second panel.
+    """
+    if smoothing < 0:
+        raise ToolError("--smoothing must not be negative.")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    heights = [3, 1] if extra else [1]
+    figure, panels = pyplot.subplots(
+        len(heights),
+        sharex=True,
+        squeeze=False,
+        figsize=(9, 7 if extra else 5),
+        height_ratios=heights,
+        layout="constrained",
+    )
+    for number, run in enumerate(runs):
+        _draw_loss(panels[0, 0], run, f"C{number}", smoothing, run.name if len(runs) > 1 else "")
+    panels[0, 0].set(ylabel="loss", title=title)
+    panels[0, 0].legend()
+    if extra:
+        _draw_extra(panels[1, 0], runs, extra)
+    for panel in panels[:, 0]:
+        panel.grid(alpha=0.3)
+        for iteration in {i for run in runs for i in run.resumed}:
+            panel.axvline(iteration, color=RESUME_COLOR, linewidth=1, zorder=0)
+    panels[-1, 0].set_xlabel("iteration")
+    return figure
+
+
+def _draw_loss(panel, run: Run, color: str, smoothing: int, name: str) -> None:
+    label = f"{name} training" if name else "training"
+    iterations, losses = run.series("loss")
+    raw = {"linewidth": 0.6, "alpha": 0.45} if smoothing else {"linewidth": 1, "label": label}
+    panel.plot(iterations, losses, color=color, **raw)
+    if smoothing:
+        panel.plot(iterations, smooth(losses, smoothing), color=color, linewidth=1.8, label=label)
+    if run.valid:
+        points = sorted(run.valid.items())
+        look = {"marker": "o", "markersize": 5, "markeredgecolor": "black", "linestyle": "none"}
+        panel.plot(*zip(*points, strict=True), color=color, label=label.replace("training", "validation"), **look)
+
+
+def _draw_extra(panel, runs: list[Run], extra: list[str]) -> None:
+    axes = [panel, panel.twinx()] if len(extra) > 1 else [panel]
+    for axis, name, style in zip(axes, extra, ("-", ":"), strict=False):
+        for number, run in enumerate(runs):
+            axis.plot(*run.series(EXTRA[name]), style, color=f"C{number}", linewidth=1)
+        axis.set_ylabel(f"{name.replace('-', ' ')} ({'dotted' if style == ':' else 'line'})")
+
+
+def _save(figure, output: str) -> None:
+    with replacing(output) as name:
+        figure.savefig(name, format="png", dpi=120)

@@ -1,0 +1,72 @@
+"""A report as a picture: how far runs came, where their time went, and how unequal experts were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moc.output import replacing
+from moc.report.clock import Event
+from moc.report.figures import Report
+from moc.report.tables import PARTS
+
+
+def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    """Draws runs into a PNG.
+
+    Args:
+        path: of it; it is replaced as a whole.
+        runs: what they were like.
+        events: of each.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [_progress, _parts, *([_skewness] if any("skewness" in run.gauges for run in runs) else [])]
+    figure, axes = pyplot.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
+    for panel, draw in zip(axes[:, 0], panels, strict=True):
+        draw(panel, runs, events)
+    with replacing(path) as name:
+        figure.savefig(name, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+def _progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, (run, told) in enumerate(zip(runs, events, strict=True)):
+        trained = [event for event in told if event["type"] == "iteration"]
+        times, iterations = zip(*((e["time"] - run.began, e["iteration"]) for e in trained), strict=True)
+        panel.plot(times, iterations, color=f"C{number}", label=f"{run.name} (ETTR {run.ettr:.3f})")
+        for recovery in run.each:
+            panel.axvline(recovery.time - run.began, color=f"C{number}", linewidth=0.8, linestyle=":")
+    panel.set(xlabel="seconds since the begin; dotted: after a recovery", ylabel="iteration")
+    panel.grid(alpha=0.3)
+    panel.legend(loc="upper left")
+
+
+def _parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    left = [0.0] * len(runs)
+    for number, (name, title) in enumerate(PARTS.items()):
+        shares = [max(0.0, _drawn(run, name)) / run.wall_s for run in runs]
+        if any(shares):
+            panel.barh([run.name for run in runs], shares, left=left, color=f"C{number}", label=title)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    panel.set(xlabel="share of the wall clock")
+    panel.invert_yaxis()
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize="small")
+
+
+def _drawn(run: Report, name: str) -> float:
+    """Seconds; iterations that were faster than the median took less than what is counted as useful."""
+    faster_s = min(0.0, run.spent.slower_s) if name == "useful_s" else 0.0
+    return getattr(run.spent, name) + faster_s
+
+
+def _skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, (run, told) in enumerate(zip(runs, events, strict=True)):
+        points = {event["iteration"]: event["skewness"] for event in told if "skewness" in event}
+        if points:
+            panel.plot(points.keys(), points.values(), color=f"C{number}", label=run.name)
+    panel.set(xlabel="iteration", ylabel="skewness of experts", ylim=(0, None))
+    panel.grid(alpha=0.3)
+    panel.legend()

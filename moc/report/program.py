@@ -1,0 +1,74 @@
+"""Says what a run was like, or several side by side, from their events.jsonl."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from moc.output import replacing
+from moc.report.figures import report
+from moc.report.plot import plot
+from moc.report.tables import show
+from moc.simulate.profile import events_file, read_events
+
+EPILOG = """\
+examples:
+  python tools/report.py log/
+  python tools/report.py full/log sparse/log --plot report.png --json report.json
+
+ETTR is useful work by the wall clock: iterations that count, each for as long as the median of those that nothing
+disturbs. The lines below it are all parts of the wall clock; docs/training.md says what they are."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Say what a run was like: time, faults and recoveries, snapshots, experts, choices.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("events", nargs="+", metavar="EVENTS", help="events.jsonl files, or directories with one")
+    parser.add_argument("--json", metavar="FILE", help="write all figures, and every recovery, to FILE")
+    parser.add_argument("--plot", metavar="PNG", help="draw progress, parts of the wall clock and skewness")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool.
+
+    Args:
+        argv: The command line, by default the process's own.
+
+    Returns:
+        The exit status: 0, or 1 where something is wrong.
+    """
+    args = build_parser().parse_args(argv)
+    path = ""
+    try:
+        runs, events = [], []
+        for path in dict.fromkeys(args.events):
+            events.append(read_events(path))
+            try:
+                runs.append(report(str(events_file(path).parent), events[-1]))
+            except ValueError as error:
+                raise ValueError(f"{events_file(path)}: {error}") from None
+            except KeyError as error:
+                raise ValueError(f"{events_file(path)}: an event has no {error}: it is not of this program.") from None
+        show(runs)
+        if args.json:
+            path = args.json
+            with replacing(path) as name:
+                Path(name).write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=2) + "\n")
+        if args.plot:
+            path = args.plot
+            plot(path, runs, events)
+    except ValueError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"report: {error.filename or path}: {error.strerror or error}.", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,251 @@
+"""A report for people: runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from moc.output import human
+from moc.report.figures import Choice, Report, Spread, Trend
+
+PARTS = {
+    "useful_s": "useful work",
+    "stalls_s": "stalls for snapshots",
+    "slower_s": "slower iterations",
+    "again_s": "computing again",
+    "recoveries_s": "recoveries",
+    "stopped_s": "until started again",
+    "start_up_s": "start-up",
+    "pauses_s": "evaluation, saves",
+    "other_s": "other",
+}
+"""Of :class:`moc.report.clock.Spent`, in the order of the wall clock's."""
+
+_SETTINGS = {
+    "sparse_window": "window W",
+    "k_snapshot": "K in memory",
+    "k_persist": "K in storage",
+    "snapshot_interval": "interval",
+}
+_WIDE = 160  # columns, where there is no terminal
+
+Cell = Callable[[Report], "str | None"]
+
+
+def show(runs: Sequence[Report]) -> None:
+    """Prints a table with a column for each run, and what tuners chose."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(_table(runs))
+    for run in runs:
+        for line in _choices(run, len(runs) > 1):
+            console.print(line, soft_wrap=True)
+
+
+def rows(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
+    """By section: lines, each with a cell for each run. What no run has anything of is left out."""
+    for section, lines in _SECTIONS.items():
+        told = ((name, [cell(run) for run in runs]) for name, cell in lines.items())
+        filled = [(name, [cell or "" for cell in cells]) for name, cells in told if any(cells)]
+        if filled:
+            yield section, filled
+
+
+def _table(runs: Sequence[Report]):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right", overflow="fold")
+    for section, lines in rows(runs):
+        table.add_row(section.upper())
+        for name, cells in lines:
+            table.add_row(f"  {name}", *cells)
+        table.add_section()
+    return table
+
+
+def _choices(run: Report, named: bool) -> Iterable[str]:
+    whose = f"{run.name}: " if named else ""
+    for one in run.choices:
+        yield f"{whose}at iteration {one.iteration}: {_chosen(one)}"
+        yield f"    {one.reason}" + (f" (It looked since {one.cause}.)" if one.cause else "")
+
+
+def _chosen(one: Choice) -> str:
+    return ", ".join(f"{name} {value}" for name, value in one.chosen.items())
+
+
+def seconds(value: float | None) -> str | None:
+    """A time for people; None of None."""
+    if value is None:
+        return None
+    if abs(value) >= 3600:
+        return f"{value / 3600:.2f} h"
+    return f"{value:.2f} s" if abs(value) >= 1 else f"{value * 1000:.3g} ms"
+
+
+def _percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _part(name: str) -> Cell:
+    def cell(run: Report) -> str | None:
+        spent = getattr(run.spent, name)
+        return f"{seconds(spent)}, {_percent(spent / run.wall_s, 1):>6}" if spent else None
+
+    return cell
+
+
+def _spread(spread: Spread | None, text: Callable[[float], str]) -> str | None:
+    """Median and worst."""
+    return spread and f"{text(spread.median)}, {text(spread.most)}"
+
+
+def _mean_and_most(spread: Spread | None) -> str | None:
+    return spread and f"{spread.mean:.3g}, {spread.most:g}"
+
+
+def _trend(name: str, text: Callable[[float], str]) -> Cell:
+    def cell(run: Report) -> str | None:
+        trend = run.gauges.get(name)
+        return trend and f"{text(trend.first)}, {text(trend.last)}, {text(trend.mean)}"
+
+    return cell
+
+
+def _highest(name: str, text: Callable[[float], str]) -> Cell:
+    def cell(run: Report) -> str | None:
+        trend = run.gauges.get(name)
+        return trend and f"{text(trend.mean)}, {text(trend.most)}"
+
+    return cell
+
+
+def _setting(name: str) -> Cell:
+    def cell(run: Report) -> str | None:
+        trend = run.gauges.get(name)
+        return trend and (f"{trend.last:g}" if trend.first == trend.last else f"{trend.first:g}, then {trend.last:g}")
+
+    return cell
+
+
+def _saved(text: Callable[[Report], str | None], if_any: str = "snapshots") -> Cell:
+    return lambda run: text(run) if run.saving and getattr(run.saving, if_any) else None
+
+
+def _iterations(run: Report) -> str:
+    skipped = f", {run.skipped:,} skipped" if run.skipped else ""
+    return f"{run.iterations:,} ({run.first:,} to {run.last:,}){skipped}"
+
+
+def _loss(trend: Trend | None) -> str | None:
+    return trend and f"{trend.first:.4f}, {trend.last:.4f}"
+
+
+def _by(counts: Mapping[str, object], text: Callable[[object], str]) -> str:
+    return ", ".join(f"{name} {text(value)}" for name, value in counts.items())
+
+
+def _exact(run: Report) -> str | None:
+    recoveries = run.recoveries
+    told = [f"{recoveries.exact} exact"] * bool(recoveries.exact)
+    told += [f"{recoveries.not_exact} not"] * bool(recoveries.not_exact)
+    other = recoveries.count - recoveries.exact - recoveries.not_exact
+    return ", ".join([*told, f"{other} not compared"] if other and told else told) or None
+
+
+def _alone(run: Report) -> str | None:
+    recoveries = run.recoveries
+    return recoveries.stages and f"{_mean_and_most(recoveries.stages)}; in {recoveries.alone} of {recoveries.count}"
+
+
+def _a_snapshot(total: str, count: str) -> Cell:
+    return _saved(lambda run: human(getattr(run.saving, total) / getattr(run.saving, count)), count)
+
+
+def _an_iteration(total: str) -> Cell:
+    return _saved(lambda run: human(getattr(run.saving, total) / run.computed), total)
+
+
+def _not_written(what: str) -> Cell:
+    return lambda run: f"{run.not_written[what]:,}" if run.not_written.get(what) else None
+
+
+def _survived(run: Report) -> str:
+    return ", ".join(f"{lost}: {100 * share:.3g} %" for lost, share in run.saving.survival.items())
+
+
+def _worst_layers(run: Report) -> str | None:
+    lost = sorted(run.plt_by_layer.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{_percent(plt)} in layer {layer}" for layer, plt in lost if plt) or None
+
+
+_SECTIONS: dict[str, dict[str, Cell]] = {
+    "run": {
+        "workers": lambda run: f"{run.workers:,}",
+        "iterations": _iterations,
+        "wall clock": lambda run: seconds(run.wall_s),
+        "an iteration, undisturbed": lambda run: seconds(run.iteration_s),
+        "tokens": lambda run: f"{run.tokens:,}",
+        "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}",
+        "tokens/s, undisturbed": lambda run: f"{run.tokens / run.iterations / run.iteration_s:,.0f}",
+        "loss: first, last": lambda run: _loss(run.loss),
+        "loss, newest": lambda run: _by(run.validation, "{:.4f}".format),
+        "ended": lambda run: run.ended or "not in good order, or not yet",
+    },
+    "where the time went": {
+        "ETTR": lambda run: f"{run.ettr:.3f}",
+        **{title: _part(name) for name, title in PARTS.items()},
+    },
+    "faults and recoveries": {
+        "injected": lambda run: _by(run.recoveries.injected, str),
+        "recoveries": lambda run: f"{run.recoveries.count:,}" if run.recoveries.count else None,
+        "until stopped: median, worst": lambda run: _spread(run.recoveries.detect_s, seconds),
+        "outside useful work: median, worst": lambda run: _spread(run.recoveries.outside_s, seconds),
+        "workers that kept their state: mean, most": lambda run: _mean_and_most(run.recoveries.kept),
+        "stages that computed alone: mean, most": _alone,
+        "iterations computed again: mean, most": lambda run: _mean_and_most(run.recoveries.again),
+        "what was computed again": _exact,
+    },
+    "snapshots": {
+        "tier": _saved(lambda run: run.saving.tier),
+        "taken": _saved(lambda run: f"{run.saving.snapshots:,}"),
+        "bytes of one": _a_snapshot("snapshot_bytes", "snapshots"),
+        "bytes an iteration, to host memory": _an_iteration("snapshot_bytes"),
+        "bytes an iteration, to peers": _an_iteration("replicated_bytes"),
+        "bytes an iteration, to storage": _an_iteration("persisted_bytes"),
+        "copy, hash": _saved(lambda run: f"{seconds(run.saving.copy_s)}, {seconds(run.saving.hash_s)}"),
+        "stall of an iteration": _saved(lambda run: seconds(run.saving.stall_s / run.computed)),
+        "replicated": _saved(
+            lambda run: f"{run.saving.replicated:,} in {seconds(run.saving.replicate_s)} each", "replicated"
+        ),
+        "written and published": _saved(
+            lambda run: f"{run.saving.persisted:,} in {seconds(run.saving.write_s + run.saving.publish_s)} each",
+            "persisted",
+        ),
+        "of lost nodes, from others": _saved(lambda run: f"{run.saving.restored:,}", "restored"),
+        "survived, of nodes lost at once": _saved(_survived, "survival"),
+    },
+    "could not be written": {
+        "snapshots": _not_written("snapshot"),
+        "snapshots, storage being too slow": _not_written("skipped"),
+        "checkpoints": _not_written("checkpoint"),
+        "logs, for a while": _not_written("log"),
+    },
+    "upstream logs": {
+        "bytes: mean, most": _highest("upstream_log_bytes", human),
+        "iterations: mean, most": _highest("upstream_log_iterations", "{:.3g}".format),
+    },
+    "experts": {
+        "HHI: first, last, mean": _trend("hhi", "{:.4f}".format),
+        "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),
+        "tokens lost (PLT): first, last, mean": _trend("plt", _percent),
+        "most of them": _worst_layers,
+    },
+    "policy": {title: _setting(name) for name, title in _SETTINGS.items()},
+}

@@ -1,0 +1,169 @@
+"""What came out of a simulation, printed, written and drawn."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+
+from moc.output import replacing
+from moc.simulate.engine import Job
+from moc.simulate.failures import Faults
+from moc.simulate.planner import Plan
+from moc.simulate.policies import Setup
+from moc.simulate.result import Result
+
+_COLUMNS = (
+    "ettr",
+    "overhead",
+    "recovery_each_s",
+    "longest_s",
+    "failures",
+    "replayed",
+    "useful_s",
+    "saving_s",
+    "slower_s",
+    "recovery_s",
+    "idle_s",
+    "wall_s",
+    "iterations",
+    "samples",
+    "k",
+    "plt",
+    "host_bytes",
+)
+
+
+def print_run(
+    setup: Setup, faults: Faults, job: Job, means: Mapping[str, Result], chosen: Plan | None, as_json: bool
+) -> None:
+    """Prints the table of all policies, or JSON.
+
+    Args:
+        setup: model and cluster.
+        faults: what fails.
+        job: what ran.
+        means: over the runs, by title.
+        chosen: by the planner; None without one.
+        as_json: JSON.
+    """
+    if as_json:
+        told = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
+        told |= {"choice": {"best": chosen.best.name, "reason": chosen.reason}} if chosen else {}
+        print(json.dumps(told, indent=2))
+        return
+    print(_title(setup, faults, job), "", sep="\n")
+    header = [
+        "policy",
+        "ETTR",
+        "overhead",
+        "a failure",
+        "longest",
+        "failures",
+        "samples/s",
+        "PLT",
+        "host",
+        "net",
+        "disk",
+    ]
+    print(aligned([header, *(_row(title, some) for title, some in means.items())]))
+    if chosen:
+        print("", chosen.reason.replace(". ", ".\n"), sep="\n")
+
+
+def _title(setup: Setup, faults: Faults, job: Job) -> str:
+    cluster, layout, timing = setup.cluster, setup.layout, setup.timing
+    parameters = sum(o.parameters for o in setup.operators)
+    when = f"{sum(bool(e.lost) for e in faults.trace)} losses in the trace" if faults.trace else _mtbf(faults)
+    rates = (cluster.host_bandwidth, cluster.inter_bandwidth, cluster.storage_bandwidth)
+    host, network, storage = (f"{rate / 1e9:.3g}" for rate in rates)
+    rollback = "" if setup.program else f"; everybody replays after {cluster.detect_s + cluster.restart_s:.4g} s"
+    return (
+        f"{parameters / 1e9:.1f} B parameters on {cluster.gpus:,} GPUs ({cluster.name}): "
+        f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}\n"
+        f"{timing.iteration_s:.3g} s an iteration; {job.wall_s / 3600:g} hours; {when}\n"
+        f"GB/s: {host} from a GPU to host memory, {network} between nodes, {storage} to storage\n"
+        f"a snapshot costs its iteration {100 * setup.overhead:.3g} % at least{rollback}"
+    )
+
+
+def _mtbf(faults: Faults) -> str:
+    if math.isinf(faults.mtbf_s):
+        return "no failures"
+    return f"a failure every {faults.mtbf_s:,.0f} s{' evenly' if faults.evenly else ', at random'}"
+
+
+def _facts(setup: Setup, faults: Faults) -> dict:
+    return {
+        "cluster": dataclasses.asdict(setup.cluster),
+        "layout": dataclasses.asdict(setup.layout),
+        "timing": dataclasses.asdict(setup.timing),
+        "snapshot_bytes": setup.full.total,
+        "snapshot_overhead": setup.overhead,
+        "mtbf_s": faults.mtbf_s,
+    }
+
+
+def _row(title: str, some: Result) -> list[str]:
+    return [
+        title,
+        f"{some.ettr:.3f}",
+        f"{100 * some.overhead:.1f} %",
+        f"{some.recovery_each_s:.1f} s",
+        f"{some.longest_s:.0f} s",
+        f"{some.failures}",
+        f"{some.samples / some.wall_s:.1f}",
+        f"{100 * some.plt:.2g} %" if some.plt else "",
+        *(f"{nbytes / 1e12:,.2f} TB" for nbytes in dataclasses.astuple(some.written)),
+    ]
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
+        for line in lines
+    )
+
+
+def write_csv(path: str, means: Mapping[str, Result]) -> None:
+    """Writes a line for each policy.
+
+    Args:
+        path: of the file; it is replaced as a whole.
+        means: by title.
+    """
+    with replacing(path) as name, open(name, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        written = [f"{where}_bytes_written" for where in ("host", "network", "storage")]
+        writer.writerow(["policy", *_COLUMNS, *written])
+        for title, some in means.items():
+            values = some.to_dict()
+            writer.writerow([title, *(values[name] for name in _COLUMNS), *dataclasses.astuple(some.written)])
+
+
+def plot(path: str, results: Mapping[str, Result]) -> None:
+    """Draws goodput over time.
+
+    Args:
+        path: of the PNG.
+        results: by title.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for number, (title, some) in enumerate(results.items()):
+        hours = [(part + 0.5) * some.wall_s / len(some.goodput) / 3600 for part in range(len(some.goodput))]
+        panel.plot(hours, some.goodput, color=f"C{number}", label=f"{title} ({some.ettr:.3f})")
+        panel.axhline(some.samples / some.wall_s, color=f"C{number}", linestyle="--", linewidth=0.8)
+    panel.set(xlabel="hours", ylabel="goodput (samples/s)", ylim=(0, None))
+    panel.legend(title="policy (ETTR)", loc="lower left")
+    with replacing(path) as name:
+        figure.savefig(name, format="png", dpi=120)
+    pyplot.close(figure)

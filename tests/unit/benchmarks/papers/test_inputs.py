@@ -1,0 +1,133 @@
+"""What the figures beside the papers' are made of: inputs, laws of failures, placements."""
+
+import dataclasses
+import math
+from statistics import fmean
+
+import pytest
+
+from benchmarks.papers import lazarus, moevement
+from benchmarks.papers import moc_system as moc
+from benchmarks.papers import printed as papers
+from benchmarks.papers.program import REPRODUCTIONS
+from benchmarks.papers.reproduction import Reproduction, Row
+from moc.simulate.cluster import CLUSTERS
+from moc.simulate.engine import Job, simulate
+from moc.simulate.saving import Saving
+
+A100 = CLUSTERS["a100-moevement-fitted"]
+
+
+@pytest.mark.parametrize("model", [*papers.TABLE_3, *papers.TABLE_7], ids=lambda model: model.name)
+def test_what_is_predicted_is_no_input(model):
+    where = moevement.Conditions(A100, moevement.AT_RANDOM)
+    blind = dataclasses.replace(model, ettr={}, gemini_intervals={})
+    assert moevement._systems(blind, where, 600.0, 3) == moevement._systems(model, where, 600.0, 3)
+
+
+def test_at_ten_minutes_recovery_times_tell_of_fewer_failures():
+    for pairs in papers.TABLE_3_RECOVERY.values():
+        assert all(51 < 36 * ten / twenty < 63 for twenty, ten in pairs)
+    assert 51 < moevement._failures_at_ten_minutes() < 63
+
+
+@pytest.mark.parametrize("model", papers.TABLE_7, ids=lambda model: model.name)
+def test_a_checkpoint_to_disk_stalls_for_no_less_than_one_to_memory(model):
+    assert model.checkfreq_overhead_s * model.checkfreq_interval >= model.gemini_stall_s - 1e-9
+    assert model.checkfreq_overhead_s >= 0.03 * model.iteration_s
+
+
+@pytest.mark.parametrize("law", ["AT_RANDOM", "ONE_IN_EACH", "WHILE_TRAINING"])
+def test_an_oracle_reckons_with_the_failures_that_come(law):
+    law = getattr(moevement, law)
+    saving = Saving("full", interval=1, restart_s=300)
+    runs = (simulate(Job(1.0, wall_s=200_000, seed=seed), law.faults(1000.0), saving) for seed in range(20))
+    assert fmean(run.ettr for run in runs) == pytest.approx(law.left(300 / 1000), abs=0.015)
+
+
+def test_the_oracle_s_interval_is_the_best():
+    model, where = papers.TABLE_3[0], moevement.Conditions(A100, moevement.WHILE_TRAINING)
+    interval = moevement._systems(model, where, 600.0, 1)["full"].interval
+    young = math.sqrt(2 * model.gemini_stall_s * 600) / model.iteration_s
+    assert young / 1.2 < interval < 1.2 * young
+
+
+def test_replicas_follow_the_load_and_no_expert_has_fewer_than_the_threshold():
+    assert lazarus.allocate([1, 1, 2, 4], 16, 2) == [2, 2, 4, 8]
+    assert lazarus.allocate([1, 1, 100], 12, 2) == [2, 2, 8]
+
+
+def test_maximum_rank_overlap_fills_the_nodes_and_beats_the_others():
+    replicas = lazarus.allocate([1.0] * 10 + [4.0] * 6, 60, 2)
+    nodes = lazarus.maximum_rank_overlap(replicas)
+    assert len(nodes) == 10 and all(len(node) <= 6 for node in nodes)
+    assert set().union(*nodes) == set(range(16))
+    plans = (list(lazarus._places(nodes)), lazarus.spread(replicas), lazarus.compact(replicas))
+    for lost in (1, 2, 3, 4):
+        best, *others = (lazarus.survives(plan, lost) for plan in plans)
+        assert best >= max(others) and (best == 1) == (lost < min(replicas))
+
+
+def test_survival_by_hand():
+    # Of the 45 pairs of nodes, only 0 and 1 take an expert with them.
+    assert lazarus.survives([frozenset({0, 1}), frozenset({2, 3, 4})], 2) == 1 - 1 / 45
+    assert lazarus.survives([frozenset({0})], 1) == 0.9
+    assert [set(place) for place in lazarus.spread([2, 9])] == [{0, 1}, set(range(10)) - {1}]
+    assert [set(place) for place in lazarus.compact([2, 9])] == [{0}, {0, 1}]
+
+
+def test_figure_8_of_lazarus():
+    rows = {row.label: row for row in lazarus.figure_8().rows}
+    assert abs(rows["GPT-L, step 200, 4 lost, spread"].error) < 1
+    ordered, mapped = (row for label, row in rows.items() if row.paper == 41)
+    assert ordered.ours > 41 > mapped.ours > rows["GPT-L, step 200, 4 lost, spread"].ours
+    assert all(row.ours == 0 for label, row in rows.items() if label.startswith("GPT-L") and "compact" in label)
+    one, two = (row.ours for label, row in rows.items() if label.startswith("GPT-S"))
+    assert 100 > one > two > 0
+
+
+def test_figure_13_of_moc():
+    others = 14 * sum(o.parameters for o in moc._operators(2048, 64) if o.kind != "expert")
+    expert_bytes = 14 * 24 * 3 * 2048 * 8192  # of a GPU's experts, with a gate
+    assert moc._busiest(2048, "Base-Async") == pytest.approx(expert_bytes + 2 / 14 * others, rel=0.02)
+    assert moc._busiest(2048, "MoC-Async") == pytest.approx(expert_bytes / 8 + others / 64, rel=0.02)
+    found = REPRODUCTIONS["moc-fig13"]()
+    assert [holds for row in found.rows for holds in row.bounds()] == [True] * 10
+    assert sum(bool(row.excluded) for row in found.rows) == 7 and not any(row.errors() for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "errors", "bounds", "told"),
+    [
+        (Row("", 0.9, 0.85), [5.0], [], "-5.0"),
+        (Row("", 29, 59, "percent"), [30.0], [], "+30.0"),
+        (Row("", 2, 4, "factor"), [2.0], [], "x 2.00"),
+        (Row("", 29, 59, "percent", "least"), [], [True], "holds"),
+        (Row("", 29, 19, "percent", "least"), [], [False], "fails"),
+        (Row("", 29, 19, "percent", "most"), [], [True], "holds"),
+        (Row("", 0, 0, "percent", "above"), [], [False], "fails"),
+        (Row("", 29, 59, "percent", "least", "fitted to"), [], [], "(holds)"),
+        (Row("", 0.9, 0.85, excluded="damaged"), [], [], "(-5.0)"),
+    ],
+)
+def test_a_headline_counts_what_could_fail(row, errors, bounds, told):
+    assert row.errors() == pytest.approx(errors) and row.bounds() == bounds
+    assert row.cells(common=False)[-1] == told
+    headline = " ".join(Reproduction("", (row,), ()).summary())
+    assert ("mean absolute error" in headline) == (bool(errors) and row.kind != "factor")
+    assert ("bounds hold, which have no error" in headline) == bool(bounds)
+    assert ("Nothing here could fail" in headline) == (not errors and not bounds)
+    assert ("not counted: 1" in headline) == bool(row.excluded)
+
+
+def test_the_common_law_has_a_headline_of_its_own():
+    rows = (Row("", 0.9, 0.89, common=0.7), Row("", 0.9, 0.95, bound="least", common=0.8), Row("", 2, 3, "factor"))
+    chosen, common = Reproduction("", rows, (), law="as chosen", fitted=("a", "b")).summary()[1::2][:2]
+    assert "worst 1.0, of 1 figures" in chosen and "1 of 1 bounds" in chosen and "factors up to 1.50" in chosen
+    assert "worst 20.0, of 1 figures" in common and "0 of 1 bounds" in common and "factors" not in common
+
+
+@pytest.mark.parametrize("name", ["moc-fig10", "moc-fig13", "moc-fig15", "moetion-fig9", "lazarus-fig8"])
+def test_every_headline_names_its_law_and_its_constants(name):
+    first, *_, last = REPRODUCTIONS[name]().summary()
+    assert first.startswith("Failures: ") and last.startswith("Fitted or chosen: ") and "nothing" not in last

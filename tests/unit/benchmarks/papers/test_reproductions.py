@@ -1,0 +1,77 @@
+"""How near the figures of the papers ours come."""
+
+import pytest
+
+from benchmarks.papers import moevement
+from benchmarks.papers.program import REPRODUCTIONS, main
+
+
+@pytest.fixture(scope="module")
+def table_3():
+    return moevement.table_3()
+
+
+def errors(found):
+    return [error for row in found.rows if row.kind == "ettr" for error in row.errors()]
+
+
+def test_table_3_of_moevement(table_3):
+    ettr = errors(table_3)
+    assert len(ettr) == 60 and sum(ettr) / 60 <= 2 and max(ettr) <= 5
+    assert table_3.order_right == (20, 20)
+
+
+def test_every_row_with_failures_stands_under_the_common_law_too(table_3):
+    """At 10 minutes, where the number of failures was fitted; elsewhere Table 3's law is the common one."""
+    rows = [row for row in table_3.rows if row.kind == "ettr"]
+    assert all((row.common != row.ours) == (", 10 min," in row.label) for row in rows)
+    common = [error for row in rows for error in row.errors(common=True)]
+    assert len(common) == 60 and max(common) > 2 * max(errors(table_3))
+    headline = "\n".join(table_3.summary())
+    assert f"worst {max(common):.1f}" in headline and f"worst {max(errors(table_3)):.1f}" in headline
+    assert "0.24 GB/s" in headline and "155 s" in headline and "where 600 s are named" in headline
+
+
+def test_gemini_s_oracle_chooses_intervals_like_the_paper_s(table_3):
+    intervals = [row for row in table_3.rows if "interval" in row.label]
+    assert len(intervals) == 4 and max(row.error for row in intervals) <= 1.5
+
+
+def test_table_7_of_moevement():
+    found = moevement.table_7()
+    ettr = errors(found)
+    assert len(ettr) == 44 and sum(ettr) / 44 <= 3 and max(ettr) <= 6
+    assert found.order_right == (15, 15)
+    intervals = [row for row in found.rows if "interval" in row.label]
+    beyond = [row.label.split(", Gemini")[0] for row in intervals if row.error > 1.5]
+    assert beyond == ["FP8, FP32, FP32+FP32, 60 min", "FP8, FP8, FP8+FP16, 60 min"]  # docs/simulate.md says why
+    assert max(row.error for row in intervals) < 1.6
+
+
+def test_figure_11_of_moevement():
+    found = moevement.figure_11()
+    assert max(errors(found)) <= 4
+    printed = {row.label: row.ours for row in found.rows}
+    assert printed["671B, 10 min, MoEvement"] > printed["671B, 10 min, Gemini"] + 0.2
+
+
+def test_sizes_and_lost_tokens():
+    full, ours, partial = (REPRODUCTIONS[f"{name}"]() for name in ("moc-fig10", "moc-fig15", "moetion-fig9"))
+    assert all(row.errors()[0] <= 1.5 for row in full.rows if "K = 1, " not in row.label)
+    assert all(row.holds for row in ours.rows if row.bound)
+    assert all(row.error <= 1.1 for row in partial.rows)
+
+
+def test_what_is_further_off_than_the_paper_s_figure_is_no_bound_that_holds():
+    """59 % where the paper has 29 % is an error of 30 points, though the paper's reduction is reached."""
+    worst = max(REPRODUCTIONS["moc-fig10"]().rows, key=lambda row: abs(row.error))
+    assert (worst.paper, round(worst.ours)) == (29, 59) and worst.errors() == [pytest.approx(30.2, abs=0.1)]
+
+
+def test_the_command(capsys):
+    assert main(["moevement-fig1"]) == 0
+    assert "mean absolute error" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["moevement-fig2"])
+    said = capsys.readouterr().err
+    assert all(name in said for name in REPRODUCTIONS)

@@ -1,0 +1,212 @@
+"""The checkpoint tools know Format v1: what it holds is told, and damage to any bit of it is found and named."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.pretraining.convert.regions import cut, write_regions
+from megatron.pretraining.convert.snapshot import write_snapshot
+from moc.inspect import summary
+from moc.inspect import verify as tool
+from moc.store.manifest import Manifest, OperatorEntry
+from tests.unit.conftest import REPOSITORY
+from tests.unit.inspect.checkpoints import save
+from tests.unit.inspect.test_summary import inspect
+from tests.unit.inspect.test_verify import flip, verify
+from tests.unit.pretraining.convert.models import EXPERTS, LAYERS, SLOTS, Model, shapes
+
+FIRST, SECOND = "rank_00000.safetensors", "rank_00001.safetensors"
+PARAMETERS = sum(map(math.prod, shapes().values()))
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+def snapshot(root, model=None):
+    return write_snapshot(model or Model(), root, 2, lambda count: None)
+
+
+def manifest_of(directory) -> Manifest:
+    return Manifest.from_json((directory / "manifest.json").read_text(), "manifest.json")
+
+
+def edit(directory, **changes):
+    (directory / "manifest.json").write_text(replace(manifest_of(directory), **changes).to_json())
+
+
+def write_again(directory, change):
+    """Writes the files anew with other boxes, and lists them as they are; what is promised stays."""
+    model = Model()
+    parts = change(cut(model.tensors, 2))
+    written = [write_regions(directory / f"rank_{i:05d}.safetensors", p, model, abs) for i, p in enumerate(parts)]
+    edit(directory, files=dict(zip([FIRST, SECOND], written, strict=True)))
+
+
+def test_a_whole_snapshot(capsys, tmp_path):
+    directory = snapshot(tmp_path)
+    assert verify(capsys, tmp_path) == verify(capsys, directory) == verify(capsys, tmp_path, "--all") == (0, [])
+    assert tool.main([str(tmp_path)]) == 0
+    size = sum(path.stat().st_size for path in directory.glob("rank_*"))
+    verdict = f"{directory}: whole, 2 files, {size / 1000:.1f} kB, state of {len(shapes()) + LAYERS} tensors"
+    assert capsys.readouterr().out.splitlines()[0] == verdict
+
+
+def test_every_bit_counts(capsys, tmp_path):
+    directory = snapshot(tmp_path)
+    sizes = {name: (directory / name).stat().st_size for name in (FIRST, SECOND, "manifest.json")}
+    for name, size in sizes.items():
+        for position in random.sample(range(8 * size), 40):
+            flip(directory / name, position)
+            code, problems = verify(capsys, directory)
+            assert code == 1 and problems and all(problem.startswith(name) for problem in problems), (name, position)
+            flip(directory / name, position)
+    assert verify(capsys, tmp_path) == (0, [])
+
+
+def test_the_damaged_tensor_is_named(capsys, tmp_path):
+    directory = snapshot(tmp_path)
+    flip(directory / SECOND, 8 * (directory / SECOND).stat().st_size - 1)
+    last = cut(Model().tensors, 2)[1][-1]
+    what = f"{last.slot} of {last.name} at {list(last.region.offset)}"
+    assert verify(capsys, tmp_path) == (1, [f"{SECOND}: {what} does not match its hash: it is damaged"])
+
+
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (lambda path: path.unlink(), f"{SECOND}: is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), f"{SECOND}: has "),
+        (lambda path: (path.parent / "stray").touch(), "stray: is not listed in manifest.json"),
+    ],
+    ids=["missing", "truncated", "not listed"],
+)
+def test_files(capsys, tmp_path, damage, problem):
+    damage(snapshot(tmp_path) / SECOND)
+    code, (said,) = verify(capsys, tmp_path)
+    assert code == 1 and said.startswith(problem)
+
+
+def test_a_manifest_of_another_iteration(capsys, tmp_path):
+    edit(snapshot(tmp_path), iteration=4)
+    assert verify(capsys, tmp_path) == (1, ["manifest.json: is of iteration 4, and the directory of 3"])
+
+
+def test_one_nodes_part_is_not_the_whole(capsys, tmp_path):
+    edit(snapshot(tmp_path), writers=3)
+    assert verify(capsys, tmp_path) == (1, ["manifest.json: names 2 of 3 files, those of one node"])
+
+
+def test_boxes_that_are_missing_or_there_twice(capsys, tmp_path):
+    directory = snapshot(tmp_path)
+    write_again(directory, lambda parts: [parts[0], [e for e in parts[1] if e.name != "output_layer.weight"]])
+    code, problems = verify(capsys, tmp_path)
+    promised = math.prod(shapes()["output_layer.weight"])
+    assert code == 1 and f"output: files hold 4 elements of master, manifest.json promises {4 + promised}" in problems
+    box = next(entry for part in cut(Model().tensors, 2) for entry in part if entry.name == QKV)
+    write_again(directory, lambda parts: [parts[0], [*parts[1], box]])
+    code, problems = verify(capsys, tmp_path)
+    assert code == 1 and any(problem.startswith(f"{QKV}: {box.slot} overlaps at ") for problem in problems)
+
+
+def test_operators_of_a_full_snapshot_must_all_be_there(capsys, tmp_path):
+    parameters = {name: shape for name, shape in shapes().items() if "layers.1." not in name}
+    directory = snapshot(tmp_path, Model(parameters))
+    gone = ["attention", "mlp", "router", *(f"expert.{expert}" for expert in range(EXPERTS))]
+    assert verify(capsys, tmp_path) == (1, [f"layers.1.{name}: no file holds any state of it" for name in gone])
+    edit(directory, policy="sparse")  # which saves some of them at a time: what the manifest promises is there
+    assert verify(capsys, tmp_path) == (0, [])
+
+
+@pytest.mark.parametrize("detail, kept", [("master", {"master", "param"}), ("moments", {"exp_avg", "exp_avg_sq"})])
+def test_details_that_are_parts_of_full(capsys, tmp_path, detail, kept):
+    model = Model(biased=detail == "master")
+    model.tensors = [tensor for tensor in model.tensors if tensor.slot in kept]
+    directory = snapshot(tmp_path, model)
+    whole = manifest_of(directory).operators
+    assert verify(capsys, tmp_path)[0] == 1
+    edit(directory, operators={name: replace(entry, detail=detail) for name, entry in whole.items()})
+    assert verify(capsys, tmp_path) == (0, [])
+
+
+def test_slots_follow_from_the_detail(capsys, tmp_path):
+    directory = snapshot(tmp_path)
+    operators = dict(manifest_of(directory).operators)
+    edit(directory, operators=operators | {"output": replace(operators["output"], detail="compute")})
+    missing = [f"{name}: has no param" for name in ("decoder.final_layernorm.weight", "output_layer.weight")]
+    assert verify(capsys, tmp_path) == (1, missing)
+    edit(directory, operators=operators | {"layers.7.router": OperatorEntry("full", 2, {"master": 8})})
+    promise = "layers.7.router: files hold 0 elements of master, manifest.json promises 8"
+    assert verify(capsys, tmp_path) == (1, [promise])
+    snapshot(tmp_path / "weights", Model().weights(torch.bfloat16))
+    assert verify(capsys, tmp_path / "weights") == (0, [])
+
+
+def test_without_a_manifest_there_is_no_checkpoint(capsys, tmp_path):
+    (snapshot(tmp_path) / "manifest.json").unlink()
+    assert verify(capsys, tmp_path) == (1, ["holds no checkpoint"])
+    tool.main([str(tmp_path)])
+    assert "note: iter_0000003: a save that has not ended" in capsys.readouterr().out
+
+
+def test_the_newest_is_taken_where_there_is_no_tracker(capsys, tmp_path):
+    snapshot(tmp_path)
+    os.rename(tmp_path / "iter_0000003", tmp_path / "iter_0000007")
+    edit(tmp_path / "iter_0000007", iteration=7)
+    snapshot(tmp_path)
+    assert inspect(capsys, tmp_path)["iteration"] == 7
+    assert inspect(capsys, tmp_path, "--iteration", "3")["iteration"] == 3
+    assert verify(capsys, tmp_path, "--all") == (0, [])
+
+
+@pytest.mark.parametrize("by", ["kind", "operator", "file"])
+def test_rows_add_up(capsys, tmp_path, by):
+    snapshot(tmp_path)
+    rows = inspect(capsys, tmp_path, "--by", by)["rows"]
+    for slot in SLOTS:
+        assert sum(row["slots"].get(slot, 0) for row in rows) == 4 * PARAMETERS
+    assert sum(row["slots"].get("param", 0) for row in rows) == 4 * EXPERTS * LAYERS
+    if by == "file":
+        assert [row["name"] for row in rows] == [FIRST, SECOND]
+        assert abs(rows[0]["bytes"] - rows[1]["bytes"]) <= 4
+    if by == "operator":
+        assert {(row["detail"], row["updates"]) for row in rows} == {("full", 2)}
+        assert len(rows) == 2 + LAYERS * (3 + EXPERTS)
+
+
+def test_facts(capsys, tmp_path):
+    directory = snapshot(tmp_path, Model(steps={"output": 5}))
+    told = inspect(capsys, directory)
+    assert (told["format"], told["policy"], told["layout"]) == ("snapshot", "full", {"world": 2})
+    assert (told["iteration"], told["consumed_samples"]) == (3, 24)
+    assert told["details"] == {"full": 2 + LAYERS * (3 + EXPERTS)} and told["updates"] == [2, 5]
+    assert told["state"]["files"] == 2 and told["state"]["tensors"] == len(shapes()) + LAYERS
+    assert told["complete"] and told["problems"] == []
+    assert summary.main([str(directory), "--by", "operator"]) == 0
+    text = capsys.readouterr().out
+    assert "adam, updates 2 to 5" in text and "yes (hashes not compared)" in text
+    assert {"detail", "updates"} <= set(text.split())
+    (directory / SECOND).unlink()
+    assert inspect(capsys, directory)["problems"] == [f"{SECOND}: is missing"]
+
+
+def test_both_formats_have_the_same_rows(capsys, tmp_path):
+    snapshot(tmp_path / "snapshot")
+    save(tmp_path / "dense")
+    rows = [inspect(capsys, tmp_path / name, "--by", "kind")["rows"] for name in ("snapshot", "dense")]
+    assert [[row["name"] for row in table] for table in rows][0] == [row["name"] for row in rows[1]]
+    assert {frozenset(row) for table in rows for row in table} == {frozenset(rows[0][0])}
+
+
+@pytest.mark.parametrize("tool", ["verify_checkpoint", "inspect_checkpoint"])
+def test_it_needs_no_torch(tmp_path, tool):
+    snapshot(tmp_path)
+    program = f"import sys, {tool}; {tool}.main([{str(tmp_path)!r}, '--json']); print('torch' in sys.modules)"
+    environment = {"PYTHONPATH": f"{REPOSITORY / 'tools'}:{REPOSITORY}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("False\n"), done.stderr
+    assert json.loads(done.stdout.removesuffix("False\n"))

@@ -1,0 +1,342 @@
+"""A checkpoint that is not whole is never called whole, and what is wrong with it is named."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.inspect import verify as tool
+from moc.inspect.checkpoint import Box, Checkpoint
+from moc.inspect.coverage import coverage_problems
+from moc.state.region import Region
+from tests.unit.conftest import REPOSITORY
+from tests.unit.inspect.checkpoints import QKV, SLOTS, TENSORS, entries, publish_again, save
+from tests.unit.store.test_regions import cuts
+
+FIRST, SECOND = "optimizer/rank_00000.safetensors", "optimizer/rank_00001.safetensors"
+
+
+def verify(capsys, *argv) -> tuple[int, list[str]]:
+    """Exit status, and all problems by the tool's JSON."""
+    code = tool.main([*map(str, argv), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["whole"] == (code == 0)
+    return code, [problem for verdict in told["verified"] for problem in verdict["problems"]]
+
+
+def flip(path, position=None):
+    """Flips one bit of a file."""
+    content = bytearray(path.read_bytes())
+    position = random.randrange(8 * len(content)) if position is None else position
+    content[position // 8] ^= 1 << position % 8
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_a_whole_checkpoint(capsys, tmp_path):
+    directory = save(tmp_path)
+    assert verify(capsys, tmp_path) == verify(capsys, directory) == (0, [])
+    assert tool.main([str(tmp_path)]) == 0
+    verdict, speed = capsys.readouterr().out.splitlines()
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.name != "manifest.json" and path.is_file())
+    assert verdict == f"{directory}: whole, 7 files, {size / 1000:.1f} kB, optimizer state of {len(TENSORS)} tensors"
+    assert speed.startswith(f"hashed {size / 1000:.1f} kB in ") and speed.endswith(" GB/s")
+
+
+@pytest.mark.parametrize(
+    "name", [FIRST, SECOND, ".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp", "training_state.json"]
+)
+@pytest.mark.parametrize(
+    "damage, words",
+    [(flip, "does not match its hash"), (truncate, "bytes instead of"), (lambda path: path.unlink(), "is missing")],
+    ids=["a flipped bit", "truncated", "missing"],
+)
+def test_a_damaged_file_is_named(capsys, tmp_path, name, damage, words):
+    damage(save(tmp_path) / name)
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and problem.startswith(f"{name}: ") and (words in problem or "cannot be read" in problem)
+
+
+def test_whatever_bit_it_is_a_damaged_state_is_one_problem(capsys, tmp_path):
+    path = save(tmp_path) / "training_state.json"
+    whole = path.read_bytes()
+    for position in range(0, 8 * whole.index(b"consumed")):  # among them those of the iteration's name and number
+        path.write_bytes(whole)
+        flip(path, position)
+        code, (problem,) = verify(capsys, tmp_path)
+        assert code == 1 and problem.startswith("training_state.json: ")
+
+
+def test_every_bit_of_a_header_counts(capsys, tmp_path):
+    directory = save(tmp_path)
+    for position in random.sample(range(8 * 2000), 100):
+        flip(directory / FIRST, position)
+        code, (problem,) = verify(capsys, tmp_path)
+        assert code == 1 and problem.startswith(f"{FIRST}: does not match its hash")
+        flip(directory / FIRST, position)
+    assert verify(capsys, tmp_path) == (0, [])
+
+
+def test_lost_files_do_not_hide_behind_the_tensors_in_them(capsys, tmp_path):
+    directory = save(tmp_path)
+    (directory / FIRST).unlink()
+    assert tool.main([str(tmp_path)]) == 1
+    verdict, problem, note, _ = capsys.readouterr().out.splitlines()
+    assert verdict == f"{directory}: NOT WHOLE, 1 problem"
+    assert problem == f"  {FIRST}: is missing"
+    assert "not searched for holes" in note
+
+
+@pytest.mark.parametrize("name", ["stray.txt", ".hidden", "optimizer/rank_00002.safetensors"])
+def test_a_file_that_is_not_listed(capsys, tmp_path, name):
+    (save(tmp_path) / name).write_text("?")
+    assert verify(capsys, tmp_path) == (1, [f"{name}: is not listed in manifest.json"])
+
+
+def no_manifest(path):
+    path.unlink()
+    (path.parent / "training_state.json").unlink()
+
+
+def edited(**changes):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (no_manifest, "manifest.json: is missing"),
+        (lambda path: path.unlink(), "manifest.json is missing although training_state.json is there"),
+        (truncate, "manifest.json is damaged"),
+        (edited(format="another"), "is of format 'another'"),
+        (edited(iteration=4), "is of iteration 4, and the directory of 3"),
+        (edited(iteration=4), "training_state.json: is of iteration 3, manifest.json of 4"),
+        (edited(files=7), "lists no files"),
+        (edited(files={"a": {"bytes": 1}}), "the entry of a lacks size or hash"),
+        (edited(files={"../a": {"bytes": 1, "xxh3_128": "0"}}), "../a lies outside of the checkpoint"),
+        (edited(files={}), "does not list training_state.json"),
+        (edited(files={}), "lists no weights"),
+    ],
+)
+def test_the_manifest(capsys, tmp_path, damage, words):
+    damage(save(tmp_path) / "manifest.json")
+    code, problems = verify(capsys, tmp_path)
+    assert code == 1 and any("manifest.json" in problem and words in problem for problem in problems)
+
+
+def without(wanted):
+    return lambda workers: [[entry for entry in boxes if not wanted(entry)] for boxes in workers]
+
+
+def changed(**fields):
+    """Changes the first box of the first worker that is of the QKV weight's first moment."""
+
+    def change(workers):
+        at = next(i for i, e in enumerate(workers[0]) if (e.name, e.slot) == (QKV, "exp_avg"))
+        workers[0][at] = replace(workers[0][at], **fields)
+        return workers
+
+    return change
+
+
+def doubled(workers):
+    box = next(e for e in workers[0] if (e.name, e.slot) == (QKV, "master"))
+    return [workers[0], [*workers[1], box]]
+
+
+def is_slot(name, slot):
+    return lambda entry: (entry.name, entry.slot) == (name, slot)
+
+
+@pytest.mark.parametrize(
+    "change, problems",
+    [
+        (
+            without(lambda e: is_slot(QKV, "exp_avg")(e) and e.region.offset == (5, 3)),
+            [f"{QKV}: exp_avg has a hole at [5:6, 3:4]: 1 of 48 elements are in no file"],
+        ),
+        (doubled, [f"{QKV}: master overlaps at [0:5, 0:4] in {FIRST} and {SECOND}"]),
+        (
+            changed(region=Region((1, 0), (5, 4))),
+            [
+                f"{QKV}: exp_avg overlaps at [5:6, 0:3] in {FIRST} and {FIRST} (and 1 more overlaps)",
+                f"{QKV}: exp_avg has a hole at [0:1, 0:4]: 4 of 48 elements are in no file",
+            ],
+        ),
+        (
+            changed(region=Region((8, 0), (5, 4))),
+            [f"{QKV}: exp_avg [8:13, 0:4] in {FIRST} reaches out of the tensor, which is [0:12, 0:4]"],
+        ),
+        (
+            changed(global_shape=(13, 4)),
+            [f"{QKV}: its boxes are of tensors of different shapes, (12, 4) and (13, 4)"],
+        ),
+        (without(is_slot(QKV, "exp_avg_sq")), [f"{QKV}: has no exp_avg_sq"]),
+        (without(lambda e: e.slot == "exp_avg"), ["exp_avg: no file holds it for any tensor"]),
+        (
+            without(lambda e: "experts.1" in e.name),
+            ["layers.0.expert.1: no file holds any optimizer state of it"],
+        ),
+        (
+            without(lambda e: "layers.1." in e.name),
+            [f"layers.1.{kind}: no file holds any optimizer state of it" for kind in ("attention", "mlp")],
+        ),
+    ],
+    ids=["hole", "overlap", "moved", "outside", "shape", "slot of a tensor", "slot", "expert", "layer"],
+)
+def test_optimizer_state_that_was_saved_wrongly(capsys, tmp_path, change, problems):
+    save(tmp_path, workers=change(entries()))
+    assert verify(capsys, tmp_path) == (1, problems)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"short", b"\xff" * 100, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"],
+    ids=str,
+)
+def test_a_file_that_holds_no_regions(capsys, tmp_path, content):
+    directory = save(tmp_path)
+    (directory / FIRST).write_bytes(content)
+    publish_again(directory)
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and problem.startswith(f"{FIRST}: its header is")
+
+
+def test_a_file_whose_data_is_longer_than_its_header_says(capsys, tmp_path):
+    directory = save(tmp_path)
+    (directory / FIRST).write_bytes((directory / FIRST).read_bytes() + b"more")
+    publish_again(directory)
+    code, (problem,) = verify(capsys, tmp_path)
+    assert code == 1 and problem.startswith(f"{FIRST}: its header is damaged (it describes")
+
+
+def test_no_optimizer_state(capsys, tmp_path):
+    save(tmp_path, 3, workers=[], optimizer=None)
+    assert verify(capsys, tmp_path) == (0, [])
+    save(tmp_path, 4, workers=[])
+    assert verify(capsys, tmp_path) == (1, ["manifest.json: lists no file with the state of optimizer adam"])
+
+
+@pytest.mark.parametrize("state", [{"shape": {}}, {"shape": 3}, {"shape": {**dict.fromkeys(("num_layers",), "2")}}])
+def test_a_training_state_that_makes_no_sense(capsys, tmp_path, state):
+    save(tmp_path, **state)
+    assert verify(capsys, tmp_path) == (1, ["training_state.json: does not describe the shape of a model"])
+
+
+def boxes_of(regions, shape, slots=SLOTS):
+    return [Box("f", "w", s, shape, region, 4 * region.numel) for s in slots for region in regions]
+
+
+def problems(boxes):
+    return coverage_problems(Checkpoint(Path("c"), {}), boxes)
+
+
+@given(st.data())
+def test_any_cut_covers_and_no_box_of_it_is_superfluous(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    cut = [region for region in data.draw(cuts(shape)) if region.numel]
+    assert problems(boxes_of(cut, shape)) == []
+    some = data.draw(st.sampled_from(cut))
+    (double,) = problems(boxes_of([*cut, some], shape, ["master"]))
+    assert double.startswith("w: master overlaps at ")
+    if len(cut) > 1:
+        cut.remove(some)
+        (hole,) = problems(boxes_of(cut, shape, ["master"]))
+        assert hole.endswith(f": {some.numel:,} of {math.prod(shape):,} elements are in no file")
+
+
+def test_a_scalar():
+    assert problems(boxes_of([Region((), ())], ())) == []
+    assert "overlaps" in problems(boxes_of([Region((), ())] * 2, (), ["master"]))[0]
+
+
+@pytest.mark.parametrize(
+    "tracker, problem",
+    [
+        ("7", "names iteration 7, which is not there"),
+        ("six", "does not hold an iteration"),
+        ("", "does not hold an iteration"),
+        (None, "is missing, so --load finds nothing"),
+    ],
+)
+def test_the_tracker(capsys, tmp_path, tracker, problem):
+    save(tmp_path, 3)
+    save(tmp_path, 6)
+    path = tmp_path / "latest_checkpointed_iteration.txt"
+    path.write_text(tracker) if tracker is not None else path.unlink()
+    assert verify(capsys, tmp_path) == (1, [f"{path.name}: {problem}"])
+    assert verify(capsys, tmp_path, "--iteration", "6") == (0, [])
+
+
+def test_an_older_tracker_is_no_damage(capsys, tmp_path):
+    save(tmp_path, 3)
+    save(tmp_path, 6)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    assert tool.main([str(tmp_path)]) == 0
+    assert "names iteration 3; --ckpt-step 6 loads the newest" in capsys.readouterr().out
+
+
+def test_leftovers_are_named_and_do_no_harm(capsys, tmp_path):
+    save(tmp_path)
+    for name in (".iter_0000004.incomplete", ".iter_0000002.replaced"):
+        (tmp_path / name).mkdir()
+    assert tool.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "note: .iter_0000004.incomplete: a save that has not ended" in text
+    assert "note: .iter_0000002.replaced: was to be replaced" in text
+
+
+def test_which_checkpoints(capsys, tmp_path):
+    flip(save(tmp_path, 3) / "common.pt")
+    save(tmp_path, 6)
+    damage = ["common.pt: does not match its hash: its content is damaged"]
+    assert verify(capsys, tmp_path) == (0, [])
+    assert verify(capsys, tmp_path, "--iteration", "3") == (1, damage)
+    assert verify(capsys, tmp_path, "--all", "--workers", "1") == (1, damage)
+    assert verify(capsys, tmp_path / "iter_0000006", tmp_path / "iter_0000003") == (1, damage)
+    missing = "holds no checkpoint of iteration 5 (there are: 3, 6)"
+    assert verify(capsys, tmp_path, "--iteration", "5") == (1, [missing])
+
+
+def test_a_directory_without_checkpoints(capsys, tmp_path):
+    assert verify(capsys, tmp_path) == verify(capsys, tmp_path, "--all") == (1, ["holds no checkpoint"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nowhere"],
+        [".", "--workers", "0"],
+        [".", "--all", "--iteration", "3"],
+        ["iter_0000003", "--all"],
+        ["iter_0000003", "--iteration", "3"],
+    ],
+    ids=str,
+)
+def test_usage(tmp_path, monkeypatch, argv):
+    save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        tool.main(argv)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("tool", ["verify_checkpoint", "inspect_checkpoint"])
+def test_it_needs_no_torch(tmp_path, tool):
+    save(tmp_path)
+    program = f"import sys, {tool}; {tool}.main([{str(tmp_path)!r}]); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(REPOSITORY / "tools")}, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("False\n"), done.stderr

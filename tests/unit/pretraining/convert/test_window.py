@@ -1,0 +1,116 @@
+"""A window is found as a run finds it, and what was computed again is refused where it is not what it was."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.pretraining.convert import program
+from megatron.pretraining.convert.window import _check_loss, _run, window_in
+from moc.inspect.coverage import operator_or_other
+from moc.store.errors import CheckpointError
+from tests.unit.pretraining.convert.models import Model
+from tests.unit.pretraining.convert.test_program import refused, snapshot
+
+OPERATORS = list(Model().operators)
+WINDOW = [OPERATORS[:5], OPERATORS[5:9], OPERATORS[9:]]
+
+
+class Sparse(Model):
+    """A snapshot of some operators, with the weights that others compute with."""
+
+    def __init__(self, iteration, full, compute):
+        super().__init__(biased=False, iteration=iteration)
+        parts = {"master": full, "exp_avg": full, "exp_avg_sq": full, "param": compute}
+        weights = [replace(entry, slot="param") for entry in self.tensors if entry.slot == "master"]
+        self.tensors = [e for e in (*self.tensors, *weights) if operator_or_other(e.name) in parts[e.slot]]
+        self.facts = replace(self.facts, iteration=iteration, policy="sparse")
+        self.operators = dict.fromkeys(full, ("full", 2)) | dict.fromkeys(compute, ("compute", None))
+
+
+@pytest.fixture
+def windows(tmp_path):
+    """Snapshots 4 to 6, which are a window, and 7, the begin of the next one."""
+    for place, iteration in enumerate((4, 5, 6, 7)):
+        later = [name for turn in WINDOW[place % 3 + 1 :] for name in turn]
+        snapshot(tmp_path, Sparse(iteration, WINDOW[place % 3], later))
+    return tmp_path
+
+
+def test_the_newest_window_that_is_whole(windows):
+    for iteration in (None, 6):
+        window = window_in(windows, iteration)
+        assert list(window.manifests) == [4, 5, 6] and window.end.iteration == 6
+
+
+def test_a_snapshot_of_everything_is_a_window(windows):
+    snapshot(windows)
+    assert list(window_in(windows, 3).manifests) == [3]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "said"),
+    [
+        (5, "iter_0000005: neither holds everything nor ends a window that is whole"),
+        (7, "iter_0000007: neither holds everything nor ends a window that is whole"),
+        (8, "holds no snapshot of iteration 8"),
+    ],
+)
+def test_what_ends_no_window_is_named(windows, iteration, said):
+    with pytest.raises(CheckpointError, match=said):
+        window_in(windows, iteration)
+
+
+def test_a_window_of_which_a_snapshot_is_gone_is_none(windows):
+    (windows / "iter_0000005" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="neither a snapshot of everything nor a window"):
+        window_in(windows, None)
+    with pytest.raises(CheckpointError, match="holds no snapshot$"):
+        window_in(windows / "iter_0000005", None)
+
+
+@pytest.mark.parametrize("iteration", [4, 6])
+def test_without_flags_it_is_said_what_is_missing(windows, iteration, capsys):
+    told = refused(capsys, windows, windows / "dense", "--iteration", iteration)
+    assert "give the flags of the run behind --" in told and not (windows / "dense").exists()
+
+
+def test_what_is_there_already_is_refused_before_anything_is_computed(windows, capsys):
+    (windows / "dense" / "iter_0000006").mkdir(parents=True)
+    (windows / "dense" / "iter_0000006" / "manifest.json").touch()
+    assert "is there already" in refused(capsys, windows, windows / "dense", "--", "--no-flag-at-all")
+
+
+def test_processes_are_for_flags(windows, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        program.main([str(windows), str(windows / "dense"), "--nproc-per-node", "2"])
+    assert "the flags of a run behind --" in capsys.readouterr().err
+
+
+SAYS = """
+print(" loading")
+print("pretrain_gpt_moe.py: error (worker 1): it holds another model: --num-layers is 2 there and 4 here")
+print("Traceback of a launcher")
+"""
+
+
+def test_why_the_program_failed(capfd):
+    assert (
+        _run([sys.executable, "-c", f"{SAYS}exit(1)"]) == "it holds another model: --num-layers is 2 there and 4 here"
+    )
+    assert capfd.readouterr() == ("", " loading\n")
+    assert _run([sys.executable, "-c", "exit(3)"]) == "pretrain_gpt_moe.py failed (exit code 3), see above"
+    assert _run([sys.executable, "-c", ""]) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "elsewhere", "taken"),
+    [(5.0001, True, True), (4.9999, True, True), (5.0001, False, False), (5.1, True, False), (None, True, False)],
+)
+def test_a_loss_that_is_not_what_it_was(loss, elsewhere, taken):
+    manifest = SimpleNamespace(iteration=6, state={"record": {"loss": 5.0}})
+    if taken:
+        return _check_loss(loss, manifest, elsewhere)
+    with pytest.raises(CheckpointError, match=f"iteration 6, computed again.*{loss}.*5.0"):
+        _check_loss(loss, manifest, elsewhere)

@@ -1,0 +1,442 @@
+"""What comes in as documents goes out as a dataset that megatron-core reads, or nothing goes out at all."""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.pretraining.data import pairs
+from megatron.pretraining.data import preprocess as program
+from megatron.pretraining.data.tokenizer import build_tokenizer
+from megatron.pretraining.process import cpu
+
+cpu.install()  # comes before megatron.core
+from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+
+NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--workers", "1"]
+READ_WITHOUT_US = """
+import json, sys
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+assert not any(name.startswith(("megatron.pretraining", "moc", "preprocess")) for name in sys.modules)
+dataset = IndexedDataset(sys.argv[1])
+print(json.dumps([[int(t) for t in dataset[i]] for i in range(len(dataset))]))
+"""
+
+
+def preprocess(*args) -> int:
+    return program.main([str(arg) for arg in args])
+
+
+def documents(prefix) -> list[list[int]]:
+    dataset = IndexedDataset(str(prefix))
+    assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def write_json(path, texts, key="text"):
+    path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts))
+    return path
+
+
+def digests(prefix):
+    return [hashlib.sha256(open(f"{prefix}.{s}", "rb").read()).hexdigest() for s in ("bin", "idx")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return build_tokenizer("SentencePieceTokenizer", model)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=80), min_size=1, max_size=8),
+    workers=st.sampled_from([1, 1, 1, 2]),
+    eod=st.booleans(),
+)
+def test_a_dataset_holds_the_tokens_of_its_documents(texts, workers, eod, model, tokenizer, capsys):
+    wanted = [tokenizer.tokenize(text) + [tokenizer.eod] * eod for text in texts if text]
+    with tempfile.TemporaryDirectory() as name:
+        prefix = os.path.join(name, "out")
+        source = os.path.join(name, "in.jsonl")
+        with open(source, "w") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        args = [
+            "--input",
+            source,
+            "--output-prefix",
+            prefix,
+            "--tokenizer-model",
+            model,
+            "--workers",
+            workers,
+        ]
+        status = preprocess(*args, *["--append-eod"] * eod)
+        if not wanted:
+            assert status == 1 and "no document with text" in capsys.readouterr().err
+            assert os.listdir(name) == ["in.jsonl"]
+            return
+        assert status == 0
+        assert documents(f"{prefix}_text_document") == wanted
+        assert sorted(os.listdir(name)) == ["in.jsonl", "out_text_document.bin", "out_text_document.idx"]
+
+
+def test_workers_do_not_change_the_output(tmp_path, corpus, model, tokenizer, monkeypatch):
+    generator = random.Random(1)
+    words = (corpus / "b.txt").read_text().split()
+    texts = [" ".join(generator.choices(words, k=generator.randrange(300))) for _ in range(300)]
+    texts.insert(100, "\n".join(texts) * 3)  # longer than a piece
+    write_json(tmp_path / "a.jsonl", texts)
+    (tmp_path / "b.txt").write_text("\n".join(texts) * 2)
+    monkeypatch.setattr(program, "BATCH_BYTES", 20_000)
+    for workers in (1, 3):
+        prefix = tmp_path / f"w{workers}"
+        args = ["--output-prefix", prefix, "--tokenizer-model", model, "--workers", workers, "--append-eod"]
+        assert preprocess("--input", tmp_path / "a.jsonl", tmp_path / "b.txt", *args) == 0
+    assert digests(tmp_path / "w1_text_document") == digests(tmp_path / "w3_text_document")
+    written = documents(tmp_path / "w3_text_document")
+    assert len(written) == sum(map(bool, texts)) + 1
+    assert [tokenizer.detokenize(ids[:-1]) for ids in written] == [t for t in texts if t] + ["\n".join(texts) * 2]
+
+
+def test_a_program_without_us_reads_it(tmp_path, corpus, model, run_tool):
+    made = run_tool(
+        "preprocess_data",
+        "--input",
+        corpus,
+        "--output-prefix",
+        "out",
+        "--tokenizer-model",
+        model,
+        cwd=tmp_path,
+    )
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("3 documents, ") and "tokens/s" in made.stdout
+    prefix = f"{tmp_path}/out_text_document"
+    command = [sys.executable, "-W", "ignore", "-c", READ_WITHOUT_US, prefix]
+    read = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert json.loads(read.stdout) == documents(prefix), read.stderr
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_compressed_input_makes_the_same_dataset(tmp_path, corpus, suffix):
+    data = b'{"text": "1 2 3"}\n{"text": "4"}\n'
+    data = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](data)
+    (tmp_path / f"in.jsonl{suffix}").write_bytes(data)
+    assert preprocess("--input", tmp_path / f"in.jsonl{suffix}", "--output-prefix", tmp_path / "o", *NUMBERS) == 0
+    assert documents(tmp_path / "o_text_document") == [[1, 2, 3], [4]]
+
+
+def test_keys_make_datasets_of_their_own(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"q": "1 2", "a": "3"}\n{"q": "4", "a": "5 6"}\n')
+    args = ["--input", tmp_path / "in.jsonl", "--json-keys", "q", "a", "--output-prefix", tmp_path / "o"]
+    assert preprocess(*args, *NUMBERS) == 0
+    assert documents(tmp_path / "o_q_document") == [[1, 2], [4]]
+    assert documents(tmp_path / "o_a_document") == [[3], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], [[1, 10, 2, 3]]),
+        (["--split-on-blank-lines"], [[1, 10], [2], [3]]),
+        (["--split-on-regex", "^[23]"], [[1, 10], [2], [3]]),
+    ],
+)
+def test_plain_text_is_split_where_asked(tmp_path, flags, wanted):
+    (tmp_path / "in.txt").write_text("1\n10\n\n2\n\n\n3\n")
+    assert preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *flags, *NUMBERS) == 0
+    assert documents(tmp_path / "o_text_document") == wanted
+
+
+def test_a_very_long_line_is_cut_between_words(tmp_path):
+    numbers = list(range(60_000))
+    (tmp_path / "in.txt").write_text(" ".join(map(str, numbers)))
+    write_json(tmp_path / "in.jsonl", [(tmp_path / "in.txt").read_text()])
+    assert preprocess("--input", tmp_path, "--output-prefix", tmp_path / "o", *NUMBERS) == 0
+    assert documents(tmp_path / "o_text_document") == [numbers, numbers]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65_498, numpy.uint16), (65_499, numpy.int32)])
+def test_tokens_take_two_bytes_where_they_fit(tmp_path, size, dtype):
+    write_json(tmp_path / "in.jsonl", [f"{size - 1} 0"])
+    args = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", "--append-eod"]
+    assert preprocess(*args, *NUMBERS, "--vocab-size", size) == 0
+    assert IndexedDataset(f"{tmp_path}/o_text_document").index.dtype == dtype
+    assert documents(tmp_path / "o_text_document") == [[size - 1, 0, size]]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("in.jsonl", b'{"text": "1"}\n{"text": "2\n', "in.jsonl, line 2: not JSON"),
+        ("in.jsonl", b'{"text": "1"}\n{"body": "2"}\n', "in.jsonl, line 2: no key 'text'"),
+        ("in.jsonl", b'{"text": "1"}\n{"text": "two"}\n', "in.jsonl, line 2: the tokenizer refuses it"),
+        (
+            "in.jsonl",
+            b'{"text": "1"}\n{"text": "70001"}\n',
+            "in.jsonl, line 2: token ids beyond --vocab-size",
+        ),
+        ("in.txt", b"1\n\xff\n", "in.txt, line 2: not UTF-8"),
+        (
+            "in.txt.gz",
+            gzip.compress(b"1 " * 100_000)[:-9],
+            "in.txt.gz, at or after line 1: cannot be read on",
+        ),
+        ("in.jsonl.zst", zstandard.compress(b'{"text": "1"}\n' * 9)[:-5], "in.jsonl.zst, at or after line"),
+        ("in.txt", b"", "There is no document with text"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_input_leaves_nothing_behind(tmp_path, capsys, name, data, message, workers):
+    (tmp_path / name).write_bytes(data)
+    args = ["--input", tmp_path / name, "--output-prefix", tmp_path / "o", *NUMBERS, "--workers", workers]
+    assert preprocess(*args) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_bad_documents_are_skipped_and_counted(tmp_path, capsys):
+    lines = [
+        b'{"text": "1 2"}',
+        b"{",
+        b'{"text": "x"}',
+        b'{"text": ""}',
+        b'{"text": "3"}',
+        b'{"text": "\xff"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.txt").write_bytes(b"5 " * 60_000 + b"5\n\xff\n6" + b" 6" * 60_000)
+    (tmp_path / "c.txt").write_text("7")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"8 " * 100_000 + b"8")[:-9])
+    (tmp_path / "e.txt").write_text("9")
+    assert preprocess("--input", tmp_path, "--output-prefix", tmp_path / "o", *NUMBERS, "--skip-bad") == 0
+    assert documents(tmp_path / "o_text_document") == [[1, 2], [3], [7], [9]]
+    out, err = capsys.readouterr()
+    assert "4 documents, 5 tokens" in out and "left out: 5 bad, 1 without text" in out
+    assert err.count("skipped: ") == 5 and "b.txt, line 2: not UTF-8" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--input", "missing"], "The input missing does not exist"),
+        (
+            ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "no.model"],
+            "no.model does not exist",
+        ),
+        (["--json-keys", "body"], "in.txt is plain text, which goes by the key 'text'"),
+        (["--workers", "0"], "--workers must be at least 1"),
+        (["--output-prefix", "in.txt/o"], "in.txt: File exists."),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("1")
+    assert preprocess("--input", "in.txt", "--output-prefix", "o", *NUMBERS, *args) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert os.listdir(tmp_path) == ["in.txt"]
+
+
+def test_says_what_is_not_installed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.pretraining.data", None)
+    (tmp_path / "in.txt").write_text("1")
+    assert preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *NUMBERS) == 1
+    assert "megatron.pretraining.data is not installed: run pip install -e ." in capsys.readouterr().err
+
+
+def test_a_dataset_is_replaced_only_when_asked(tmp_path, capsys):
+    args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o", *NUMBERS]
+    assert preprocess(*args) == 0
+    write_json(tmp_path / "in.jsonl", ["2"])
+    assert preprocess(*args) == 1
+    assert "o_text_document.bin exists: give --overwrite" in capsys.readouterr().err
+    assert documents(tmp_path / "o_text_document") == [[1]]
+    stale = tmp_path / "o_text_document" / "cache" / "GPTDataset_indices"
+    stale.mkdir(parents=True)
+    assert preprocess(*args, "--overwrite") == 0
+    assert documents(tmp_path / "o_text_document") == [[2]]
+    assert not stale.exists()
+
+
+def test_a_failed_replacement_keeps_the_old_dataset(tmp_path):
+    args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o", *NUMBERS]
+    assert preprocess(*args) == 0
+    (tmp_path / "in.jsonl").write_text('{"text": "2"}\n{')
+    assert preprocess(*args, "--overwrite") == 1
+    assert documents(tmp_path / "o_text_document") == [[1]]
+
+
+def test_two_writers_do_not_mix(tmp_path, capsys):
+    with pairs.PairWriter(f"{tmp_path}/o_text_document", numpy.uint16, None, False) as other:
+        other.add(numpy.array([9]))
+        other.end_document()
+        args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o"]
+        assert preprocess(*args, *NUMBERS) == 1
+        assert "Another process is writing" in capsys.readouterr().err
+        other.complete()
+        other.publish()
+    assert documents(tmp_path / "o_text_document") == [[9]]
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_stopped_between_renames_there_is_no_pair(tmp_path, monkeypatch, renames, overwrite):
+    args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o", *NUMBERS]
+    if overwrite:
+        assert preprocess(*args) == 0
+    left, replace = [None] * renames, os.replace
+
+    def replace_or_stop(source, target):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_or_stop)
+    assert preprocess(*args, "--overwrite") == 130
+    assert not IndexedDataset.exists(f"{tmp_path}/o_text_document")
+    monkeypatch.undo()
+    assert preprocess(*args, "--overwrite") == 0
+    assert documents(tmp_path / "o_text_document") == [[1]]
+
+
+def run_from_pipe(tmp_path, workers):
+    """Starts a run that waits for input; returns it and the pipe to give it some."""
+    os.mkfifo(tmp_path / "in.jsonl")
+    args = [
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output-prefix",
+        tmp_path / "o",
+        *NUMBERS,
+        "--workers",
+        workers,
+    ]
+    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(preprocess(*args)))
+    process.start()
+
+    def opened():
+        assert process.is_alive()
+        with contextlib.suppress(OSError):  # as long as nobody reads
+            return os.open(tmp_path / "in.jsonl", os.O_WRONLY | os.O_NONBLOCK)
+
+    descriptor = wait_until(opened)
+    os.set_blocking(descriptor, True)
+    return process, open(descriptor, "wb")
+
+
+def wait_until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return value
+
+
+def children(pid) -> list[int]:
+    return [int(child) for child in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+
+
+def is_alive(pid) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_while_writing_it_leaves_no_pair_and_no_workers(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(program, "BATCHES_AHEAD", 2)
+    process, pipe = run_from_pipe(tmp_path, workers)
+    pipe.write(b'{"text": "1 2 3"}\n' * 30_000)
+    pipe.flush()
+    partial = tmp_path / "o_text_document.bin.partial"
+    wait_until(lambda: partial.exists() and partial.stat().st_size > 0)
+    pids = children(process.pid)
+    assert len(pids) == (workers if workers > 1 else 0)
+    process.kill()
+    process.join()
+    pipe.close()
+    assert not list(tmp_path.glob("*.idx")) and not list(tmp_path.glob("*.bin"))
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+    os.unlink(tmp_path / "in.jsonl")
+    write_json(tmp_path / "in.jsonl", ["4 5"])
+    assert preprocess("--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", *NUMBERS) == 0
+    assert documents(tmp_path / "o_text_document") == [[4, 5]]
+    assert not partial.exists()
+
+
+def test_killed_at_any_moment_a_pair_is_whole_or_none(tmp_path):
+    texts = ["1 2 3"] * 5_000
+    args = ["--input", write_json(tmp_path / "in.jsonl", texts), "--output-prefix", tmp_path / "o", *NUMBERS]
+    start = time.monotonic()
+    assert preprocess(*args) == 0
+    length = time.monotonic() - start
+    for moment in [i / 5 for i in range(1, 7)]:
+        process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(preprocess(*args, "--overwrite")))
+        process.start()
+        process.join(moment * length)
+        process.kill()
+        process.join()
+        if IndexedDataset.exists(f"{tmp_path}/o_text_document"):
+            assert len(documents(tmp_path / "o_text_document")) == len(texts)
+
+
+def test_ended_by_sigterm_it_cleans_up(tmp_path):
+    process, pipe = run_from_pipe(tmp_path, 2)
+    wait_until(lambda: (tmp_path / "o_text_document.bin.partial").exists() and len(children(process.pid)) == 2)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(120)
+    pipe.close()
+    assert process.exitcode == 130
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_a_killed_worker_ends_the_run(tmp_path):
+    process, pipe = run_from_pipe(tmp_path, 2)
+    wait_until(lambda: len(children(process.pid)) == 2)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    try:
+        pipe.write(b'{"text": "1 2 3"}\n' * 30_000)
+        pipe.close()
+    except BrokenPipeError:
+        pass
+    process.join(120)
+    assert process.exitcode == 1
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_progress_lines_off_a_terminal(tmp_path, capsys):
+    args = [
+        "--input",
+        write_json(tmp_path / "in.jsonl", ["1"] * 10),
+        "--output-prefix",
+        tmp_path / "o",
+        *NUMBERS,
+    ]
+    assert preprocess(*args, "--log-interval", 4) == 0
+    assert [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()] == ["4", "8"]
+
+
+def test_a_bar_on_a_terminal(tmp_path, corpus, monkeypatch, capsys, model):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    args = ["--input", corpus, "--output-prefix", tmp_path / "o", "--tokenizer-model", model, "--workers", 2]
+    assert preprocess(*args) == 0
+    assert "tokenizing" in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""The command that simulates."""
+
+import csv
+import json
+import os
+import sys
+
+import pytest
+
+from megatron.pretraining.planning import simulate
+
+TRACE = "2021-12-11, 10:00:00, 8\n2021-12-11, 10:20:00, 6\n2021-12-11, 11:00:00, 8\n"
+SMALL = ["--model", "micro", "--cluster", "a100-80gb:16", "--pp", "2", "--ep", "4", "--runs", "2", "--hours", "3"]
+DEEPSEEK = ["--model", "deepseek-moe-16b", "--cluster", "a100-80gb:96", "--pp", "12", "--ep", "8", "--runs", "2"]
+
+
+def told(capsys, *argv):
+    assert simulate.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_paper_s_figure_is_beside_ours(capsys):
+    assert simulate.main(["--reproduce", "moevement-fig1"]) == 0
+    out = capsys.readouterr().out
+    for part in ("paper", "ours", "common law", "mean absolute error", "Failures: ", "Fitted or chosen: 0.24 GB/s"):
+        assert part in out
+    found = told(capsys, "--reproduce", "moetion-fig9")
+    assert [row["paper"] for row in found["rows"]] == [195, 8.5]
+
+
+def test_figures_of_papers_need_the_repository(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "benchmarks.papers.program", None)
+    assert simulate.main(["--reproduce", "moevement-fig1"]) == 1
+    assert "needs the repository: run python -m benchmarks.papers moevement-fig1" in capsys.readouterr().err
+
+
+def test_the_example_of_the_help(capsys):
+    found = told(capsys, *DEEPSEEK, "--mtbf", "10m", "--policy", "sparse,full,pec,checkfreq")["policies"]
+    assert list(found) == ["sparse", "full", "pec", "checkfreq"]
+    assert found["sparse"]["ettr"] > found["full"]["ettr"] > found["checkfreq"]["ettr"]
+    for one in found.values():
+        parts = sum(one[name] for name in ("useful_s", "saving_s", "slower_s", "recovery_s", "idle_s"))
+        assert parts == pytest.approx(one["wall_s"]) and one["wall_s"] == 12 * 3600
+
+
+def test_no_snapshot_is_for_nothing(capsys):
+    """Also where all of it hides, and for all policies that save beside training: what was measured, or the paper's."""
+    calm = [*DEEPSEEK, "--mtbf", "1h", "--policy", "sparse,pec,full", "--interval", "2"]
+    for flags, share in ([], 0.02), (["--snapshot-overhead", "0.05"], 0.05), (["--snapshot-overhead", "0"], 0.0):
+        found = told(capsys, *calm, *flags)
+        assert found["setup"]["snapshot_overhead"] == share
+        overheads = [found["policies"][name]["overhead"] for name in ("sparse", "pec", "full")]
+        assert overheads == pytest.approx([share, share / 2, share / 2])
+
+
+def test_bandwidths_that_were_measured_take_the_place_of_the_preset_s(capsys):
+    calm = [*DEEPSEEK, "--policy", "sparse", "--mtbf", "1h"]
+    measured = told(capsys, *calm, "--host-gbs", "1", "--network-gbs", "2", "--storage-gbs", "3")["setup"]["cluster"]
+    rates = [measured[name] for name in ("host_bandwidth", "inter_bandwidth", "storage_bandwidth")]
+    assert rates == [1e9, 2e9, 3e9]
+
+
+@pytest.mark.parametrize("flags", [[], ["--tp", "2"], ["--tp", "4", "--pp", "1", "--ep", "1"]], ids=str)
+def test_layouts_of_a_model_from_flags(capsys, flags):
+    shape = ["--num-layers", "6", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "128"]
+    experts = ["--num-experts", "8", "--vocab-size", "1000", "--disable-bias-linear"]
+    layout = ["--cluster", "h100-80gb:16", "--pp", "4", "--ep", "2", "--runs", "1", *flags]
+    found = told(capsys, *shape, *experts, *layout, "--mtbf", "30m")
+    assert set(found["policies"]) == set(simulate.POLICIES)
+
+
+def test_table_csv_and_picture(capsys, tmp_path):
+    (tmp_path / "gcp.txt").write_text(TRACE)
+    out = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
+    assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt"), *out]) == 0
+    assert "1 losses in the trace" in capsys.readouterr().out
+    with open(tmp_path / "out.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["policy"] for line in lines] == list(simulate.POLICIES)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gcp.txt", "out.csv", "out.png"]
+
+
+def test_a_trace_that_says_how_many_nodes_there_are(capsys, tmp_path):
+    (tmp_path / "gcp.txt").write_text(TRACE.replace(" 8", " 2").replace(" 6", " 1"))
+    trace = ["--trace", str(tmp_path / "gcp.txt"), "--trace-nodes", "--policy", "full,elastic"]
+    found = told(capsys, *SMALL, *trace)["policies"]
+    assert found["full"]["idle_s"] == pytest.approx(2400)
+    assert found["elastic"]["idle_s"] == 0 and found["elastic"]["samples"] > found["full"]["samples"]
+
+
+def test_a_trace_whose_time_steps_back_is_used_with_a_warning(capsys, tmp_path):
+    (tmp_path / "gcp.txt").write_text(TRACE + "2021-12-11, 10:59:00, 5\n")
+    assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt"), "--policy", "full"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "warning" in said.err and "gcp.txt: 1 of 4 lines are earlier" in said.err
+    assert "2 losses in the trace" in said.out
+
+
+def test_auto_says_what_it_takes_and_why(capsys):
+    found = told(capsys, *DEEPSEEK, "--mtbf", "1h", "--policy", "auto", "--exact-only")
+    assert found["choice"]["best"].startswith("sparse") and "ETTR" in found["choice"]["reason"]
+    assert next(iter(found["policies"])) == found["choice"]["best"]
+    assert not any(title.startswith("pec") for title in found["policies"])
+
+
+def test_a_profile_takes_the_place_of_the_cost_model(capsys, tmp_path):
+    start = {"type": "start", "world_size": 16}
+    events = [{"type": "iteration", "iteration": n, "elapsed_s": 7.5} for n in range(20)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [start, *events]))
+    profiled = [*SMALL, "--profile", str(tmp_path), "--policy", "sparse"]
+    assert told(capsys, *profiled)["setup"]["timing"]["iteration_s"] == 7.5
+    small = told(capsys, *profiled, "--mtbf", "inf")["policies"]["sparse"]
+    scaled = told(capsys, *profiled, "--mtbf", "inf", "--scale-to", "gpus=16384")
+    assert scaled["setup"]["cluster"]["gpus"] == 16384 and scaled["setup"]["timing"]["iteration_s"] == 7.5
+    assert scaled["policies"]["sparse"]["samples"] == 1024 * small["samples"]
+
+
+def test_policies_come_back_as_the_program_does(capsys, tmp_path):
+    calm = [{"type": "iteration", "time": n, "iteration": n, "elapsed_s": 1.0} for n in range(20)]
+    lost = [{"type": "inject", "time": 20.0, "action": "kill"}, {"type": "resume", "time": 23.5, "seconds": 0.5}]
+    back = [{"type": "start", "time": 24.0, "world_size": 4}, calm[0] | {"time": 26.0, "iteration": 20}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*calm, *lost, *back]))
+    fast = [*SMALL, "--profile", str(tmp_path), "--policy", "full,sparse", "--mtbf", "30m"]
+    papers, program = (told(capsys, *fast, "--ways", ways)["policies"] for ways in ("papers", "program"))
+    for name in ("full", "sparse"):
+        assert program[name]["recovery_each_s"] < papers[name]["recovery_each_s"]
+    assert program["full"]["recovery_each_s"] > 5.0  # 3 s until all are connected, and so on, and what is replayed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cluster", "b200:8"], "there is no cluster 'b200'"),
+        (["--pp", "3"], "not a multiple of tp x pp"),
+        (["--policy", "sparze"], "there is no policy 'sparze'"),
+        (["--trace", "nowhere.txt"], "nowhere.txt"),
+        (["--trace", "t", "--mtbf", "1h"], "drop --mtbf"),
+        (["--trace", os.devnull], "is empty"),
+        (["--scale-to", "16384"], "write gpus=16384"),
+        (["--ways", "program"], "give --profile one in which workers were lost"),
+        (["--runs", "0"], "--runs must be at least 1"),
+        (["--snapshot-overhead", "-1"], "give a share from 0"),
+        (["--policy", "auto", "--host-memory-gb", "1e-9"], "no policy keeps to all limits"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_is_one_sentence(capsys, flags, message):
+    assert simulate.main([*SMALL, *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("simulate: ") and message in error and error.count("\n") == 1
+
+
+def test_a_trace_without_a_loss(capsys, tmp_path):
+    (tmp_path / "gcp.txt").write_text(TRACE.splitlines(keepends=True)[0])
+    assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt")]) == 1
+    assert "nothing is lost in this trace" in capsys.readouterr().err
+
+
+def test_durations():
+    assert [simulate.duration(text) for text in ("90", "90s", "10m", "2h", "0.5d")] == [90, 90, 600, 7200, 43200]
+    for wrong in ("", "m", "-1h", "soon"):
+        with pytest.raises(simulate.argparse.ArgumentTypeError, match="is no duration"):
+            simulate.duration(wrong)
+
+
+def test_the_global_batch_has_megatron_s_flag(capsys):
+    both = [told(capsys, *DEEPSEEK, flag, "1024") for flag in ("--global-batch-size", "--global-batch")]
+    assert both[0] == both[1] != told(capsys, *DEEPSEEK)

@@ -1,0 +1,294 @@
+"""What the report says of a run, from events that a run could have written."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from moc.report import program as tool
+from moc.report.figures import report
+from moc.report.tables import rows
+from tests.unit.conftest import REPOSITORY
+
+STEP = 1.0  # seconds of an undisturbed iteration
+
+
+class Story:
+    """Writes events as a run does; all times are sums of powers of two."""
+
+    def __init__(self):
+        self.now, self.iteration, self.events = 1000.0, 0, []
+
+    def tell(self, kind, after=0.0, **fields):
+        self.now += after
+        self.events.append({"type": kind, "time": self.now, **fields})
+        return self
+
+    def start(self, after=4.0, iteration=None, startup=4.0, workers=4):
+        self.iteration = self.iteration if iteration is None else iteration
+        phases = {"import": startup / 2, "load": startup / 2}
+        return self.tell("start", after, iteration=self.iteration, world_size=workers, startup_s=phases)
+
+    def train(self, *seconds, **fields):
+        for elapsed in seconds:
+            self.iteration += 1
+            facts = {"iteration": self.iteration, "loss": 8.0 / self.iteration, "grad_norm": 1.0, "tokens": 100}
+            self.tell("iteration", elapsed, elapsed_s=elapsed, **facts | fields)
+        return self
+
+    def usual(self, count=10, **fields):
+        return self.train(*[STEP] * count, **fields)
+
+    def resume(self, after, tier="memory", kept=0, **fields):
+        return self.tell("resume", after, tier=tier, seconds=after / 2, kept=kept, **fields)
+
+    def generation(self, after, noticed=0.125):
+        reason = "worker 2 was killed by signal 9"
+        return self.tell("generation", after, reason=reason, noticed_s=noticed, met_s=after - noticed)
+
+    @property
+    def report(self):
+        return report("run", self.events)
+
+
+def spent(run):
+    """The parts of the wall clock that there are."""
+    parts = {name.removesuffix("_s"): seconds for name, seconds in vars(run.spent).items() if seconds}
+    assert sum(parts.values()) == run.wall_s
+    return parts
+
+
+def test_what_could_not_be_written_is_counted():
+    story = Story().start().usual().tell("save_skipped", iteration=4).tell("log_failed", what="events", lost=0)
+    for what in ("snapshot", "snapshot", "checkpoint"):
+        story.tell("save_failed", what=what, iteration=5)
+    run = story.report
+    assert run.not_written == {"snapshot": 2, "checkpoint": 1, "skipped": 1, "log": 1}
+    told = dict(dict(rows([run]))["could not be written"])
+    assert told["snapshots"] == ["2"] and told["snapshots, storage being too slow"] == ["1"]
+    assert told["checkpoints"] == ["1"] and told["logs, for a while"] == ["1"]
+
+
+def test_a_run_without_faults():
+    story = Story().start().usual(9).tell("stall", seconds=0.25).train(1.5)
+    story.tell("evaluation", 2.0, split="valid", loss=5.0, iteration=10).tell("save", 3.0, elapsed_s=3.0)
+    run = story.usual().tell("exit", 1.0, reason="done", code=0).report
+    assert spent(run) == {"start_up": 4, "useful": 20, "stalls": 0.25, "slower": 0.25, "pauses": 6}
+    assert (run.wall_s, run.ettr, run.iteration_s) == (30.5, 20 / 30.5, STEP)
+    assert (run.tokens, run.tokens_per_s, run.workers) == (2000, 2000 / 30.5, 4)
+    assert (run.ended, run.validation, run.loss.first, run.loss.last) == ("done", {"valid": 5.0}, 8.0, 0.4)
+    assert run.recoveries.count == 0 and run.saving is None
+
+
+def test_what_is_given_up_and_computed_again():
+    story = Story().start().usual(10).tell("inject", 0.25, action="kill", rank=2).generation(0.5)
+    run = story.resume(1.0, kept=0).start(0.25, iteration=8).train(3.0).usual(9).report
+    # 9 and 10 do not count, and of the first iteration after it what is usual
+    assert spent(run) == {"start_up": 4, "useful": 18, "again": 2, "recoveries": 0.25 + 0.5 + 1 + 0.25 + 2}
+    (one,) = run.each
+    assert (one.newest, one.iteration, one.undone, one.replayed, one.exact) == (10, 8, 2, 0, True)
+    assert (one.outside_s, one.detect_s, one.kept, one.workers) == (6.0, 0.125, 0, 4)
+    assert one.reasons == ("worker 2 was killed by signal 9",)
+    assert (run.iterations, run.computed, run.tokens, run.ended) == (18, 20, 1800, None)
+    assert run.recoveries.injected == {"kill": 1}
+
+
+def test_iterations_that_are_not_the_same_again_are_not_exact():
+    story = Story().start().usual(10).generation(0.5).resume(1.0).tell("lost", raised_by=0.0, plt=0.0)
+    again = story.start(iteration=9).train(STEP, loss=0.75).usual(1)
+    assert again.report.each[0].exact is False and again.report.recoveries.not_exact == 1
+    lossy = Story().start().usual(10).generation(0.5).tell("lost", raised_by=0.25, plt=0.25).resume(1.0)
+    run = lossy.start(iteration=10).usual(2).report
+    assert (run.each[0].exact, run.each[0].lost_tokens, run.recoveries.not_exact) == (None, 0.25, 1)
+
+
+def test_stages_that_compute_alone():
+    story = Story().start().usual(10).generation(0.5)
+    for number, exact in ((8, None), (9, True), (10, True)):
+        story.tell("replay", 0.5, iteration=number, seconds=0.5, frozen=0, stages=[1], exact=exact)
+    run = story.resume(2.0, tier="storage", kept=3, stages=[1]).start(0.5).usual(10).report
+    assert spent(run) == {"start_up": 4, "useful": 20, "again": 1.5, "recoveries": 3.0}
+    (one,) = run.each
+    assert (one.kept, one.stages, one.undone, one.replayed, one.again, one.exact) == (3, (1,), 0, 3, 3, True)
+    assert one.outside_s == 4.5 and run.recoveries.alone == 1
+
+
+def test_an_iteration_that_the_lost_worker_could_not_report():
+    story = Story().start().usual(10).generation(2.0).resume(0.5, kept=3)
+    run = story.train(0.0).start(0.25).usual(4).report  # it had been computed, within these two seconds
+    assert spent(run) == {"start_up": 4, "useful": 15, "recoveries": 1.75}
+    assert (run.iterations, run.each[0].iteration, run.each[0].outside_s) == (15, 11, 1.75)
+
+
+def test_an_iteration_that_was_done_before_the_loss_was_noticed_and_is_given_up():
+    story = Story().start().usual(10).tell("inject", action="kill", rank=2).usual(1).generation(0.5).resume(1.0)
+    run = story.start(0.25, iteration=10).usual(2).report
+    assert spent(run) == {"start_up": 4, "useful": 12, "again": 1, "recoveries": 1.75}
+    assert [(one.undone, one.outside_s) for one in run.each] == [(1, 2.75)]
+
+
+def test_a_second_loss_belongs_to_the_recovery_that_it_hits():
+    story = Story().start().usual(10).generation(1.0).resume(1.0).start(1.0).generation(1.0).resume(1.0)
+    run = story.start(1.0, iteration=9).usual(4).report
+    assert spent(run) == {"start_up": 4, "useful": 13, "again": 1, "recoveries": 6}
+    assert [(one.undone, one.outside_s, len(one.reasons)) for one in run.each] == [(1, 7.0, 2)]
+
+
+def test_what_is_lost_again_is_counted_for_the_loss_that_took_it():
+    story = Story().start().usual(10)
+    for _ in range(2):
+        story.generation(1.0).resume(1.0).start(1.0, iteration=9).usual(2)
+    run = story.report
+    assert spent(run) == {"start_up": 4, "useful": 11, "again": 3, "recoveries": 6}
+    assert [(one.undone, one.outside_s) for one in run.each] == [(1, 4.0), (2, 5.0)]
+
+
+def test_a_job_that_is_started_again_after_a_kill():
+    story = Story().start().usual(10).tell("inject", 0.5, action="kill", rank=0)
+    run = story.resume(8.0, tier="storage").start(2.0, startup=4.0).usual(4).report
+    assert spent(run) == {"start_up": 4, "useful": 14, "stopped": 6, "recoveries": 4.5}
+    assert [(one.reasons, one.outside_s) for one in run.each] == [((), 10.5)]
+
+
+def test_a_job_that_is_started_again_after_it_has_ended():
+    story = Story().start().usual(10).tell("exit", 1.0, reason="signal", code=75)
+    run = story.resume(3600.0, tier="storage").start(1.0, startup=4.0).usual(4).report
+    assert spent(run) == {"start_up": 8, "useful": 14, "pauses": 1}
+    assert run.recoveries.count == 0 and run.ended is None
+
+
+def test_another_policy_is_no_recovery():
+    story = Story().start().usual(10).tell("choice", iteration=10, ckpt_policy="full", cause="c", reason="r")
+    run = story.resume(0.5, tier="live", kept=4).start(0.5, startup=20.0).usual(4).report
+    assert spent(run) == {"start_up": 5, "useful": 14} and run.recoveries.count == 0
+    (choice,) = run.choices
+    assert (choice.iteration, choice.chosen, choice.cause, choice.reason) == (10, {"ckpt_policy": "full"}, "c", "r")
+
+
+def test_a_recovery_that_is_not_over():
+    for tier in ("memory", "live"):
+        run = Story().start().usual(10).generation(2.0).resume(1.0, tier=tier).start(1.0).report
+        assert spent(run) == {"start_up": 4, "useful": 10, "recoveries": 4} and not run.each
+
+
+def test_the_parts_are_the_wall_clock_whatever_happens():
+    for seed in range(200):
+        dice, story, away = random.Random(seed), Story().start().usual(1), 0.0
+        for _ in range(dice.randrange(1, 12)):
+            what = dice.choice("train stall pause lose again end".split())
+            back = dice.randrange(story.iteration + 1)
+            if what == "train":
+                story.train(*[dice.choice((0.5, 1.0, 1.25)) for _ in range(dice.randrange(1, 9))])
+            elif what == "stall":
+                story.tell("stall", 0.125, seconds=0.125).train(1.5)
+            elif what == "pause":
+                story.tell("evaluation", 2.0, split="valid", loss=1.0)
+            elif what == "lose":
+                story.generation(1.0).resume(0.5).start(0.25, iteration=back)
+            elif what == "again":
+                story.resume(8.0, tier="storage").start(1.0, iteration=back)
+            else:
+                story.tell("exit", 0.5, reason="signal").resume(16.0).start(1.0, iteration=back)
+                away += 13.0
+        run = story.train(0.5).report
+        assert sum(spent(run).values()) == story.now - run.began - away, seed
+        assert all(seconds >= 0 for name, seconds in spent(run).items() if name != "slower"), seed
+        assert all(one.outside_s >= 0 for one in run.each)
+
+
+def saved():
+    """A run that protects itself in every way, with one lost node."""
+    story = Story().tell("placement", replicas=1, survival={"1": 1.0, "2": 0.5}).start()
+    for number in range(1, 11):
+        skew = {"hhi": 0.125 * (1 + number % 2), "skewness": number / 100, "plt": 0.0, "sparse_window": 3}
+        story.usual(1, upstream_log_bytes=1000.0 * number, upstream_log_iterations=2.0, **skew)
+        story.tell("snapshot", iteration=number, tier="peers", bytes=1_000_000, copy_s=0.25, hash_s=0.5)
+        story.tell("stall", seconds=0.0625).tell("replicate", iteration=number, bytes=2_000_000, replicate_s=0.125)
+    story.tell("persist", iteration=5, bytes=1_000_000, write_s=1.0, publish_s=0.5)
+    story.tell("choice", iteration=10, sparse_window=3, reason="it is hidden")
+    story.generation(0.5).tell("restore", iteration=10, of=1, held_by=0).resume(0.5, kept=0)
+    story.tell("lost", iteration=10, plt=0.25, raised_by=0.25, by_layer={"1": 0.125, "3": 0.375})
+    return story.start(0.5).usual(1, plt=0.25, hhi=0.5, skewness=0.5)
+
+
+def lines(*runs):
+    return {f"{section}/{name}": cells for section, filled in rows(runs) for name, cells in filled}
+
+
+def test_what_the_table_says():
+    told = {name: cells[0] for name, cells in lines(saved().report).items()}
+    assert told["experts/HHI: first, last, mean"] == f"0.2500, 0.5000, {(5 * 0.125 + 5 * 0.25 + 0.5) / 11:.4f}"
+    assert told["experts/skewness: first, last, mean"] == "0.0100, 0.5000, 0.0955"
+    assert told["experts/tokens lost (PLT): first, last, mean"] == "0.00 %, 25.00 %, 2.27 %"
+    assert told["experts/most of them"] == "37.50 % in layer 3, 12.50 % in layer 1"
+    assert told["upstream logs/bytes: mean, most"] == "5.5 kB, 10.0 kB"
+    assert told["snapshots/tier"] == "peers" and told["snapshots/taken"] == "10"
+    assert told["snapshots/bytes an iteration, to host memory"] == "909.1 kB"  # 11 iterations
+    assert told["snapshots/bytes an iteration, to peers"] == "1.8 MB"
+    assert told["snapshots/copy, hash"] == "250 ms, 500 ms"
+    assert told["snapshots/replicated"] == "10 in 125 ms each"
+    assert told["snapshots/written and published"] == "1 in 1.50 s each"
+    assert told["snapshots/survived, of nodes lost at once"] == "1: 100 %, 2: 50 %"
+    assert told["snapshots/of lost nodes, from others"] == "1"
+    assert told["faults and recoveries/what was computed again"] == "1 not"
+    assert told["policy/window W"] == "3"
+    assert "where the time went/until started again" not in told
+
+
+def test_runs_are_side_by_side():
+    told = lines(saved().report, Story().start().usual().report)
+    assert told["run/iterations"] == ["11 (1 to 11)", "10 (1 to 10)"]
+    assert told["snapshots/taken"] == ["10", ""]
+    assert "faults and recoveries/injected" not in told
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Writes events to where a run would."""
+
+    def write(story, name, torn=""):
+        directory = tmp_path / name
+        directory.mkdir()
+        written = [json.dumps(event) for event in story.events]
+        (directory / "events.jsonl").write_text("\n".join([*written[:-1], torn, *written[-1:], torn]))
+        return directory
+
+    return write
+
+
+def test_the_program(log, tmp_path, capsys):
+    plain, faulty = log(Story().start().usual(), "plain"), log(saved(), "faulty", torn='{"type": "iterat')
+    figures, picture = tmp_path / "out" / "report.json", tmp_path / "out" / "report.png"
+    paths = [str(plain / "events.jsonl"), str(faulty)]
+    assert tool.main([*paths, "--json", str(figures), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert plain.name in out and "skewness" in out and "at iteration 10: sparse_window 3\n    it is hidden" in out
+    first, second = json.loads(figures.read_text())
+    assert (first["name"], first["ettr"], second["iterations"]) == (str(plain), 10 / 14, 11)
+    assert second["each"][0]["lost_tokens"] == 0.25 and second["gauges"]["skewness"]["last"] == 0.5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in figures.parent.iterdir()) == ["report.json", "report.png"]
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (None, "events.jsonl: No such file"),
+        ("loss: 3\n", "line 1 is no JSON"),
+        ('{"type": "exit", "time": 1.0, "iteration": 0}\n', "no iteration in it"),
+        ('{"type": "iteration", "time": 1.0, "iteration": 1}\n', "has no 'elapsed_s'"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, written, message):
+    if written is not None:
+        (tmp_path / "events.jsonl").write_text(written)
+    assert tool.main([str(tmp_path / "events.jsonl")]) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_it_starts_without_torch():
+    code = "import sys, moc.report.program; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
