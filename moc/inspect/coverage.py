@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from moc.inspect import dense
 from moc.inspect.checkpoint import Box, Checkpoint
+from moc.policy import is_of_everything
 from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store.manifest import OperatorEntry
@@ -37,7 +38,7 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[Box]) -> list[str]
     else:
         problems = list(_broken_promises(tensors, operators))
         problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
-        if checkpoint.policy == "full":
+        if is_of_everything(checkpoint.policy):
             problems += _missing_operators(tensors, state.get("shape"), dense.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])

@@ -10,7 +10,16 @@ import pkgutil
 from moc.policy.flags import Job, PolicyFlag
 from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
 from moc.policy.plan import Load, Policy, SnapshotPlan
-from moc.policy.registry import AUTO, POLICIES, import_policies, owners, policy, policy_named
+from moc.policy.registry import (
+    AUTO,
+    POLICIES,
+    import_policies,
+    is_of_everything,
+    is_of_windows,
+    owners,
+    policy,
+    policy_named,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -30,6 +39,8 @@ __all__ = [
     "SnapshotPlan",
     "Transfer",
     "interval_named",
+    "is_of_everything",
+    "is_of_windows",
     "owners",
     "policy",
     "policy_named",

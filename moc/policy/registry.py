@@ -73,3 +73,15 @@ def policy_named(name: str) -> type[Policy]:
     if name not in POLICIES:
         raise ValueError(f"there is no policy called {name}: choose one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]
+
+
+def is_of_everything(name: str) -> bool:
+    """Whether each snapshot of a policy holds all of the model; not known of one that is not installed."""
+    kind = POLICIES.get(name)
+    return kind is not None and kind.exact and not kind.replays
+
+
+def is_of_windows(name: str) -> bool:
+    """Whether several snapshots of a policy are a checkpoint together; not known of one that is not installed."""
+    kind = POLICIES.get(name)
+    return kind is not None and kind.replays

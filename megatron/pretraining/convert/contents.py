@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from moc.inspect.coverage import BUFFER, PARAM, SLOTS, missing_operators, operator_or_other
+from moc.policy import is_of_windows
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.regions import Entry
@@ -134,7 +135,7 @@ def check_whole(contents: Contents) -> None:
         CheckpointError: what is missing, and of what.
     """
     state, slots = contents.facts.state, contents.slots()
-    window = contents.facts.policy == "sparse"  # of which each snapshot has a part
+    window = is_of_windows(contents.facts.policy)  # of which each snapshot has a part
     if missing := _missing(slots, state.get("shape")):
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "only a whole model can be converted"
