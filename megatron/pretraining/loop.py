@@ -14,11 +14,11 @@ from megatron.pretraining.process.faults import inject_faults
 from megatron.pretraining.process.initialize import initialize, shut_down
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
-from megatron.pretraining.session.auto import PlannedAnew
-from megatron.pretraining.session.setup import NothingToGoOnFrom
+from megatron.pretraining.session.auto import PolicySwitched
 from megatron.pretraining.setup import Providers, Run, build, start
 from moc.runtime.job import join_job
 from moc.runtime.progress import progress
+from moc.session.begin import NoRecoveryPoint
 from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord
 from moc.store.tiers import memory_of_run
@@ -51,9 +51,9 @@ def pretrain(config: Config, providers: Providers) -> int:
             return code
         except StopRequested:
             return EXIT_REQUEUE
-        except NothingToGoOnFrom:
+        except NoRecoveryPoint:
             job.start_over()
-        except PlannedAnew:
+        except PolicySwitched:
             loss = None
         except Exception as error:
             loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
@@ -112,7 +112,7 @@ def plan_anew(run: Run) -> None:
     """With ``--ckpt-policy auto``: begins again where another policy is to be in force, once all is saved.
 
     Raises:
-        PlannedAnew: it is so, on all workers alike.
+        PolicySwitched: it is so, on all workers alike.
     """
     if run.auto is None or run.snapshots.storage_fails or not run.auto.plans_anew(run.position.iteration):
         return
@@ -122,7 +122,7 @@ def plan_anew(run: Run) -> None:
         run.auto.goes_on()
         run.log.message(f"WARNING: the policy stays what it is: {problem}")
         return
-    raise PlannedAnew
+    raise PolicySwitched
 
 
 def collect_garbage_by_hand(run: Run) -> None:

@@ -25,16 +25,15 @@ from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.session.auto import Auto
-from megatron.pretraining.session.none import NoSnapshots
-from megatron.pretraining.session.setup import begin
+from megatron.pretraining.session.begin import begin_as_flagged
 from moc.faults import reach
 from moc.policy import AUTO
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Loss
 from moc.runtime.world import World
-from moc.session.resume.replay import Progress
-from moc.session.resume.survivors import Left
+from moc.session.resume.survivors import LocalRemains
 from moc.session.snapshots import Snapshots
+from moc.session.without import NoSnapshots
 from moc.state.record import Position, Records
 
 
@@ -66,10 +65,7 @@ class Parts:
         vocab_size: rows of the embedding.
         auto: what chooses the policy, with ``--ckpt-policy auto``.
         saving: what saves the state, once training has started.
-        changed: the state is not that which was built any more.
-        left: what the state is, if an iteration was cut off that has not changed it.
-        records: of the iterations of late.
-        progress: how far it has come with computing iterations again, as long as that is not over.
+        remains: what it has left when another one is lost.
     """
 
     config: Config
@@ -84,10 +80,7 @@ class Parts:
     log: Log
     auto: Auto | None
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
-    changed: bool = False
-    left: Left = field(default_factory=Left)
-    records: Records = field(default_factory=Records)
-    progress: Progress = field(default_factory=Progress)
+    remains: LocalRemains = field(default_factory=LocalRemains)
 
     def met(self, loss: Loss | None) -> None:
         """All workers are there again, if one was lost."""
@@ -100,7 +93,7 @@ class Parts:
         self.met(loss)
         if self.saving is not None:
             checkpoints, snapshots = self.saving
-            self.left.live, self.left.begun = snapshots.live, snapshots.begun
+            self.remains.live, self.remains.begun = snapshots.live, snapshots.begun
             checkpoints.close()
             snapshots.close()
             self.saving = None
@@ -187,7 +180,7 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     Raises:
         ConfigError, CheckpointError: something that the flags name cannot be used.
         StopRequested: a worker was asked to stop.
-        NothingToGoOnFrom: this worker has trained already, and there is no snapshot to bring it back to.
+        NoRecoveryPoint: this worker has trained already, and there is no snapshot to bring it back to.
     """
     config, world, log = parts.config, parts.world, parts.log
     stop.check_set_up(world)  # the first collective of a generation
@@ -210,12 +203,11 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         boundaries=crossing,
     )
     engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size)
-    left = parts.left if parts.changed else None
-    position, snapshots = begin(config, engine, checkpoints, log, parts.progress, parts.records, left, parts.auto)
+    position, snapshots = begin_as_flagged(config, engine, checkpoints, log, parts.remains, parts.auto)
     stepper = replace(stepper, participants=(snapshots,))
     log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
-    parts.saving, parts.changed = (checkpoints, snapshots), position.iteration > 0
-    parts.progress.move_to(None)
+    parts.saving, parts.remains.trained = (checkpoints, snapshots), position.iteration > 0
+    parts.remains.progress.move_to(None)
     reach("loaded")
     stop.check_set_up(world)
     phases.done("load")
@@ -234,10 +226,10 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
         parameters=count_parameters(parts.chunks),
         startup_s=phases.seconds,
     )
-    parts.changed = True
+    parts.remains.trained = True
     saving, sizes = (checkpoints, snapshots, parts.auto), (parts.train_iters, parts.vocab_size)
     data = parts.streams, splits, *sizes
-    return Run(config, world, stepper, *saving, log, *data, position, parts.records)
+    return Run(config, world, stepper, *saving, log, *data, position, parts.remains.records)
 
 
 def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:

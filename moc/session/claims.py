@@ -7,7 +7,7 @@ from pathlib import Path
 from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
 from moc.runtime.world import World
 from moc.session.engine import Listener
-from moc.session.resume.survivors import Left
+from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers
 from moc.store.claims import Claim
@@ -18,7 +18,7 @@ from moc.store.runs import Run, begin_run, record_run
 from moc.store.tiers import memory_of_other_runs
 
 
-def claimed(settings: Settings, world: World, mine: Left | None, log: Listener) -> Claim:
+def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Listener) -> Claim:
     """In whose name this generation publishes; a collective call.
 
     Storage is asked of which run it is when a job begins.  Later whoever is left knows, and nobody waits for storage.

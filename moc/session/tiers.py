@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moc.policy import Policy
 from moc.recovery.retention import retain
+from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.world import World
+from moc.session.settings import Settings, SettingsError
 from moc.sharding import Item
+from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
+from moc.store.locate import place_of
 from moc.store.places import LocalPlace
 from moc.store.publish import joined
 from moc.store.store import Store
+from moc.store.tiers import memory_place
 
 LOOKING_S = 5.0
 """How long storage may take to tell what it has, where a run can go on without it."""
@@ -47,6 +55,48 @@ class Tiers:
         if self.memory is None:
             return None
         return Store(LocalPlace(Path(self.memory.place.name) / "before", in_memory=True), slack=True)
+
+
+def tiers_of(settings: Settings, world: World, claim: Claim) -> Tiers:
+    """Where the snapshots of a job go; a collective call.
+
+    Raises:
+        SettingsError: nodes are named that do not fit the job.
+    """
+    nodes = _nodes(settings.nodes, world)
+    node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
+    memory = Store(memory_of(settings, world, nodes, claim), slack=True) if settings.tier != "disk" else None
+    return Tiers(
+        storage=Store(place_of(settings.directory, claim)),
+        memory=memory,
+        nodes=tuple(nodes),
+        leads_node=world.rank == node[0],
+        node=node,
+        persist_interval=1 if settings.persists_all and memory is not None else settings.persist_interval,
+        keep=settings.keep,
+    )
+
+
+def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
+    """The memory of this node."""
+    launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
+    emulated = nodes[world.rank] if settings.nodes else launched
+    return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
+
+
+def _nodes(told: str | None, world: World) -> list[str]:
+    """By rank the node on which it is: what is told, its place in the job under our launcher, or the name of its host.
+
+    Whoever takes the place of a lost node has the same ranks, and is given what others keep for them.
+    """
+    if told is None:
+        return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
+    nodes = told.split(",")
+    if len(nodes) != world.size:
+        raise SettingsError(
+            f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."
+        )
+    return nodes
 
 
 def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:

@@ -15,13 +15,12 @@ from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
-from megatron.pretraining.session.setup import begin
+from megatron.pretraining.session.begin import begin_as_flagged
 from moc.session.publishing import Publisher
-from moc.session.resume.replay import Progress
+from moc.session.resume.survivors import LocalRemains
 from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
-from moc.state.record import Records
 from tests.integration import bodies
 from tests.integration.bodies import digest, with_run
 
@@ -82,7 +81,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
                 fragment.view.fill_(float("nan"))
             config = compose(flags | place)
             engine = MegatronEngine(config, step, None, run.vocab_size)
-            position, _ = begin(config, engine, run.checkpoints, run.log, Progress(), Records())
+            position, _ = begin_as_flagged(config, engine, run.checkpoints, run.log, LocalRemains())
             steps = sorted(set(state.steps().values()))
             told.append({"start": position.iteration, "steps": steps, "hashes": hashes_of(state)})
         return told

@@ -84,7 +84,7 @@ def ended(flags, directory, iteration):
 def test_an_exact_policy_does_not_go_back_behind_partial_snapshots(data, tmp_path):
     """The first one of everything still is there, when few were taken after it."""
     flags = data | SMALL | dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"), snapshot_interval=1)
-    kill_at("1", flags | dict(ckpt_policy="pec", ckpt_keep=50), iteration=4)
+    kill_at("1", flags | dict(ckpt_policy="pec", ckpt_keep=50, ckpt_blocking=True), iteration=4)
     assert 1 in stores(flags)["storage"].iterations()
     (result,) = start("1", flags | dict(ckpt_policy="full")).wait()
     assert result.exit == 1 and "then change the policy" in result.output

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,15 +22,18 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import Snapshot
 from megatron.pretraining.logging.log import Log
-from moc.policy import POLICIES, Observed, owners
+from megatron.pretraining.session.settings import policy_of, settings_of
+from moc.policy import POLICIES, Observed, Policy, owners
 from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
 from moc.policy.plan import Busiest
 from moc.policy.sizing import busiest_by_experts, operators_by_stage
 from moc.runtime.agreement import gather
+from moc.session.engine import Engine
 from moc.session.peers import DEFAULT_REPLICAS
-from moc.session.resume.survivors import Left
+from moc.session.resume.survivors import LocalRemains
+from moc.session.settings import Settings
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.simulate.planner import Candidate, Limits, Plan, best_of, every_candidate, keeps_to, priced
 from moc.simulate.running import (
@@ -43,7 +46,6 @@ from moc.simulate.running import (
 )
 from moc.snapshot.background import within
 from moc.state.detail import Detail
-from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
 
@@ -60,7 +62,7 @@ _MEASURED = ("iteration_s", "forward_backward_s", "copy_rate", "write_rate")
 _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
 
 
-class PlannedAnew(Exception):
+class PolicySwitched(Exception):
     """Another policy is in force from here on, for all workers alike: begin again with it."""
 
 
@@ -78,17 +80,21 @@ class Auto:
         self._orderly = False
         self._ranks: list[int] = []
 
-    def in_force(self, tiers: Tiers, mine: Left | None, first: bool) -> Config:
+    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> tuple[Settings, Policy]:
         """Takes up what the run knew, from live workers or the newest snapshot; a collective call.
 
         Args:
+            engine: of this worker.
             tiers: where snapshots are.
             mine: what this worker has left of the state.
-            first: this is the first of all workers.
 
         Returns:
-            The configuration with the policy that was chosen; while nothing is chosen, with the one that measures.
+            Settings and policy that were chosen; while nothing is chosen, those that measure.
         """
+        config = self._chosen(tiers, mine, first=engine.world.rank == 0)
+        return settings_of(config, engine.world.size), policy_of(config, engine)
+
+    def _chosen(self, tiers: Tiers, mine: LocalRemains | None, first: bool) -> Config:
         self._ranks = sorted(Counter(tiers.nodes).values(), reverse=True)
         told = [one for one in gather(_newest(tiers, mine, first)) if one is not None]
         self._take_up(max(told, key=lambda one: one[0])[1] if told else None)
@@ -98,26 +104,19 @@ class Auto:
         self._flags = {}
         return in_force(self._asked, self._measuring())
 
-    def sized(
-        self,
-        busiest: Busiest,
-        operators: Sequence[Operator],
-        ep: int,
-        stages: tuple[int, ...],
-        may_replay: Callable[[], bool],
-    ) -> None:
+    def sized(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Learns how large snapshots would be, as soon as that is asked for.
 
         Args:
             busiest: the bytes of the rank that saves the most of a plan's operators; a collective call.
-            operators: of the model.
-            ep: expert-parallel ranks.
-            stages: by layer its pipeline stage.
+            engine: with its operators.
             may_replay: whether a run can go on from sparse snapshots of this model, here; a collective call.
 
         Raises:
             ConfigError: whatever is chosen, snapshots take more memory than they may.
         """
+        operators, stages = engine.operators, tuple(engine.stages)
+        ep = self._asked.parallel.expert_model_parallel_size
         whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
 
         def saved() -> Saved:
@@ -321,7 +320,7 @@ def _is_of(flag: str, policy: object, asked: Config) -> bool:
     return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))
 
 
-def _newest(tiers: Tiers, mine: Left | None, first: bool) -> tuple[int, Any] | None:
+def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, Any] | None:
     """Of this worker, or of what it can read: the newest iteration, and what auto knew then."""
     if mine is not None and mine.live is not None:
         return mine.live.position.iteration, mine.live.state.get("auto")

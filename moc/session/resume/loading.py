@@ -19,7 +19,7 @@ from moc.session.resume.reading import Damage, Key, SnapshotReader
 from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
 from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer
-from moc.session.resume.survivors import Left, Live, Survivors
+from moc.session.resume.survivors import Live, LocalRemains, Survivors
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
@@ -146,7 +146,7 @@ class SnapshotLoader:
             return [], [f"{self._storage.place.name} cannot be used ({error.strerror or error})"]
         return look(self._storage)
 
-    def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: Left | None) -> Loaded | None:
+    def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: LocalRemains | None) -> Loaded | None:
         """Fills model, optimizer and schedule by the newest plan that works.
 
         Args:
@@ -195,7 +195,7 @@ class SnapshotLoader:
             self._forget_moments()
         return None
 
-    def _leave(self, plan: Plan, mine: Left | None) -> None:
+    def _leave(self, plan: Plan, mine: LocalRemains | None) -> None:
         """What this worker has is about to be written over, unless it keeps it, or goes on with it."""
         course, progress = plan.course(self._stage), self._replayer.progress
         if course is None or not course.goes_on:

@@ -48,18 +48,24 @@ class Begun:
 
 
 @dataclass
-class Left:
+class LocalRemains:
     """What a worker has left when another one is lost.
 
     Attributes:
+        trained: its state is not that which was built any more.
         live: its state, as long as it is whole.
         begun: by iteration, the last snapshots that it has begun.
         run: of which run the snapshots are, if it knows.
+        records: of the iterations of late.
+        progress: how far it has come with computing iterations again, as long as that is not over.
     """
 
+    trained: bool = False
     live: Live | None = None
     begun: Mapping[int, Begun] = field(default_factory=dict)
     run: str | None = None
+    records: Records = field(default_factory=Records)
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True)
@@ -95,22 +101,20 @@ class Survivors:
         return replace(self, logs=replace(self.logs, kept=kept))
 
 
-def survivors(mine: Left | None, engine: Engine, records: Records, progress: Progress) -> Survivors:
+def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
     """Tells all what this worker has left, and hears the same of the others; a collective call.
 
     Args:
-        mine: what this one has left; None if its state is that which was built.
+        remains: what this one has left.
         engine: of this worker.
-        records: of iterations of late.
-        progress: how far this worker has come with computing iterations again.
     """
     world = engine.world
-    own = mine.live if mine is not None else None
+    own = remains.live if remains.trained else None
     at = own.position.iteration if own is not None else None
-    told = gather((mine is not None, at))
+    told = gather((remains.trained, at))
     again = any(trained for trained, _ in told)
     live = {rank: iteration for rank, (_, iteration) in enumerate(told) if iteration is not None}
-    begun = _of_first(mine.begun if mine is not None else {}, world)
+    begun = _of_first(remains.begun if remains.trained else {}, world)
     if not live:
         return Survivors(again, begun=begun)
     speaks = at is not None and world.rank == min(rank for rank, other in live.items() if other == at)
@@ -119,7 +123,7 @@ def survivors(mine: Left | None, engine: Engine, records: Records, progress: Pro
     for rank, counted in enumerate(gather(engine.state.steps())):
         if rank in live:
             steps[live[rank]] |= counted
-    logs = _logs(engine, records, progress) if engine.tap.feeds else None
+    logs = _logs(engine, remains.records, remains.progress) if engine.tap.feeds else None
     return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(engine.state)))), steps, logs)
 
 

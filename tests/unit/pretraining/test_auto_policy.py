@@ -5,6 +5,7 @@ from megatron.pretraining.process import cpu
 cpu.install()
 
 import json  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
 
 import pytest  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -15,7 +16,7 @@ from megatron.pretraining.session.auto import DRIFT, HOLDS, Auto, changed  # noq
 from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
-from moc.session.resume.survivors import Left, Live  # noqa: E402
+from moc.session.resume.survivors import Live, LocalRemains  # noqa: E402
 from moc.session.tiers import Tiers  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
@@ -52,9 +53,9 @@ class Run:
         self.config = compose(MODEL | TRAINING | AUTO | flags)
         self.log = Log(directory)
         self.auto, self.iteration = Auto(self.config, self.log), 0
-        left = None if state is None else Left(Live(Position(), {"auto": json.loads(json.dumps(state))}))
+        left = None if state is None else LocalRemains(live=Live(Position(), {"auto": json.loads(json.dumps(state))}))
         self._tiers = Tiers(Store(LocalPlace(directory)), None, nodes, True, (0,), None, 2)
-        self.in_force = self.auto.in_force(self._tiers, left, first=True).snapshot
+        self.in_force = self.auto._chosen(self._tiers, left, first=True).snapshot
         operators = model_operators(model_shape(self.config.network, self.config.moe, 10))
         parameters = {operator.name: operator.parameters for operator in operators}
         self.full = 12.0 * sum(parameters.values())
@@ -62,7 +63,7 @@ class Run:
         def busiest(plan):
             return sum(BYTES[detail] * parameters[name] for name, detail in plan.items())
 
-        self.auto.sized(busiest, operators, 1, (0, 0), lambda: may_replay)
+        self.auto.sized(busiest, SimpleNamespace(operators=operators, stages=(0, 0)), lambda: may_replay)
 
     def train(self, iterations, iteration_s=1.0, copy_s=2.0, write_s=4.0):
         """Whether, and when, it began again under another policy; times are those of a snapshot of everything."""

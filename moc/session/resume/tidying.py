@@ -1,0 +1,33 @@
+"""What a run that begins takes out of the way: what it will take anew, and what killed jobs have left behind."""
+
+from __future__ import annotations
+
+from moc.recovery.carrying import Carrier
+from moc.session.snapshots import Start
+from moc.session.tiers import Tiers
+
+
+def tidy_storage(tiers: Tiers, start: Start) -> None:
+    """Takes out of the way what the run will take anew, and what killed jobs have left behind; on the first worker."""
+    for newer in tiers.storage.iterations():
+        if newer > start.position.iteration:
+            tiers.storage.set_aside(newer)
+    tiers.storage.clear_unpublished()
+
+
+def tidy_memory(tiers: Tiers, start: Start) -> None:
+    """The same in the memory of this node."""
+    if tiers.memory is not None and tiers.leads_node:
+        tiers.memory.place.remove("slots")
+        before = tiers.before
+        for other in before.iterations():
+            if other not in start.before:
+                before.remove(other)
+        for other in tiers.memory.iterations():
+            if other in start.newer:
+                before.remove(other)
+                tiers.memory.move(other, before)
+            elif other not in (*start.in_memory, *start.experts):
+                tiers.memory.remove(other)
+        Carrier(tiers.memory, ()).forget()
+        tiers.memory.clear_unpublished()
