@@ -69,13 +69,21 @@ def providers():
     return Providers(model=build_gpt, datasets=build_datasets, forward_step=forward_step)
 
 
+def prepare_core() -> None:
+    """Lets megatron-core be imported here, or says why it cannot be."""
+    from megatron.pretraining.process import core, cpu
+
+    try:
+        cpu.install()
+    except core.CoreError as error:
+        sys.exit(f"pretrain_gpt_moe.py: error: {error}")
+
+
 def warm_up() -> None:
     """Imports what training needs, and nothing more, for a launcher that forks its workers."""
     from importlib import import_module
 
-    from megatron.pretraining.process import cpu
-
-    cpu.install()
+    prepare_core()
     for module in WARM:
         import_module(module)
 
@@ -83,10 +91,7 @@ def warm_up() -> None:
 def main() -> int:
     """Parses the flags before anything heavy is imported, then trains."""
     config = parse_config()
-
-    from megatron.pretraining.process import cpu
-
-    cpu.install()
+    prepare_core()
     from megatron.pretraining.errors import reported
     from megatron.pretraining.loop import pretrain
 

@@ -1,8 +1,19 @@
 """Data for the tiny model."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.worlds import run_world
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """What is here starts worlds and jobs: the quick round leaves it out."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,6 @@ FAULTS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 def test_no_stage_computes_an_iteration_twice_for_the_loss_of_another(data, tmp_path):

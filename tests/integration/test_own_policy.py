@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 from moc.store.places import LocalPlace
 from moc.store.store import Store
 from tests.own_policy import ROOT, install
@@ -27,7 +25,6 @@ def train(env, directory, iterations):
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_it_trains_and_goes_on(tmp_path):
     (tmp_path / "site").mkdir()
     env, directory = install(tmp_path / "site"), tmp_path / "snapshots"

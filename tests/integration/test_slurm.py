@@ -14,7 +14,6 @@ from benchmarks.cluster.slurm import Slurm, unusable
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.recovery,
-    pytest.mark.slow,
     pytest.mark.skipif(bool(unusable()), reason=unusable() or "there"),
 ]
 

@@ -22,6 +22,8 @@ import warnings
 
 import torch
 
+from megatron.pretraining.process.core import check_core
+
 _CPU = torch.device("cpu")
 _installed = False
 
@@ -40,11 +42,13 @@ def install() -> None:
     """Makes ``import megatron.core`` work on this machine; calling it again does nothing.
 
     Raises:
+        CoreError: megatron-core is not there, or another one than this package is written for.
         RuntimeError: megatron.core was imported before, too early to be adapted.
     """
     global _installed
     if _installed:
         return
+    check_core()
     # optional everywhere: --help says what is used where it is present
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
     warnings.filterwarnings("ignore", message="full scope is deprecated")

@@ -1,0 +1,46 @@
+"""Which megatron-core there is: a foreign one on ``PYTHONPATH`` is refused by name, before it is imported."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+OLDEST, BEFORE = (0, 16, 1), (0, 17, 0)
+"""The versions that this package is written for, as ``pyproject.toml`` has them: it uses parts that are not public."""
+
+WANTED = "megatron-core>=0.16.1,<0.17"
+
+
+class CoreError(RuntimeError):
+    """There is no megatron-core, or another one than this package is written for; the message says what to do."""
+
+
+def check_core() -> None:
+    """Looks where ``megatron.core`` would be imported from, and of which version that is; imports nothing of it.
+
+    Raises:
+        CoreError: it is not there, or another one.
+    """
+    found = find_spec("megatron.core")
+    if found is None or not found.submodule_search_locations:
+        raise CoreError(f"megatron-core is not installed: pip install '{WANTED}'")
+    directory = Path(next(iter(found.submodule_search_locations)))
+    version = version_in(directory)
+    if version is None or not OLDEST <= version < BEFORE:
+        told = "unknown" if version is None else ".".join(map(str, version))
+        raise CoreError(
+            f"megatron.core is taken from {directory}, whose version is {told}: this program needs {WANTED}; take "
+            f"{directory.parent.parent} off PYTHONPATH if that is a checkout of Megatron-LM, else pip install "
+            f"'{WANTED}'"
+        )
+
+
+def version_in(directory: Path) -> tuple[int, int, int] | None:
+    """The version of the megatron-core in a directory; None if it does not say."""
+    try:
+        text = (directory / "package_info.py").read_text()
+    except OSError:
+        return None
+    numbers = [re.search(rf"^{name} = (\d+)$", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
+    return tuple(int(number[1]) for number in numbers) if all(numbers) else None
