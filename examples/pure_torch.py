@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""A training loop of plain PyTorch that survives kill -9 of its workers, by ``moc`` alone.
+
+    python -m moc.launch --nproc-per-node 2 examples/pure_torch.py --ckpt-dir /tmp/snapshots
+
+A small language model with experts, replicated on all workers; gradients are averaged by one all-reduce.  Kill any
+worker while it trains: another one takes its place, and the last line is that of a run in which nobody was killed.
+docs/how-to/own-engine.md goes through it.
+"""
+
+import argparse
+import hashlib
+import time
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu, softmax
+
+from moc.events import EventLog
+from moc.policy import interval_named, policy_named
+from moc.runtime.agreement import sum_over_workers
+from moc.runtime.job import join_job
+from moc.runtime.world import World
+from moc.session.begin import NoRecoveryPoint, begin
+from moc.session.resume.survivors import LocalRemains
+from moc.session.settings import Settings
+from moc.session.tap import NoTap
+from moc.state.record import StepRecord
+from moc.state.replicated import ReplicatedState
+from moc.store.errors import CheckpointError
+
+VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8
+
+
+class Layer(nn.Module):
+    """Experts, of which the router chooses one for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, tokens):
+        """Adds what the chosen expert makes of a token, weighted by its probability."""
+        weight, chosen = softmax(self.router(tokens), -1).max(-1)
+        made = torch.stack([expert(tokens) for expert in self.experts], -1)
+        return tokens + weight[..., None] * made.gather(-1, chosen[..., None, None].expand(*tokens.shape, 1))[..., 0]
+
+
+class Model(nn.Module):
+    """Predicts the next token from the two before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.output = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        """Mean loss over a batch of sequences."""
+        hidden = gelu(self.embedding(tokens[:, :-2]) + self.embedding(tokens[:, 1:-1]).roll(1, -1))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return cross_entropy(self.output(hidden).flatten(0, 1), tokens[:, 2:].flatten())
+
+
+def name_of(parameter: str) -> str:
+    """What checkpoints call a parameter: Megatron's names, by which operators are told."""
+    head, _, rest = parameter.partition(".")
+    if head != "layers":
+        return {"embedding": "embedding.", "output": "output_layer."}[head] + rest
+    layer, _, rest = rest.partition(".")
+    return f"decoder.layers.{layer}.mlp." + rest.replace("experts.", "experts.experts.", 1)
+
+
+class Engine:
+    """What computes iterations, as moc.session.engine.Engine asks for it."""
+
+    tap, reduced, peers, stages = NoTap(), None, None, (0, 0)
+
+    def __init__(self, job):
+        torch.manual_seed(1)
+        self.world = World(job.rank, job.size, torch.device("cpu"), "gloo", 0, 1, 0, 1, job.rank, job.size, job)
+        self.model = Model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        named = {name_of(name): parameter for name, parameter in self.model.named_parameters()}
+        self.state = ReplicatedState(named, self.optimizer, job.rank)
+        self.operators, self.layout, self.slices = self.state.described(), {"dp": job.size}, (job.rank,)
+
+    def scalars(self, position):
+        return asdict(position) | {"optimizer": "adam", "shape": [VOCABULARY, WIDTH, EXPERTS]}
+
+    def load_scalars(self, saved, where):
+        pass  # no schedule, no loss scale
+
+    def check(self, saved, where, window=False):
+        if saved["shape"] != [VOCABULARY, WIDTH, EXPERTS]:
+            raise CheckpointError(f"{where} holds another model")
+
+    def compare_samples(self, saved, say):
+        pass
+
+    def gradients(self, iteration):
+        """Computes the mean gradients of an iteration; samples follow from its number and the rank alone."""
+        samples = torch.Generator().manual_seed(iteration * self.world.size + self.world.rank)
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=samples).sort(-1).values
+        self.optimizer.zero_grad()
+        loss = self.model(tokens)
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        mean = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(mean)
+        for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient) / self.world.size)
+        return loss.item()
+
+
+def train(engine, position, snapshots, records, iterations):
+    """The loop: gradients, vote, update, snapshot."""
+    while position.iteration < iterations:
+        begun = time.perf_counter()
+        loss = engine.gradients(position.iteration)
+        vote = sum_over_workers({"loss": loss, **snapshots.ballot()}, engine.world)  # from here on all can update
+        mean, batch = vote["loss"] / engine.world.size, BATCH * engine.world.size
+        record = StepRecord(position.iteration + 1, mean, 0.0, 1.0, False, batch * (SEQUENCE - 2), 1e-3, batch)
+        snapshots.on_vote(vote)  # waits for copies of what the update is about to change
+        engine.optimizer.step()
+        position = position.after(record)
+        records.add(record)
+        snapshots.completed(position, record, begun)  # from here on a lost worker does not undo the iteration
+        snapshots.take()
+    snapshots.secure(position)
+    return position, mean
+
+
+class Log:
+    """Lines for people, from the first worker, and events for programs."""
+
+    def __init__(self, rank, directory):
+        self._rank, self.events = rank, EventLog(directory if rank == 0 else None)
+
+    def message(self, text):
+        if self._rank == 0:
+            print(text, flush=True)
+
+
+def main():
+    """Trains until all iterations are done, whatever workers are lost meanwhile."""
+    parser = argparse.ArgumentParser(description="Plain PyTorch that survives kill -9.")
+    parser.add_argument("--ckpt-dir", required=True)
+    parser.add_argument("--log-dir", help="of events.jsonl")
+    parser.add_argument("--iterations", type=int, default=400)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = Settings(asked.ckpt_dir, asked.iterations, tier="memory")
+    job, remains, engine, snapshots = join_job(), LocalRemains(), None, None
+    log = Log(job.rank, asked.log_dir)
+    while True:
+        try:
+            if engine is None:
+                job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
+                engine = Engine(job)
+            job.built()
+            policy = policy_named("full")(engine.operators, interval_named("1", None))
+            position, snapshots = begin(engine, settings, policy, log, remains)
+            remains.trained = True
+            position, loss = train(engine, position, snapshots, remains.records, asked.iterations)
+            digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in engine.model.parameters()))
+            log.message(f"iteration {position.iteration}: loss {loss}, weights {digest.hexdigest()[:16]}")
+            snapshots.close()
+            return job.leave()
+        except NoRecoveryPoint:
+            job.start_over()
+        except Exception as error:
+            loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
+            log.message(f"generation {loss.generation}: {loss.reason}")
+        if snapshots is not None:
+            remains.live, remains.begun = snapshots.live, snapshots.begun
+            snapshots.close()
+            snapshots = None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Somebody else's training loop survives what ours does, by moc alone (docs/how-to/own-engine.md)."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks.live.job import Events
+from tests.worlds import REPOSITORY
+
+EXAMPLE = REPOSITORY / "examples" / "pure_torch.py"
+ITERATIONS = 400
+
+
+class Run:
+    """Two workers of the example under our launcher."""
+
+    def __init__(self, directory, iterations):
+        self._console, self._events = directory / "console", Events(directory / "log" / "events.jsonl")
+        where = ["--ckpt-dir", directory / "snapshots", "--log-dir", directory / "log", "--iterations", iterations]
+        command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", EXAMPLE, *where]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+        self._console.parent.mkdir(exist_ok=True)
+        with open(self._console, "a") as console:
+            self.process = subprocess.Popen(
+                list(map(str, command)), cwd=REPOSITORY, env=env, stdout=console, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def console(self):
+        return self._console.read_text()
+
+    def reach(self, iteration):
+        """Waits until there is a snapshot of an iteration, or of one after it."""
+        deadline = time.monotonic() + 120
+        while max((event["iteration"] for event in self._events.of("snapshot")), default=0) < iteration:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.console
+            time.sleep(0.01)
+
+    def kill(self, rank):
+        pid = re.findall(rf"worker {rank} is process (\d+)", self.console)[-1]
+        os.kill(int(pid), 9)
+
+    def generation(self, number):
+        deadline = time.monotonic() + 120
+        while not re.search(rf"^mocrun: generation {number}: ", self.console, re.MULTILINE):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.console
+            time.sleep(0.01)
+
+    def end(self):
+        """The last line that it says: iteration, loss and hash of the weights."""
+        assert self.process.wait(timeout=240) == 0, self.console
+        return self.console.splitlines()[-1]
+
+
+@contextmanager
+def running(directory, iterations=ITERATIONS):
+    run = Run(directory, iterations)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("undisturbed") / "run") as run:
+        return run.end()
+
+
+@pytest.mark.recovery
+def test_workers_are_killed_one_after_the_other_and_nobody_can_tell(undisturbed, tmp_path):
+    with running(tmp_path / "run") as run:
+        for generation, (rank, iteration) in enumerate([(1, 20), (0, 60), (1, 100)], 1):
+            run.reach(iteration)
+            run.kill(rank)
+            run.generation(generation)
+        assert run.end() == undisturbed
+        assert "1 workers keep their state" in run.console
+
+
+def test_a_run_that_has_ended_goes_on_from_storage(undisturbed, tmp_path):
+    with running(tmp_path / "run", iterations=ITERATIONS // 2) as run:
+        assert f"iteration {ITERATIONS // 2}:" in run.end()
+    shutil.rmtree(tmp_path / "run" / "log")
+    with running(tmp_path / "run") as run:
+        assert run.end() == undisturbed
+        assert f"iter_{ITERATIONS // 2:07}" in run.console
+
+
+def test_it_is_short_and_knows_no_engine_of_ours():
+    source = EXAMPLE.read_text()
+    assert len(source.splitlines()) <= 200
+    imported = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
+    ours = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert ours == {"torch", "moc"}

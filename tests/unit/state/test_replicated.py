@@ -1,0 +1,92 @@
+"""The state of a plain model: each element once, in the right place, whatever the detail."""
+
+import pytest
+import torch
+
+from moc.state.detail import Detail
+from moc.state.interface import FreezingError
+from moc.state.replicated import ReplicatedState
+
+NAMES = ("embedding.weight", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.experts.1.weight",
+         "output_layer.weight")  # fmt: skip
+OPERATORS = ["embedding", "layers.0.router", "layers.0.expert.1", "output"]
+
+
+def made(rank=0):
+    torch.manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.randn(number + 2, 3)) for number, name in enumerate(NAMES)}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
+    return parameters, optimizer, ReplicatedState(parameters, optimizer, rank)
+
+
+def update(parameters, optimizer):
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_operators_are_told_by_names():
+    state = made()[2]
+    assert state.operators() == OPERATORS
+    described = state.described()
+    assert [(one.kind, one.layer, one.expert) for one in described] == [
+        ("embedding", None, None), ("router", 0, None), ("expert", 0, 1), ("output", None, None)
+    ]  # fmt: skip
+    assert [one.parameters for one in described] == [6, 9, 12, 15]
+    with pytest.raises(ValueError, match="belongs to no operator"):
+        ReplicatedState({"head.weight": torch.nn.Parameter(torch.zeros(1))}, torch.optim.Adam([torch.zeros(1)]), 0)
+
+
+@pytest.mark.parametrize(
+    ("detail", "slots"),
+    [
+        (Detail.FULL, {"master", "exp_avg", "exp_avg_sq"}),
+        (Detail.MASTER, {"master"}),
+        (Detail.MOMENTS, {"exp_avg", "exp_avg_sq"}),
+        (Detail.COMPUTE, {"param"}),
+        (Detail.GRAD, {"grad"}),
+    ],
+    ids=str,
+)
+def test_fragments_are_live_and_whole(detail, slots):
+    parameters, optimizer, state = made()
+    update(parameters, optimizer)
+    found = list(state.fragments(OPERATORS[1:3], detail))
+    assert {one.operator for one in found} == set(OPERATORS[1:3]) and {one.slot for one in found} == slots
+    for one in found:
+        assert one.region.shape == one.global_shape == tuple(parameters[one.name].shape) and one.first_copy
+        live = optimizer.state[parameters[one.name]] | {"master": parameters[one.name], "param": parameters[one.name]}
+        live["grad"] = parameters[one.name].grad
+        assert one.view.data_ptr() == live[one.slot].data_ptr() and one.view.numel() == live[one.slot].numel()
+
+
+def test_another_rank_holds_copies():
+    assert not any(one.first_copy for one in made(rank=1)[2].fragments(OPERATORS, Detail.FULL))
+
+
+def test_what_is_loaded_goes_on_as_it_was():
+    parameters, optimizer, state = made()
+    update(parameters, optimizer)
+    saved = {(one.name, one.slot): one.view.clone() for one in state.fragments(OPERATORS, Detail.FULL)}
+    steps = state.steps()
+    assert set(steps.values()) == {1}
+    others, other, fresh = made()
+    for one in fresh.fragments(OPERATORS, Detail.FULL):
+        fresh.load(one, saved[one.name, one.slot])
+    fresh.set_steps(steps)
+    for pair in ((parameters, optimizer), (others, other)):
+        update(*pair)
+    assert all(torch.equal(parameters[name], others[name]) for name in NAMES)
+    one = next(fresh.fragments(OPERATORS, Detail.FULL))
+    with pytest.raises(ValueError, match="takes 6 elements"):
+        fresh.load(one, torch.zeros(5))
+    with pytest.raises(ValueError, match="of torch.float32"):
+        fresh.load(one, torch.zeros(6, dtype=torch.float64))
+
+
+def test_nothing_can_be_frozen():
+    state = made()[2]
+    state.freeze([])
+    state.activate(state.frozen)
+    with pytest.raises(FreezingError, match="layers.0.router"):
+        state.freeze(["layers.0.router"])
