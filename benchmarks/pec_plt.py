@@ -71,8 +71,8 @@ def plt(case: Case, seed: int) -> dict[str, float]:
         position += 1
         ledgers = {part: ledger.after(traffic[position - 1]) for part, ledger in ledgers.items()}
         if (plan := policy.plan(position)) is not None:
-            policy.taken(plan)
-            policy.stored(to_storage := policy.for_storage(plan))
+            policy.on_snapshot(plan)
+            policy.on_stored(to_storage := policy.for_storage(plan))
             for part, slot in PARTS.items():
                 begun = ledgers[part].begun(_has(plan, slot), _has(to_storage, slot))
                 ledgers[part] = stored[part] = begun.snapshotted(position).persisted(position)
@@ -81,7 +81,7 @@ def plt(case: Case, seed: int) -> dict[str, float]:
             lost = chance.randrange(NODES)
             ledgers = {part: _recovered(ledger, lost, two_levels) for part, ledger in stored.items()}
             position = next(iter(ledgers.values())).iteration
-            policy.found(in_memory=not two_levels, in_storage=True)
+            policy.on_resume(in_memory=not two_levels, in_storage=True)
             stored = dict(ledgers)
     return {part: ledger.plt() for part, ledger in ledgers.items()}
 

@@ -14,9 +14,9 @@ for the layout in which both would hold the same (with a memory tier).  In each:
 
 With ``--moments recoveries`` all of it happens while a run recovers: a worker is killed every few iterations, and at
 random moments before all go on the controller is killed, or paused for less or more than the silence timeout; so are
-keepers and what workers are forked from; and further workers are killed.  With ``--candidates 3`` there is a spare, and
-three nodes have a candidate for the controller: any of these and any launcher may be lost, the first one too.  A
-campaign can be run in pieces, of which each adds its runs to the same file:
+replica servers and what workers are forked from; and further workers are killed.  With ``--candidates 3`` there is a
+spare, and three nodes have a candidate for the controller: any of these and any launcher may be lost, the first one
+too.  A campaign can be run in pieces, of which each adds its runs to the same file:
 
     python benchmarks/random_faults.py --moments recoveries --faults 50 --seed 3 --append there.json
 
@@ -178,9 +178,11 @@ def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
 
 def from_outside(chance: random.Random, layout: str, tier: str, iterations: int) -> tuple[Outside, ...]:
     """What is done to a run from outside, and when; not in its last iterations, so that it comes to pass."""
-    actions = ["controller", "agent", "node"] + (["keeper"] if "peers" in tier and nodes_of(layout, tier) > 1 else [])
+    actions = ["controller", "agent", "node"] + (
+        ["replica server"] if "peers" in tier and nodes_of(layout, tier) > 1 else []
+    )
     return tuple(
-        Outside(action, chance.randint(2, iterations - 5), chance.choice((0, 1)) if action == "keeper" else -1)
+        Outside(action, chance.randint(2, iterations - 5), chance.choice((0, 1)) if action == "replica server" else -1)
         for action in actions
     )
 

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.ettr.predict import Half, Way, expected, halves, predicted
 from benchmarks.live.job import MODEL, PROGRAM, Events, Job, launcher
 from moc.simulate.profile import Profile, profile_of
+from moc.simulate.program_recovery import RecoveryCosts
 from moc.simulate.recoveries import fitted
-from moc.simulate.ways import Parts
 
 WORKERS = 4
 LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
@@ -163,7 +163,7 @@ def _judge_policy(name: str, way: Way, runs: Mapping[float, Told]) -> dict[float
     return {mtbf: _whole(told, runs[mtbf].plain_s) for mtbf, told in found.items()}
 
 
-def _judge_half(way: Way, mtbf: float, half: Half, profile: Profile, parts: Parts, plain_s: float) -> dict:
+def _judge_half(way: Way, mtbf: float, half: Half, profile: Profile, parts: RecoveryCosts, plain_s: float) -> dict:
     known = (profile, parts, plain_s)
     return {
         "measured": half.ettr(plain_s),

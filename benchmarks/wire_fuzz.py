@@ -2,11 +2,11 @@
 
     python benchmarks/wire_fuzz.py --seconds 600 --output docs/results/wire_fuzz_cpu.json
 
-A job of two workers runs under our launcher.  Its controller (TCP), its agent (Unix socket) and its keeper, where it
-has one, are attacked in turns: by strangers without the token, by peers that have it and break the rules of the wire,
-and by loiterers, who connect and say nothing; channels alone are attacked beside that, by somebody in between.
-Meanwhile a worker is killed now and again, so that everything the servers are there for has to work: the agent must
-speak to the controller, a new worker to the agent, and both to the others.
+A job of two workers runs under our launcher.  Its controller (TCP), its agent (Unix socket) and its replica server,
+where it has one, are attacked in turns: by strangers without the token, by peers that have it and break the rules of
+the wire, and by loiterers, who connect and say nothing; channels alone are attacked beside that, by somebody in
+between. Meanwhile a worker is killed now and again, so that everything the servers are there for has to work: the agent
+must speak to the controller, a new worker to the agent, and both to the others.
 
 It holds if the job goes on by itself after each kill, no other generation begins, no stranger is told more than the
 handshake, everybody who attacks is refused in a line, and no server grows or is left with descriptors.
@@ -71,20 +71,20 @@ class Target:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Where it listens for processes of its own: the controller, and whatever a node has (agent, keeper)."""
+        """Where its own processes listen: the controller, and a node's agent and replica server."""
         found = {"controller": f"127.0.0.1:{self._port}"}
         for name, process in self.processes.items():
             unix = {c.laddr for c in process.net_connections("unix") if c.laddr.startswith("@moc-")}
             found |= {f"{name}, socket {i}": f"unix:{address}" for i, address in enumerate(sorted(unix))}
-        for process in self._running("moc.runtime.keeper"):
+        for process in self._running("moc.runtime.replica_server"):
             listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-            found |= {f"keeper, port {i}": f"{ip}:{port}" for i, (ip, port) in enumerate(listening)}
+            found |= {f"replica server, port {i}": f"{ip}:{port}" for i, (ip, port) in enumerate(listening)}
         return found
 
     @property
     def processes(self) -> dict[str, psutil.Process]:
         """Who listens there."""
-        others = {name: self._running(f"moc.runtime.{name}") for name in ("controller", "keeper")}
+        others = {name: self._running(f"moc.runtime.{name}") for name in ("controller", "replica_server")}
         return {"agent": psutil.Process(self.job.process.pid)} | {name: of[0] for name, of in others.items() if of}
 
     @property

@@ -134,7 +134,7 @@ def train(engine, position, snapshots, records, iterations):
         records.add(record)
         snapshots.completed(position, record, begun)  # from here on a lost worker does not undo the iteration
         snapshots.take()
-    snapshots.secure(position)
+    snapshots.flush(position)
     return position, mean
 
 

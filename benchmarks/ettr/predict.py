@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from moc.simulate.engine import Job, simulate
+from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
+from moc.simulate.policy_costs import PolicyCosts
 from moc.simulate.profile import Profile
+from moc.simulate.program_recovery import RecoveryCosts, program_way
 from moc.simulate.recoveries import faults, stretches
-from moc.simulate.saving import Saving
-from moc.simulate.ways import Parts, program_way
 
 PARTS = 8  # of a run
 WARM_UP = 5  # iterations that allocate and connect
@@ -156,7 +156,7 @@ def _between(events: Sequence[dict], counted: Sequence[dict], first: dict, last:
     return Part(part, last["time"] - first["time"], last["iteration"] - first["iteration"], tuple(hits))
 
 
-def predicted(way: Way, half: Half, profile: Profile, parts: Parts, plain_s: float) -> float:
+def predicted(way: Way, half: Half, profile: Profile, parts: RecoveryCosts, plain_s: float) -> float:
     """ETTR of a half, by what was measured of another one and the places of its faults.
 
     Args:
@@ -179,21 +179,21 @@ def _place(hit: Hit, each_s: float) -> float:
     return hit.iterations + min(_NEARLY_ALL, hit.since_s / each_s)
 
 
-def expected(way: Way, seconds: float, mtbf: float, profile: Profile, parts: Parts, plain_s: float) -> float:
+def expected(way: Way, seconds: float, mtbf: float, profile: Profile, parts: RecoveryCosts, plain_s: float) -> float:
     """The same where of the faults nothing is known but how many iterations and workers there are to each."""
     chance = Faults(mtbf * profile.mean_iteration_s, together=AT_ONCE, while_training=True)
     return fmean(_simulated(way, seconds, chance, profile, parts, plain_s, seed) for seed in range(RUNS))
 
 
 def _simulated(
-    way: Way, seconds: float, chance: Faults, profile: Profile, parts: Parts, plain_s: float, seed: int = 0
+    way: Way, seconds: float, chance: Faults, profile: Profile, parts: RecoveryCosts, plain_s: float, seed: int = 0
 ) -> float:
     saving, iteration_s = saving_of(way, profile, parts, plain_s)
-    job = Job(iteration_s, samples=1, nodes=1, wall_s=seconds, seed=seed)
+    job = SimulatedJob(iteration_s, samples=1, nodes=1, wall_s=seconds, seed=seed)
     return simulate(job, chance, saving).ettr * plain_s / iteration_s
 
 
-def saving_of(way: Way, profile: Profile, parts: Parts, plain_s: float) -> tuple[Saving, float]:
+def saving_of(way: Way, profile: Profile, parts: RecoveryCosts, plain_s: float) -> tuple[PolicyCosts, float]:
     """The policy on the model clock, and the seconds of its iteration without stalls.
 
     What saving takes is what iterations take more than without; where that is nothing, these are taken for as fast.
@@ -201,6 +201,6 @@ def saving_of(way: Way, profile: Profile, parts: Parts, plain_s: float) -> tuple
     mean_s = profile.mean_iteration_s
     iteration_s = min(plain_s, mean_s)
     interval = way.window if way.window > 1 else way.interval
-    saving = Saving("policy", interval=interval, stall_s=interval * (mean_s - iteration_s), exact=way.exact)
+    saving = PolicyCosts("policy", interval=interval, stall_s=interval * (mean_s - iteration_s), exact=way.exact)
     lag = 0.0 if way.blocking else profile.usable_s / mean_s
     return program_way(saving, parts, iteration_s, lag, sparse=way.window > 1), iteration_s

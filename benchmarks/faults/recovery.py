@@ -13,8 +13,8 @@ GUESS_S = 3.0
 SHORT, LONG = 0.4, 1.6
 """How long something is paused, in silence timeouts."""
 
-ALONE = ("controller", "controller pauses", "controller pauses for long", "keeper", "worker")
-SEVERAL = (*ALONE, "keeper pauses", "zygote", "zygote pauses")
+ALONE = ("controller", "controller pauses", "controller pauses for long", "replica server", "worker")
+SEVERAL = (*ALONE, "replica server pauses", "zygote", "zygote pauses")
 ELECTED = (*SEVERAL, "controllers", "controllers pause for long", "launcher")
 """What can happen during a recovery, on one node, on several, and on several of which three have candidates for the
 controller: ``controller`` is one of these then, and ``controllers`` are all.  Without its zygote a node is lost."""

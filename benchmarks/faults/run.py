@@ -21,8 +21,8 @@ import psutil
 from benchmarks.faults.recovery import LONG, SHORT, During, Recoveries
 from benchmarks.faults.standing import standing
 from benchmarks.live.job import ROOT, Events, free_ports
-from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
@@ -59,7 +59,7 @@ LOSSY = ("pec", "pec, peers")
 """Those after which a run goes on with experts of different iterations, and ends with other bits."""
 _WORKER = re.compile(r"worker (\d+) is process (\d+)")
 STOPPED_S = 3.0
-"""How long a keeper is stopped: its sockets stay open, and nothing comes."""
+"""How long a replica server is stopped: its sockets stay open, and nothing comes."""
 
 
 def fits(layout: str, tier: str) -> bool:
@@ -120,7 +120,7 @@ class Outside:
 
     Attributes:
         action: ``node`` (it is lost, and comes back empty), ``agent`` (killed, and its node's processes with it),
-            ``controller`` (killed) or ``keeper`` (stopped for a while).
+            ``controller`` (killed) or ``replica_server`` (stopped for a while).
         iteration: after which.
         node: whose; -1 for the last one.
     """
@@ -309,13 +309,13 @@ class Run:
             process.kill()
         return bool(controllers)
 
-    def _keeper(self, node: int) -> bool:
+    def _replica_server(self, node: int) -> bool:
         """What keeps copies on a node does not answer for a while, though its sockets stay open."""
-        keepers = self._running(node, "moc.runtime.keeper")
-        for process in keepers:
+        replica_servers = self._running(node, "moc.runtime.replica_server")
+        for process in replica_servers:
             process.send_signal(signal.SIGSTOP)
             self._stopped.append((time.monotonic() + STOPPED_S, process))
-        return bool(keepers)
+        return bool(replica_servers)
 
     def _let_go_on(self) -> None:
         for until, process in list(self._stopped):

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from moc.store.errors import CheckpointError
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_found
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy
 
 from benchmarks.peer_moevement.figures import State
-from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")

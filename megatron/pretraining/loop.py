@@ -15,7 +15,7 @@ from megatron.pretraining.process.initialize import initialize, shut_down
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.session.auto import PolicySwitched
-from megatron.pretraining.setup import Providers, Run, build, start
+from megatron.pretraining.setup import Providers, TrainingRun, build, start
 from moc.runtime.job import join_job
 from moc.runtime.progress import progress
 from moc.session.begin import NoRecoveryPoint
@@ -43,7 +43,7 @@ def pretrain(config: Config, providers: Providers) -> int:
     while True:
         try:
             parts = parts or build(config, initialize(config, job), providers, stop, phases)
-            parts.met(job.built())
+            parts.log_interruption(job.built())
             progress("setup")
             code = train(start(parts, stop, phases), stop)
             parts.log.close()
@@ -60,7 +60,7 @@ def pretrain(config: Config, providers: Providers) -> int:
         parts.go_on_after(loss)
 
 
-def train(run: Run, stop: StopRequests) -> int:
+def train(run: TrainingRun, stop: StopRequests) -> int:
     """Runs the iterations that are left; returns the exit code."""
     try:
         return train_iterations_left(run, stop)
@@ -69,7 +69,7 @@ def train(run: Run, stop: StopRequests) -> int:
         raise
 
 
-def train_iterations_left(run: Run, stop: StopRequests) -> int:
+def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
     """Iterates, evaluates and saves until the end, or until somebody asks to stop."""
     collect_garbage_by_hand(run)
     run.log.skip_time()
@@ -89,7 +89,7 @@ def train_iterations_left(run: Run, stop: StopRequests) -> int:
     return finish(run, stop)
 
 
-def iterate(run: Run, stop: StopRequests) -> StepRecord:
+def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     """Computes, commits, protects and reports one iteration."""
     progress("step")
     begun = time.perf_counter()
@@ -108,7 +108,7 @@ def iterate(run: Run, stop: StopRequests) -> StepRecord:
     return record
 
 
-def plan_anew(run: Run) -> None:
+def plan_anew(run: TrainingRun) -> None:
     """With ``--ckpt-policy auto``: begins again where another policy is to be in force, once all is saved.
 
     Raises:
@@ -125,7 +125,7 @@ def plan_anew(run: Run) -> None:
     raise PolicySwitched
 
 
-def collect_garbage_by_hand(run: Run) -> None:
+def collect_garbage_by_hand(run: TrainingRun) -> None:
     """Spares the garbage collector what set-up made, and with ``--manual-gc`` the workers its untimely pauses."""
     gc.collect()
     gc.freeze()
@@ -144,19 +144,19 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def due(interval: int | None, run: Run) -> bool:
+def due(interval: int | None, run: TrainingRun) -> bool:
     """Whether something that happens every ``interval`` iterations happens now."""
     return bool(interval) and run.position.iteration % interval == 0
 
 
-def validate(run: Run, stop: StopRequests) -> bool:
+def validate(run: TrainingRun, stop: StopRequests) -> bool:
     """Reports the validation loss; False if a worker was asked to stop meanwhile."""
     eval_iters = run.config.validation.eval_iters
     earlier = run.position.iteration // run.config.validation.eval_interval - 1
     return report_loss(run, "valid", earlier * eval_iters * run.stepper.global_batch_size, stop)
 
 
-def report_loss(run: Run, split: str, first_sample: int, stop: StopRequests) -> bool:
+def report_loss(run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
     """Evaluates a split that has data; False if a worker was asked to stop meanwhile."""
     iterations, batch = run.config.validation.eval_iters, run.stepper.global_batch_size
     if iterations == 0 or split not in run.splits:
@@ -169,7 +169,7 @@ def report_loss(run: Run, split: str, first_sample: int, stop: StopRequests) -> 
     return loss is not None
 
 
-def save(run: Run) -> None:
+def save(run: TrainingRun) -> None:
     """Saves, unless there is no ``--save`` or this iteration is saved already."""
     if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
         return
@@ -181,7 +181,7 @@ def save(run: Run) -> None:
     run.log.skip_time()
 
 
-def secure(run: Run) -> None:
+def secure(run: TrainingRun) -> None:
     """The run ends here: all of its state goes to storage.
 
     Raises:
@@ -204,10 +204,10 @@ def secure(run: Run) -> None:
         )
 
 
-def secured(run: Run) -> str:
+def secured(run: TrainingRun) -> str:
     """Why the last snapshot is not in storage; nothing if it is."""
     try:
-        run.snapshots.secure(run.position)
+        run.snapshots.flush(run.position)
     except CheckpointError as error:
         if run.config.checkpoint.save_failure == "stop":
             raise
@@ -215,7 +215,7 @@ def secured(run: Run) -> str:
     return ""
 
 
-def last_checkpoint(run: Run) -> str:
+def last_checkpoint(run: TrainingRun) -> str:
     """Why there is no checkpoint of the last iteration in ``--save``; nothing if there is, or none is wanted."""
     run.checkpoints.finish()
     for pause in LAST_TRIES_S:
@@ -227,13 +227,13 @@ def last_checkpoint(run: Run) -> str:
     return "" if run.checkpoints.last_saved == run.position.iteration else run.checkpoints.problem
 
 
-def wait_for_saves(run: Run) -> None:
+def wait_for_saves(run: TrainingRun) -> None:
     """Waits until all that is being saved is saved."""
     run.snapshots.finish()
     run.checkpoints.finish()
 
 
-def leave(run: Run, stop: StopRequests) -> int:
+def leave(run: TrainingRun, stop: StopRequests) -> int:
     """Ends before all iterations are done."""
     secure(run)
     signalled = stop.anybody_in(run.world)
@@ -244,7 +244,7 @@ def leave(run: Run, stop: StopRequests) -> int:
     return code
 
 
-def finish(run: Run, stop: StopRequests) -> int:
+def finish(run: TrainingRun, stop: StopRequests) -> int:
     """All iterations are done, or none are wanted: save, and report the final losses."""
     save(run)
     secure(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.pretraining.config import Moe, Network
+from megatron.pretraining.config import MoeFlags, NetworkFlags
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def count_parameters(network: Network, moe: Moe, vocab_size: int) -> tuple[int, int]:
+def count_parameters(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> tuple[int, int]:
     """Weights of a model: all of them, and those that one token passes through.
 
     Args:
@@ -186,11 +186,11 @@ def count_parameters(network: Network, moe: Moe, vocab_size: int) -> tuple[int, 
     return total, active
 
 
-def _norm(network: Network) -> int:
+def _norm(network: NetworkFlags) -> int:
     return network.hidden_size * (2 if network.normalization == "LayerNorm" else 1)
 
 
-def _attention(network: Network) -> int:
+def _attention(network: NetworkFlags) -> int:
     queries = network.num_attention_heads * network.kv_channels
     both = queries + 2 * network.num_query_groups * network.kv_channels
     weights = network.hidden_size * (both + queries)
@@ -200,7 +200,7 @@ def _attention(network: Network) -> int:
     return weights + biases + 2 * norm_pieces * network.kv_channels * network.qk_layernorm
 
 
-def _feed_forward(network: Network, width: int) -> int:
+def _feed_forward(network: NetworkFlags, width: int) -> int:
     into = (2 if network.swiglu else 1) * width
     biases = (into + network.hidden_size) * network.add_bias_linear
     return network.hidden_size * (into + width) + biases

@@ -16,7 +16,7 @@ from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_si
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.optimizer import VotedOptimizer, build_optimizer, build_scheduler
-from megatron.pretraining.engine.reset import forget_half_done
+from megatron.pretraining.engine.reset import drop_unfinished_iteration
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
@@ -24,12 +24,12 @@ from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from megatron.pretraining.session.auto import Auto
+from megatron.pretraining.session.auto import AutoPolicy
 from megatron.pretraining.session.begin import begin_as_flagged
 from moc.faults import reach
 from moc.policy import AUTO
 from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import Loss
+from moc.runtime.job import Interruption
 from moc.runtime.world import World
 from moc.session.resume.survivors import LocalRemains
 from moc.session.snapshots import Snapshots
@@ -53,7 +53,7 @@ class Providers:
 
 
 @dataclass
-class Parts:
+class WorkerParts:
     """What a worker builds once, and keeps when others are lost.
 
     Attributes:
@@ -78,35 +78,35 @@ class Parts:
     train_iters: int
     vocab_size: int
     log: Log
-    auto: Auto | None
+    auto: AutoPolicy | None
     saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
 
-    def met(self, loss: Loss | None) -> None:
+    def log_interruption(self, loss: Interruption | None) -> None:
         """All workers are there again, if one was lost."""
         if loss is not None:
             self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
             self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
 
-    def go_on_after(self, loss: Loss) -> None:
+    def go_on_after(self, loss: Interruption) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
-        self.met(loss)
+        self.log_interruption(loss)
         if self.saving is not None:
             checkpoints, snapshots = self.saving
             self.remains.live, self.remains.begun = snapshots.live, snapshots.begun
             checkpoints.close()
             snapshots.close()
             self.saving = None
-        forget_half_done(self.chunks)
+        drop_unfinished_iteration(self.chunks)
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A worker's parts, and how far it has come.
 
     Attributes:
-        auto: as in :class:`Parts`.
-        streams: as in :class:`Parts`.
+        auto: as in :class:`WorkerParts`.
+        streams: as in :class:`WorkerParts`.
         splits: the splits that have data, the same on all workers.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
@@ -119,7 +119,7 @@ class Run:
     stepper: Stepper
     checkpoints: Checkpoints
     snapshots: Snapshots | NoSnapshots
-    auto: Auto | None
+    auto: AutoPolicy | None
     log: Log
     streams: dict[str, BatchStream | None]
     splits: set[str]
@@ -134,7 +134,7 @@ class Run:
         return stream.iteration(first_sample) if stream is not None else None
 
 
-def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Parts:
+def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> WorkerParts:
     """Builds model, optimizer, data and logs.
 
     A collective call where all workers begin together; one that takes the place of a lost one builds alone.
@@ -170,11 +170,13 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     streams = _streams(config, world, datasets, micro_batches)
     stop.check_set_up(world)
     phases.done("data")
-    auto = Auto(config, log) if config.snapshot.ckpt_policy == AUTO else None
-    return Parts(config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log, auto)
+    auto = AutoPolicy(config, log) if config.snapshot.ckpt_policy == AUTO else None
+    return WorkerParts(
+        config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log, auto
+    )
 
 
-def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
+def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
     """Brings all workers to where the last run stopped; a collective call.
 
     Raises:
@@ -229,10 +231,10 @@ def start(parts: Parts, stop: StopRequests, phases: Phases) -> Run:
     parts.remains.trained = True
     saving, sizes = (checkpoints, snapshots, parts.auto), (parts.train_iters, parts.vocab_size)
     data = parts.streams, splits, *sizes
-    return Run(config, world, stepper, *saving, log, *data, position, parts.remains.records)
+    return TrainingRun(config, world, stepper, *saving, log, *data, position, parts.remains.records)
 
 
-def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> Run:
+def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> TrainingRun:
     """:func:`build` and :func:`start`."""
     return start(build(config, world, providers, stop, phases), stop, phases)
 

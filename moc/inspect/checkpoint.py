@@ -26,7 +26,7 @@ _ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for 
 
 
 @dataclass(frozen=True)
-class Box:
+class StoredBox:
     """A box of one slot of a tensor, as the header of a file describes it."""
 
     file: str
@@ -240,7 +240,7 @@ def _read_state(checkpoint: Checkpoint) -> None:
         checkpoint.problems.append(f"{dense.MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
 
 
-def read_regions(checkpoint: Checkpoint) -> tuple[list[Box], list[str]]:
+def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
     """Boxes of all files of regions that can be read, and a problem for each of the other files.
 
     Files that are missing are among the checkpoint's own problems.
@@ -256,7 +256,7 @@ def read_regions(checkpoint: Checkpoint) -> tuple[list[Box], list[str]]:
     return boxes, problems
 
 
-def read_boxes(directory: Path, name: str) -> list[Box]:
+def read_boxes(directory: Path, name: str) -> list[StoredBox]:
     """What the header of a file of regions describes.
 
     Raises:
@@ -287,7 +287,7 @@ def _header(path: Path) -> tuple[dict, int]:
         return json.loads(file.read(length)), size - _LENGTH - length
 
 
-def _box(file: str, begin: int, tensor: dict, entry: list) -> Box:
+def _box(file: str, begin: int, tensor: dict, entry: list) -> StoredBox:
     name, slot, global_shape, offset, *digest = entry
     shape = tensor["shape"]
     if not all(isinstance(n, int) for n in (*global_shape, *offset, *shape)) or not isinstance(name, str):
@@ -299,7 +299,7 @@ def _box(file: str, begin: int, tensor: dict, entry: list) -> Box:
     if element and math.prod(shape) * element != stop - start:
         raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {math.prod(shape) * element}")
     region = Region(tuple(offset), tuple(shape))
-    return Box(file, name, slot, tuple(global_shape), region, stop - start, begin + start, *digest[:1])
+    return StoredBox(file, name, slot, tuple(global_shape), region, stop - start, begin + start, *digest[:1])
 
 
 def _check_spans(spans: list[list[int]], room: int) -> None:

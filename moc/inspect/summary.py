@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moc.inspect.checkpoint import SNAPSHOT, Box, Checkpoint, choose, is_checkpoint, read_checkpoint, read_regions
+from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
 from moc.output import human
 from moc.store.errors import CheckpointError
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @dataclass
-class Row:
+class Total:
     """What the boxes of one operator, kind or file add up to."""
 
     operators: set[str] = field(default_factory=set)
@@ -96,7 +96,7 @@ class Row:
     nbytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """By slot."""
 
-    def add(self, box: Box, operator: str) -> None:
+    def add(self, box: StoredBox, operator: str) -> None:
         """Takes in a box.
 
         Args:
@@ -118,14 +118,14 @@ class Row:
         return sum(self.nbytes.values())
 
 
-def group(boxes: list[Box], by: str) -> dict[str, Row]:
+def group(boxes: list[StoredBox], by: str) -> dict[str, Total]:
     """Adds boxes up, in the order of the forward pass or of the files' names.
 
     Args:
         boxes: Those of all files.
         by: ``operator``, ``kind`` or ``file``.
     """
-    rows: dict[str, Row] = defaultdict(Row)
+    rows: dict[str, Total] = defaultdict(Total)
     for box in boxes:
         operator = operator_or_other(box.name)
         rows[{"operator": operator, "kind": _kind(operator), "file": box.file}[by]].add(box, operator)
@@ -144,7 +144,7 @@ def _place_of_operator(operator: str) -> tuple:
     return outside, numbers[:1], _KINDS.index(kind), numbers[1:]
 
 
-def rows_to_dict(rows: dict[str, Row], checkpoint: Checkpoint, by: str) -> list[dict]:
+def rows_to_dict(rows: dict[str, Total], checkpoint: Checkpoint, by: str) -> list[dict]:
     """For JSON."""
     told = []
     for name, row in rows.items():
@@ -155,7 +155,7 @@ def rows_to_dict(rows: dict[str, Row], checkpoint: Checkpoint, by: str) -> list[
     return told
 
 
-def facts(checkpoint: Checkpoint, boxes: list[Box], problems: list[str]) -> dict:
+def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -> dict:
     """What is told about a checkpoint as a whole, in bytes.
 
     Args:
@@ -193,7 +193,7 @@ def loss_scale(state: dict) -> float | None:
     return scale[0] if isinstance(scale, list) else scale
 
 
-def show(checkpoint: Checkpoint, boxes: list[Box], problems: list[str], rows: dict[str, Row], by: str) -> None:
+def show(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str], rows: dict[str, Total], by: str) -> None:
     """Prints facts and table for people.
 
     Args:
@@ -266,7 +266,7 @@ def _model(shape: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in shape.items() if value not in (None, False)) or "unknown"
 
 
-def _table(rows: dict[str, Row], by: str, checkpoint: Checkpoint):
+def _table(rows: dict[str, Total], by: str, checkpoint: Checkpoint):
     from rich import box
     from rich.table import Table
 
@@ -292,8 +292,8 @@ def _table(rows: dict[str, Row], by: str, checkpoint: Checkpoint):
     return table
 
 
-def _totals(rows: dict[str, Row]) -> Row:
-    totals = Row()
+def _totals(rows: dict[str, Total]) -> Total:
+    totals = Total()
     for row in rows.values():
         totals.operators |= row.operators
         for slot in row.nbytes:

@@ -170,7 +170,7 @@ class LogWriter:
         for buffer in filter(None, buffers):
             buffer.close()
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Removes all logs: nothing is left to recover."""
         self.close()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -7,7 +7,7 @@ Every file in this directory is imported, and so is every module that an install
 import importlib
 import pkgutil
 
-from moc.policy.flags import Job, PolicyFlag
+from moc.policy.flags import JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
 from moc.policy.plan import Load, Policy, SnapshotPlan
 from moc.policy.registry import (
@@ -31,7 +31,7 @@ __all__ = [
     "Every",
     "Interval",
     "IntervalTuner",
-    "Job",
+    "JobShape",
     "Load",
     "Observed",
     "Policy",

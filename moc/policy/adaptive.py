@@ -75,7 +75,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedSettings:
     """What to configure.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TuningLimits:
     """What a choice must keep to.
 
     Attributes:
@@ -128,7 +128,7 @@ class Limits:
     one_level: bool = False
 
 
-def choose(measured: Measured, limits: Limits | None = None, plt_of: PltOf | None = None) -> Choice:
+def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf | None = None) -> TunedSettings:
     """The configuration with the least total overhead (MoC, sections 5.3 and 6.2.5).
 
     A snapshot should hide behind forward and backward of the next iteration, so that it costs nothing (eq. 10), and a
@@ -146,7 +146,7 @@ def choose(measured: Measured, limits: Limits | None = None, plt_of: PltOf | Non
         ValueError: even with all experts the limit is passed, which ``plt_of`` alone can bring about.
     """
     plt_of = plt_of or partial(uniform_plt, measured.num_experts, measured.faults_per_iteration, 0.5)
-    limits = limits or Limits()
+    limits = limits or TuningLimits()
     chosen = min(_candidates(measured, limits, plt_of), key=lambda candidate: candidate.rank, default=None)
     if chosen is None:
         raise ValueError(f"no number of experts keeps the expected PLT within {limits.plt}: raise the limit")
@@ -193,7 +193,7 @@ def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
     return ages(num_experts, k_snapshot, k_persist).mean
 
 
-def _candidates(measured: Measured, limits: Limits, plt_of: PltOf) -> Iterator[_Candidate]:
+def _candidates(measured: Measured, limits: TuningLimits, plt_of: PltOf) -> Iterator[_Candidate]:
     for k_snapshot, k_persist in _pairs(measured, limits):
         intervals = _intervals(measured, k_snapshot, k_persist, limits.interval)
         if limits.plt is not None:
@@ -203,7 +203,7 @@ def _candidates(measured: Measured, limits: Limits, plt_of: PltOf) -> Iterator[_
             yield _Candidate(k_snapshot, k_persist, intervals[-1], measured.overhead_s(k_snapshot, intervals[-1]))
 
 
-def _pairs(measured: Measured, limits: Limits) -> Iterator[tuple[int, int]]:
+def _pairs(measured: Measured, limits: TuningLimits) -> Iterator[tuple[int, int]]:
     for k_snapshot in measured.busiest:
         for k_persist in (k_snapshot,) if limits.one_level else measured.busiest:
             if limits.k_persist <= k_persist <= k_snapshot:
@@ -221,10 +221,10 @@ def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int 
     return range(least, max(least, best) + 1)
 
 
-def _choice(measured: Measured, chosen: _Candidate, plt: float, limits: Limits) -> Choice:
+def _choice(measured: Measured, chosen: _Candidate, plt: float, limits: TuningLimits) -> TunedSettings:
     n, save_s = measured.num_experts, measured.save_s(chosen.k_snapshot)
     full_overhead_s = measured.overhead_s(n, _intervals(measured, n, n, limits.interval)[-1])
-    return Choice(
+    return TunedSettings(
         k_snapshot=chosen.k_snapshot,
         k_persist=chosen.k_persist,
         interval=chosen.interval,

@@ -6,9 +6,9 @@ import math
 from functools import cache
 from typing import NamedTuple
 
+from moc.policy.pec_state import turn
 from moc.policy.persist import persist_selection
 from moc.policy.sequential import sequential_experts
-from moc.policy.turns import turn
 
 
 class Ages(NamedTuple):

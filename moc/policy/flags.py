@@ -44,7 +44,7 @@ class PolicyFlag:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobShape:
     """What policies may know of the job beside their flags.
 
     Attributes:

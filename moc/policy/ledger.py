@@ -31,7 +31,7 @@ Versions = tuple[tuple[Version, ...], ...]
 """By place of the layer and by expert."""
 
 
-class Begun(NamedTuple):
+class PendingSave(NamedTuple):
     """A save that is not known to be complete: when, and by layer and expert what is saved."""
 
     iteration: int
@@ -62,8 +62,8 @@ class Ledger:
     routed: tuple[int, ...]
     memory: Versions
     storage: Versions
-    to_memory: tuple[Begun, ...] = ()
-    to_storage: tuple[Begun, ...] = ()
+    to_memory: tuple[PendingSave, ...] = ()
+    to_storage: tuple[PendingSave, ...] = ()
 
     @classmethod
     def of(cls, experts: Mapping[int, int]) -> Ledger:
@@ -250,12 +250,12 @@ class Ledger:
             )
         return row
 
-    def _begun(self, experts: Mapping[int, Iterable[int]]) -> Begun:
+    def _begun(self, experts: Mapping[int, Iterable[int]]) -> PendingSave:
         chosen = tuple((self._place(layer), tuple(sorted(numbers))) for layer, numbers in sorted(experts.items()))
         learned = tuple(tuple(self.learned[place][e] for e in numbers) for place, numbers in chosen)
-        return Begun(self.iteration, chosen, learned)
+        return PendingSave(self.iteration, chosen, learned)
 
-    def _completed(self, table: Versions, under_way: tuple[Begun, ...], iteration: int, what: str) -> Versions:
+    def _completed(self, table: Versions, under_way: tuple[PendingSave, ...], iteration: int, what: str) -> Versions:
         found = next((save for save in under_way if save.iteration == iteration), None)
         if found is None:
             raise ValueError(f"no {what} was begun at iteration {iteration}: tell begun() first")
@@ -306,17 +306,19 @@ def _versions(rows: Iterable[Iterable]) -> Versions:
     return tuple(tuple(Version(int(i), int(learned)) for i, learned in row) for row in rows)
 
 
-def _begun(save: Sequence) -> Begun:
+def _begun(save: Sequence) -> PendingSave:
     iteration, experts, learned = save
-    return Begun(int(iteration), tuple((int(place), tuple(map(int, e))) for place, e in experts), _frozen(learned))
+    return PendingSave(
+        int(iteration), tuple((int(place), tuple(map(int, e))) for place, e in experts), _frozen(learned)
+    )
 
 
-def _saved(save: Begun, place: int, expert: int) -> Version | None:
+def _saved(save: PendingSave, place: int, expert: int) -> Version | None:
     for (where, experts), learned in zip(save.experts, save.learned, strict=True):
         if where == place and expert in experts:
             return Version(save.iteration, learned[experts.index(expert)])
     return None
 
 
-def _later(under_way: tuple[Begun, ...], iteration: int) -> tuple[Begun, ...]:
+def _later(under_way: tuple[PendingSave, ...], iteration: int) -> tuple[PendingSave, ...]:
     return tuple(save for save in under_way if save.iteration > iteration)

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from moc.policy.adaptive import Choice, Limits, candidates
+from moc.policy.adaptive import TunedSettings, TuningLimits, candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.expected import Ages, ages
-from moc.policy.flags import Asked, Job, PolicyFlag
+from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every
 from moc.policy.load_aware import load_aware_experts
 from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
+from moc.policy.pec_state import PecState, turn
 from moc.policy.pec_tuner import PecTuner
 from moc.policy.persist import persist_selection
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
 from moc.policy.sequential import sequential_experts
-from moc.policy.turns import Turns, turn
 from moc.state.detail import Detail
 
 Experts = dict[int, list[int]]
@@ -72,7 +72,7 @@ class Pec(Policy):
     mtbf_s: float = 86400.0
     one_level: bool = False
     persist_every: int = 1
-    turns: Turns = field(default_factory=Turns, compare=False)
+    turns: PecState = field(default_factory=PecState, compare=False)
 
     def __post_init__(self):
         if self.selection not in SELECTIONS:
@@ -98,7 +98,7 @@ class Pec(Policy):
                 raise ValueError(f"the {number} experts of layer {layer} are not a multiple of ep = {self.ep}")
         if self.auto and self._tuner is None:
             wanted = self.interval.interval if isinstance(self.interval, Every) else None
-            limits = Limits(self.auto_plt_limit, wanted, one_level=self.one_level)
+            limits = TuningLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
             object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
 
     @classmethod
@@ -112,7 +112,7 @@ class Pec(Policy):
         return chooses(asked)
 
     @classmethod
-    def settings(cls, asked: Asked, job: Job) -> dict[str, Any]:
+    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         k, k_persist = experts_of(asked)
         return super().settings(asked, job) | {
@@ -141,8 +141,8 @@ class Pec(Policy):
         """As :meth:`Policy.described`."""
         return f"K {settings['k']}" if "k" in settings else ""
 
-    def sized(self, busiest: Busiest) -> None:
-        """As :meth:`Policy.sized`: of the numbers of experts that may be chosen."""
+    def on_sizes(self, busiest: Busiest) -> None:
+        """As :meth:`Policy.on_sizes`: of the numbers of experts that may be chosen."""
         if self._tuner is not None and self._num_experts:
             self._tuner.busiest = {
                 k: busiest(self._partial(0, self._in_turn(k, 0)).operators)
@@ -161,8 +161,8 @@ class Pec(Policy):
             return self.everything(iteration)
         return self._partial(iteration, self._selected(load))
 
-    def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:
-        """As :meth:`Policy.taken`; the turn goes on."""
+    def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
+        """As :meth:`Policy.on_snapshot`; the turn goes on."""
         if plan.complete:
             self.turns.based = True
         else:
@@ -187,8 +187,8 @@ class Pec(Policy):
         chosen = persist_selection(self._in_full(plan), persisted, self.k_to_persist, self.ep)
         return self._partial(plan.iteration, chosen)
 
-    def stored(self, plan: SnapshotPlan) -> None:
-        """As :meth:`Policy.stored`."""
+    def on_stored(self, plan: SnapshotPlan) -> None:
+        """As :meth:`Policy.on_stored`."""
         self.turns.stored |= plan.complete
         self.turns.persisted = self.turns.persisted or self._never()
         self.turns.note_persisted(self._in_full(plan))
@@ -197,7 +197,7 @@ class Pec(Policy):
         """As :meth:`Policy.stores`: everything, where storage lacks it; without it partial ones are of no use there."""
         return plan.complete and not self.turns.stored
 
-    def found(self, in_memory: bool, in_storage: bool) -> None:
+    def on_resume(self, in_memory: bool, in_storage: bool) -> None:
         """As :meth:`Policy.found`: where either lacks some expert, the next snapshot saves everything."""
         self.turns.based, self.turns.stored = in_memory and in_storage, in_storage
 
@@ -205,7 +205,7 @@ class Pec(Policy):
         """As :meth:`Policy.storage_lost`: without one of everything the others are of no use."""
         self.turns.based = self.turns.stored = False
 
-    def recovered(self, plt: float) -> None:
+    def on_recovery(self, plt: float) -> None:
         """A recovery has raised the proportion of lost tokens by so much; more experts may be saved from now on."""
         if self.plt_limit and self._num_experts:
             before = self._dynamic
@@ -238,7 +238,7 @@ class Pec(Policy):
         return (self.k, self.k_persist or self.k) if choice is None else (choice.k_snapshot, choice.k_persist)
 
     @property
-    def _choice(self) -> Choice | None:
+    def _choice(self) -> TunedSettings | None:
         return None if self._tuner is None else self._tuner.choice
 
     @property

@@ -8,7 +8,7 @@ from functools import lru_cache
 from statistics import median
 from typing import Any
 
-from moc.policy.adaptive import Choice, Limits, Measured, choose
+from moc.policy.adaptive import Measured, TunedSettings, TuningLimits, choose
 from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, Observed, Transfer
 
 
@@ -24,7 +24,7 @@ class PecTuner(IntervalTuner):
         mtbf_s: seconds from one fault of the job to the next, in the mean.
     """
 
-    def __init__(self, limits: Limits, mtbf_s: float):
+    def __init__(self, limits: TuningLimits, mtbf_s: float):
         super().__init__()
         self.limits, self.mtbf_s = limits, mtbf_s
         self.busiest: Mapping[int, int] = {}
@@ -46,7 +46,7 @@ class PecTuner(IntervalTuner):
             self._forward_backward_s.append(seen.forward_backward_s)
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> TunedSettings | None:
         """What to do; None before anything was measured, and where there are no experts to choose."""
         measured = self._measured_machine()
         return None if measured is None else _chosen(measured, self.limits)
@@ -102,7 +102,7 @@ _Machine = tuple[tuple[tuple[int, int], ...], float, float, float, float, float,
 
 
 @lru_cache(maxsize=BLOCKS)
-def _chosen(machine: _Machine, limits: Limits) -> Choice:
+def _chosen(machine: _Machine, limits: TuningLimits) -> TunedSettings:
     """Remembered, since it is asked for in every iteration."""
     busiest, *rest = machine
     return choose(Measured(dict(busiest), *rest), limits)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from moc.policy.flags import Asked, Job, PolicyFlag
+from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Interval
 from moc.policy.prices import Machine, Price, Settings
 from moc.state.detail import Detail
@@ -114,7 +114,7 @@ class Policy(ABC):
         return False
 
     @classmethod
-    def settings(cls, asked: Asked, job: Job) -> dict[str, Any]:
+    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """The fields of the policy that flags and job decide; by default those that are called as they are.
 
         Field ``k`` of policy ``pec`` is flag ``pec_k``, if there is one; else it is what is known of the job.
@@ -180,14 +180,14 @@ class Policy(ABC):
             The plan, or None where nothing is to be saved.
         """
 
-    def sized(self, busiest: Busiest) -> None:  # noqa: B027
+    def on_sizes(self, busiest: Busiest) -> None:  # noqa: B027
         """Learns how large snapshots would be; told once, before training, on all ranks.
 
         Args:
             busiest: the bytes of the rank that saves the most of a plan's operators.
         """
 
-    def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
+    def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
         """Learns that a snapshot of this plan was begun; to be called before the state that it stores is asked for.
 
         Args:
@@ -209,7 +209,7 @@ class Policy(ABC):
     def begin_anew(self) -> None:  # noqa: B027
         """Learns that the window under way lacks a snapshot: the next one begins another window."""
 
-    def routed(self, probabilities: Mapping[int, Sequence[float]]) -> None:  # noqa: B027
+    def on_routing(self, probabilities: Mapping[int, Sequence[float]]) -> None:  # noqa: B027
         """Learns with what probabilities routers chose; told after every iteration, before :meth:`plan`.
 
         Args:
@@ -223,14 +223,14 @@ class Policy(ABC):
         """
         return plan
 
-    def stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
+    def on_stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
         """Learns that this part of a snapshot, from :meth:`for_storage`, goes to storage; told after :meth:`taken`."""
 
     def stores(self, plan: SnapshotPlan) -> bool:
         """Whether a snapshot in memory must go to storage too, due or not; to be asked before :meth:`taken`."""
         return False
 
-    def found(self, in_memory: bool, in_storage: bool) -> None:  # noqa: B027
+    def on_resume(self, in_memory: bool, in_storage: bool) -> None:  # noqa: B027
         """Learns what there is when a run goes on, told after :meth:`load_state_dict`.
 
         Args:
@@ -241,7 +241,7 @@ class Policy(ABC):
     def storage_lost(self) -> None:  # noqa: B027
         """Learns that storage does not get the first checkpoint that was to go there: it needs another one."""
 
-    def recovered(self, plt: float) -> None:  # noqa: B027
+    def on_recovery(self, plt: float) -> None:  # noqa: B027
         """Learns what a recovery has cost.
 
         Args:

@@ -15,7 +15,7 @@ from moc.state.operators import Operator
 def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:
     """By number of experts of each layer, the bytes of the rank that saves most; empty without experts."""
     policy = Pec(operators, Every(1), auto=True, ep=ep)
-    policy.sized(busiest)
+    policy.on_sizes(busiest)
     return dict(policy.interval.busiest)
 
 
@@ -24,5 +24,5 @@ def operators_by_stage(
 ) -> list[list[OperatorBytes]]:
     """By pipeline stage, what each of its operators adds to a snapshot, in an order in which they are saved."""
     policy = Sparse(operators, Every(1), ep=ep, stages=stages)
-    policy.sized(busiest)
+    policy.on_sizes(busiest)
     return policy.by_stage()

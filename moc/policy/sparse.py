@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.policy import popularity
-from moc.policy.flags import Asked, Job, PolicyFlag, number_or_auto
+from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.precision import operator_bytes
@@ -56,7 +56,7 @@ class Current:
 
 
 @dataclass
-class Told:
+class SparseState:
     """What the policy was told; stored with snapshots.
 
     Attributes:
@@ -136,7 +136,7 @@ class Sparse(Policy):
     stages: tuple[int, ...] = ()
     alpha: float = 0.9
     capacities: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
-    told: Told = field(default_factory=Told, compare=False)
+    told: SparseState = field(default_factory=SparseState, compare=False)
     sizes: dict[str, OperatorBytes] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
@@ -156,7 +156,7 @@ class Sparse(Policy):
             )
 
     @classmethod
-    def settings(cls, asked: Asked, job: Job) -> dict[str, Any]:
+    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         window = 0 if asked.sparse_window == "auto" else int(asked.sparse_window)
         return super().settings(asked, job) | {"window": window}
@@ -196,8 +196,8 @@ class Sparse(Policy):
         """As :attr:`Policy.counts_probabilities`."""
         return self.order == "soft" and self.counts_tokens
 
-    def sized(self, busiest: Busiest) -> None:
-        """As :meth:`Policy.sized`: what each operator adds to the bytes of the rank of its stage that saves the most.
+    def on_sizes(self, busiest: Busiest) -> None:
+        """As :meth:`Policy.on_sizes`: what each operator adds to the bytes of its stage's busiest rank.
 
         A snapshot has about the same share of every rank, so it is taken for the sum over its operators.
         """
@@ -223,8 +223,8 @@ class Sparse(Policy):
             return None
         return self._planned(self._window_at(iteration, load), iteration)
 
-    def taken(self, plan: SnapshotPlan, load: Load | None = None) -> None:
-        """As :meth:`Policy.taken`; with a snapshot of everything, a window ends early."""
+    def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
+        """As :meth:`Policy.on_snapshot`; with a snapshot of everything, a window ends early."""
         current = self._window_at(plan.iteration, load)
         if plan.complete:
             whole = Turn(tuple(plan.operators), ())
@@ -246,8 +246,8 @@ class Sparse(Policy):
         """As :meth:`Policy.begin_anew`; the order stays."""
         self.told.current = dataclasses.replace(self.told.current, start=0, length=0, turns=())
 
-    def routed(self, probabilities: popularity.Scores) -> None:
-        """As :meth:`Policy.routed`."""
+    def on_routing(self, probabilities: popularity.Scores) -> None:
+        """As :meth:`Policy.on_routing`."""
         before = self.told.probabilities
         self.told.probabilities = {
             layer: [sum(pair) for pair in zip(before.get(layer, [0.0] * len(row)), row, strict=True)]
@@ -291,7 +291,7 @@ class Sparse(Policy):
             turns = turns if len(turns) == number else ()  # it was another layout's, with other queues
             current = Current(start, length, turns, order, shares)
             tables = {name: _table(state[name]) for name in _TABLES}
-            told = Told(current, int(state["iteration"]), **tables)
+            told = SparseState(current, int(state["iteration"]), **tables)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of sparse checkpoints: {state!r}; start without it") from error
         vars(self.told).update(vars(told))

@@ -14,7 +14,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, Held
+from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.digest import digest_of
@@ -30,7 +30,7 @@ _DETAILS = {frozenset({MASTER, MOMENTS}): Detail.FULL, frozenset({MASTER}): Deta
 _DETAILS[frozenset({MOMENTS})] = Detail.MOMENTS
 
 
-def of_use(held: Iterable[Held], experts: Collection[str]) -> dict[int, dict[str, Detail]]:
+def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dict[int, dict[str, Detail]]:
     """By snapshot, what no newer one has: the versions of experts that a run would go on with.
 
     Args:
@@ -62,9 +62,9 @@ class Carrier:
 
     def __init__(self, store: Store, experts: Collection[str]):
         self._store, self._experts, self.name = store, frozenset(experts), store.place.name
-        self._known: dict[int, tuple[bool, Held]] = {}
+        self._known: dict[int, tuple[bool, AvailableCheckpoint]] = {}
 
-    def carry(self, coming: Held | None = None) -> int:
+    def carry(self, coming: AvailableCheckpoint | None = None) -> int:
         """Copies what a snapshot that is about to be safe lacks out of those before it; nothing is removed.
 
         Args:
@@ -110,7 +110,7 @@ class Carrier:
             if iteration < upto and not any(map(is_of_rank, self._names(iteration))):
                 self._keep_only(iteration, wanted)
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Gives up what was carried for a snapshot that is not coming any more; to be told when a run goes on."""
         for iteration in self._store.iterations():
             if CARRIED in (names := self._names(iteration)) and any(map(is_of_rank, names)):
@@ -119,7 +119,7 @@ class Carrier:
     def _names(self, iteration: int) -> list[str]:
         return self._store.place.names(directory_of(iteration))
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[AvailableCheckpoint]:
         """What is there; a manifest is read when it is new, or was reduced."""
         there = {}
         for iteration in self._store.iterations():
@@ -131,7 +131,7 @@ class Carrier:
                 except CheckpointError:
                     continue  # it was removed meanwhile, or cannot be read
                 details = {name: entry.detail for name, entry in operators.items()}
-                known = whole, Held(iteration, MEMORY, details)
+                known = whole, AvailableCheckpoint(iteration, MEMORY, details)
             there[iteration] = known
         self._known = there
         return [one for _, one in there.values()]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moc.policy import POLICIES, Policy
-from moc.recovery.sources import STORAGE, Held, Recovery, recoveries
+from moc.recovery.sources import STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
 
 
-def refusal(held: Iterable[Held], policy: Policy, iteration: int = -1) -> str | None:
+def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> str | None:
     """Why an exact policy must not go back behind newer snapshots of one that is not, and what to do.
 
     Args:
@@ -31,12 +31,12 @@ def refusal(held: Iterable[Held], policy: Policy, iteration: int = -1) -> str | 
     )
 
 
-def is_of(policy: Policy, way: Recovery) -> bool:
+def is_of(policy: Policy, way: RecoveryPath) -> bool:
     """Whether all of a way to go on is of a policy; what others have saved tells nothing of tokens."""
     return all(one.policy == policy.name for one in way.used())
 
 
-def in_storage_alone(held: Iterable[Held], policy: Policy) -> bool:
+def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
     """Whether a run could go on from what its own policy has in storage."""
     stored = [one for one in held if one.tier == STORAGE]
     return any(is_of(policy, way) for way in recoveries(stored, policy.operators, policy.exact))

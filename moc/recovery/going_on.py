@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moc.recovery.scope import Logs, Replayed
-from moc.recovery.sources import Held, Moment, Recovery, window_replay
+from moc.recovery.sources import AvailableCheckpoint, RecoveryPath, ReplayPoint, window_replay
 from moc.state.operators import Operator
 
 
@@ -24,7 +24,7 @@ class Course:
     """
 
     begin: int
-    way: Recovery | None
+    way: RecoveryPath | None
     goes_on: bool = False
     behind: frozenset[int] = frozenset()
 
@@ -33,7 +33,7 @@ class Course:
         """From this iteration on all of their operators learn."""
         return self.begin if self.way is None else self.way.iteration
 
-    def moment(self, iteration: int) -> Moment | None:
+    def moment(self, iteration: int) -> ReplayPoint | None:
         """What they load where they have completed so many iterations, if anything."""
         return None if self.way is None else self.way.moment(iteration)
 
@@ -44,7 +44,7 @@ def goes_on(
     live: Mapping[int, int],
     pieces: Mapping[int, Collection[str]],
     logs: Logs,
-    held: Iterable[Held],
+    held: Iterable[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Course | None:
     """How a stage goes on from where it is.
@@ -86,10 +86,10 @@ def _state(rank: int, live: Mapping[int, int], logs: Logs) -> Replayed | None:
     return logs.replayed.get(rank)
 
 
-def _way(lacking: Sequence[Operator], begin: int, held: Iterable[Held]) -> Recovery | None:
+def _way(lacking: Sequence[Operator], begin: int, held: Iterable[AvailableCheckpoint]) -> RecoveryPath | None:
     if not lacking:
         return None
-    there: dict[int, list[Held]] = defaultdict(list)
+    there: dict[int, list[AvailableCheckpoint]] = defaultdict(list)
     for one in sorted(held, key=lambda one: one.tier):  # memory before storage
         there[one.iteration].append(one)
     return window_replay(there, lacking, begin)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, Held
+from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -51,15 +51,19 @@ def look(store: Store) -> tuple[list[Summary], list[str]]:
     return summaries, problems
 
 
-def in_storage(summaries: Iterable[Summary]) -> list[Held]:
+def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:
     """What storage holds: a checkpoint that is published there is complete."""
     return [
-        Held(one.iteration, STORAGE, {name: detail for name, (detail, _) in one.operators.items()}, one.policy)
+        AvailableCheckpoint(
+            one.iteration, STORAGE, {name: detail for name, (detail, _) in one.operators.items()}, one.policy
+        )
         for one in summaries
     ]
 
 
-def in_memory(nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator], tier: str = MEMORY) -> list[Held]:
+def in_memory(
+    nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator], tier: str = MEMORY
+) -> list[AvailableCheckpoint]:
     """What the memory of all nodes that are there holds together.
 
     Where all ranks' files are there, all operators are whole; where a node is lost, those of which the others have all
@@ -87,7 +91,7 @@ def in_memory(nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator],
         details = {name: detail for one in summaries for name, (detail, _) in one.operators.items()}
         whole = {n: d for n, d in details.items() if n in wanted or tier == MEMORY}
         whole = {n: d for n, d in whole.items() if everything or _is_whole(n, sizes.get(n), summaries)}
-        held.append(Held(iteration, tier, whole, summaries[0].policy))
+        held.append(AvailableCheckpoint(iteration, tier, whole, summaries[0].policy))
     return held
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from moc.recovery.sources import MEMORY, Held, recoveries
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.operators import Operator
 
 
-class Part(NamedTuple):
+class NodePart(NamedTuple):
     """A node's part of a snapshot.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part(NamedTuple):
         return self.iteration, self.writers, self.job
 
 
-class Inventory(NamedTuple):
+class NodeInventory(NamedTuple):
     """What a node has in its memory.
 
     Attributes:
@@ -40,8 +40,8 @@ class Inventory(NamedTuple):
         copies: by node, parts of others that it keeps.
     """
 
-    own: tuple[Part, ...]
-    copies: Mapping[str, tuple[Part, ...]]
+    own: tuple[NodePart, ...]
+    copies: Mapping[str, tuple[NodePart, ...]]
 
 
 class Restore(NamedTuple):
@@ -59,7 +59,7 @@ class Restore(NamedTuple):
 
 
 def to_restore(
-    nodes: Mapping[str, Inventory], operators: Sequence[Operator], exact: bool, spoilt: Container[Restore] = ()
+    nodes: Mapping[str, NodeInventory], operators: Sequence[Operator], exact: bool, spoilt: Container[Restore] = ()
 ) -> list[Restore]:
     """What has to come back, so that the newest window that the nodes can make whole together is whole again.
 
@@ -80,7 +80,9 @@ def to_restore(
         return _partial(nodes, spoilt)
     whole = _can_be_whole(nodes, spoilt)
     held = [
-        Held(iteration, MEMORY, {name: detail for part, _ in parts for name, detail in part.operators.items()})
+        AvailableCheckpoint(
+            iteration, MEMORY, {name: detail for part, _ in parts for name, detail in part.operators.items()}
+        )
         for iteration, parts in whole.items()
     ]
     way = next(recoveries(held, [one for one in operators if exact or one.expert is None], exact), None)
@@ -90,7 +92,7 @@ def to_restore(
     return [restore for i in sorted(whole) if i >= first for _, restore in whole[i] if restore is not None]
 
 
-def _partial(nodes: Mapping[str, Inventory], spoilt: Container[Restore]) -> list[Restore]:
+def _partial(nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]) -> list[Restore]:
     """What nodes lack: of each snapshot that is not whole everywhere, whatever there is of it."""
     there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
     found = [_find(name, snapshot, nodes, spoilt) for snapshot in sorted(there) for name in nodes]
@@ -98,10 +100,10 @@ def _partial(nodes: Mapping[str, Inventory], spoilt: Container[Restore]) -> list
 
 
 def _can_be_whole(
-    nodes: Mapping[str, Inventory], spoilt: Container[Restore]
-) -> dict[int, list[tuple[Part, Restore | None]]]:
+    nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
+) -> dict[int, list[tuple[NodePart, Restore | None]]]:
     """By iteration the parts of all nodes, each with the way in which it comes back if its node does not have it."""
-    whole: dict[int, list[tuple[Part, Restore | None]]] = {}
+    whole: dict[int, list[tuple[NodePart, Restore | None]]] = {}
     there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
     for iteration, writers, job in sorted(there):
         found = [_find(name, (iteration, writers, job), nodes, spoilt) for name in nodes]
@@ -112,8 +114,8 @@ def _can_be_whole(
 
 
 def _find(
-    name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, Inventory], spoilt: Container[Restore]
-) -> tuple[Part, Restore | None] | None:
+    name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
+) -> tuple[NodePart, Restore | None] | None:
     """A node's part, and from where it comes if the node does not have it; None if nobody has it."""
     if part := _part(nodes[name].own, snapshot):
         return part, None
@@ -124,5 +126,5 @@ def _find(
     return None
 
 
-def _part(parts: Iterable[Part], snapshot: tuple[int, int, str]) -> Part | None:
+def _part(parts: Iterable[NodePart], snapshot: tuple[int, int, str]) -> NodePart | None:
     return next((part for part in parts if part.snapshot == snapshot), None)

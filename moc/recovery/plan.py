@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 
 from moc.recovery.going_on import Course, goes_on
 from moc.recovery.scope import Logs, scope
-from moc.recovery.sources import MEMORY, Held, Recovery, recoveries
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.state.operators import Operator
 
 
 @dataclass(frozen=True)
-class Inventory:
+class JobInventory:
     """What is left.
 
     Attributes:
@@ -41,14 +41,14 @@ class Inventory:
         logs: of what passed between pipeline stages; None where there are none.
     """
 
-    held: Sequence[Held]
+    held: Sequence[AvailableCheckpoint]
     live: Mapping[int, int] = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     logs: Logs | None = None
 
 
 @dataclass(frozen=True)
-class Copy:
+class RankCopy:
     """What one rank gives another.
 
     Attributes:
@@ -63,7 +63,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecoveryPlan:
     """How the job goes on.
 
     Attributes:
@@ -78,8 +78,8 @@ class Plan:
 
     iteration: int
     keep: frozenset[int] = frozenset()
-    copies: tuple[Copy, ...] = ()
-    way: Recovery | None = None
+    copies: tuple[RankCopy, ...] = ()
+    way: RecoveryPath | None = None
     courses: Mapping[int, Course] = field(default_factory=dict)
     complete: frozenset[int] = frozenset()
 
@@ -110,7 +110,9 @@ class Plan:
         return frozenset(stage for stage, course in self.courses.items() if course.begin < iteration)
 
 
-def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only: int | None = None) -> Iterator[Plan]:
+def plans(
+    inventory: JobInventory, operators: Sequence[Operator], exact: bool, only: int | None = None
+) -> Iterator[RecoveryPlan]:
     """The ways to go on, the newest iteration first; arguments as those of :func:`moc.recovery.sources.recoveries`.
 
     With ``exact`` off, live state is not considered: what partial snapshots lack is counted from checkpoints alone.
@@ -126,22 +128,22 @@ def plans(inventory: Inventory, operators: Sequence[Operator], exact: bool, only
         way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
         by_stages = _by_stages(iteration, live, ways.values(), inventory, operators)
         if copies is not None and (way is None or way.base.tier != MEMORY):
-            yield Plan(iteration, keep, copies)
+            yield RecoveryPlan(iteration, keep, copies)
         elif way is not None and len(way.moments) == 1:
-            yield Plan(iteration, keep, (), way)
+            yield RecoveryPlan(iteration, keep, (), way)
         elif by_stages is not None:
             yield by_stages
         elif way is not None:  # iterations are computed again, by all ranks together
-            yield Plan(iteration, frozenset(), (), way)
+            yield RecoveryPlan(iteration, frozenset(), (), way)
 
 
 def _by_stages(
     iteration: int,
     live: Mapping[int, int],
-    ways: Iterable[Recovery],
-    inventory: Inventory,
+    ways: Iterable[RecoveryPath],
+    inventory: JobInventory,
     operators: Sequence[Operator],
-) -> Plan | None:
+) -> RecoveryPlan | None:
     """The stages that are not whole compute again what came after a checkpoint, the newest that logs allow."""
     logs, keep = inventory.logs, {rank for rank, at in live.items() if at == iteration}
     if logs is None or not keep:
@@ -149,7 +151,7 @@ def _by_stages(
     behind = {rank for rank, at in live.items() if at == iteration - 1 and logs.reduced.get(rank) == iteration}
     lost = {stage for rank, stage in logs.stages.items() if rank not in keep | behind}
     if not lost:
-        return Plan(iteration, frozenset(keep), complete=frozenset(behind))
+        return RecoveryPlan(iteration, frozenset(keep), complete=frozenset(behind))
     left = {stage: goes_on(stage, iteration, live, inventory.pieces, logs, inventory.held, operators) for stage in lost}
     for way in sorted(ways, key=lambda way: -way.iteration):
         if way.iteration > iteration or not set(range(way.iteration + 1, iteration + 1)) <= set(logs.records):
@@ -161,11 +163,11 @@ def _by_stages(
             courses = {stage: afresh if begin == afresh.begin else ahead[stage] for stage, begin in begins.items()}
             stay = {rank for rank, stage in logs.stages.items() if stage not in courses}
             needed = way if afresh in courses.values() else None
-            return Plan(iteration, frozenset(keep & stay), (), needed, courses, frozenset(behind & stay))
+            return RecoveryPlan(iteration, frozenset(keep & stay), (), needed, courses, frozenset(behind & stay))
     return None
 
 
-def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[Copy, ...] | None:
+def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[RankCopy, ...] | None:
     """What ranks that do not keep their state get from those that do; None if they do not have all of it."""
     if not keep:
         return None
@@ -177,11 +179,11 @@ def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tu
                 return None
             source = min(holders, key=lambda rank: given[rank])
             given[source] += 1
-            copies.append(Copy(operator, source, target))
+            copies.append(RankCopy(operator, source, target))
     return tuple(copies)
 
 
-def reason(inventory: Inventory, operators: Sequence[Operator]) -> str:
+def reason(inventory: JobInventory, operators: Sequence[Operator]) -> str:
     """Why there is no plan, in half a sentence that names an operator which the newest checkpoint lacks."""
     if not inventory.held:
         return "there is none"

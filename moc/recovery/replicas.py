@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from moc.recovery.plan import Copy
+from moc.recovery.plan import RankCopy
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
 
 
 def pieces(state: TrainingState) -> dict[str, str]:
-    """By operator, a name of what this rank holds of it: see :class:`moc.recovery.plan.Inventory`."""
+    """By operator, a name of what this rank holds of it: see :class:`moc.recovery.plan.JobInventory`."""
     return {operator: _name(fragments) for operator, fragments in _by_operator(state).items()}
 
 
-def exchange(copies: Sequence[Copy], state: TrainingState, rank: int) -> int:
+def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int:
     """Gives and takes what a plan says, one operator after the other; for all ranks with the same copies.
 
     Args:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moc.policy import SnapshotPlan
 from moc.recovery.inventory import in_storage, look
-from moc.recovery.sources import BEFORE, MEMORY, Held, needed, recoveries
+from moc.recovery.sources import BEFORE, MEMORY, AvailableCheckpoint, needed, recoveries
 from moc.state.operators import Operator
 from moc.store.store import Store
 
@@ -66,7 +66,7 @@ class Experts(NamedTuple):
     before: tuple[int, ...] = ()
 
 
-def experts_staying(used: Iterable[Held], in_memory: Collection[int], iteration: int) -> Experts:
+def experts_staying(used: Iterable[AvailableCheckpoint], in_memory: Collection[int], iteration: int) -> Experts:
     """What a run that has come back by partial snapshots must keep until it has saved what follows.
 
     Args:
@@ -84,7 +84,7 @@ def experts_staying(used: Iterable[Held], in_memory: Collection[int], iteration:
 
 
 def staying(
-    held: Collection[Held],
+    held: Collection[AvailableCheckpoint],
     operators: Sequence[Operator],
     exact: bool,
     tier: str,

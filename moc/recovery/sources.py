@@ -37,7 +37,7 @@ def part_of_slot(slot: str) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class AvailableCheckpoint:
     """One checkpoint, as far as it can be read.
 
     Attributes:
@@ -57,7 +57,7 @@ class Held:
         """What tells it from the others."""
         return self.iteration, self.tier
 
-    def without(self, damaged: Collection[str] | None) -> Held | None:
+    def without(self, damaged: Collection[str] | None) -> AvailableCheckpoint | None:
         """What is left of it if these operators are damaged; nothing where all are, or nobody knows which."""
         left = {} if damaged is None else {n: detail for n, detail in self.operators.items() if n not in damaged}
         return replace(self, operators=left) if left and len(left) < len(self.operators) else None
@@ -68,12 +68,12 @@ class Held:
         return self.key == (iteration, tier) and details.items() <= dict(self.operators).items()
 
 
-Sources = Mapping[tuple[str, str], Held]
+Sources = Mapping[tuple[str, str], AvailableCheckpoint]
 """By operator and part of its state, the checkpoint that it comes from."""
 
 
 @dataclass(frozen=True)
-class Moment:
+class ReplayPoint:
     """What is loaded before an iteration is computed again, or at last before the run goes on.
 
     Attributes:
@@ -94,21 +94,21 @@ class Moment:
         """Those that can compute here, and do not learn yet."""
         return tuple(name for name, part in self.sources if part == COMPUTE)
 
-    def used(self) -> list[Held]:
+    def used(self) -> list[AvailableCheckpoint]:
         """The checkpoints that something comes from, the newest first."""
         distinct = {held.key: held for held in self.sources.values()}
         return [distinct[key] for key in sorted(distinct, key=lambda key: (-key[0], key[1]))]
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryPath:
     """A way to go on.
 
     Attributes:
         moments: what is loaded, one moment after the other; between two of them an iteration is computed again.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[ReplayPoint, ...]
 
     @property
     def iteration(self) -> int:
@@ -121,15 +121,15 @@ class Recovery:
         return {key: held for moment in self.moments for key, held in moment.sources.items() if key[1] != COMPUTE}
 
     @property
-    def base(self) -> Held:
+    def base(self) -> AvailableCheckpoint:
         """The checkpoint that what is not a tensor comes from."""
         return self.at(self.iteration)
 
-    def moment(self, iteration: int) -> Moment | None:
+    def moment(self, iteration: int) -> ReplayPoint | None:
         """What is loaded where so many iterations are completed, if anything."""
         return next((moment for moment in self.moments if moment.iteration == iteration), None)
 
-    def at(self, iteration: int) -> Held:
+    def at(self, iteration: int) -> AvailableCheckpoint:
         """The checkpoint that tells what is not a tensor of one of its moments: of those that are used, storage.
 
         All workers read it.  Memory can be read by all only where no node is lost, and then nothing of this iteration
@@ -138,7 +138,7 @@ class Recovery:
         of_this = [held for held in self.used() if held.iteration == iteration]
         return next((held for held in of_this if held.tier == STORAGE), of_this[0])
 
-    def used(self) -> list[Held]:
+    def used(self) -> list[AvailableCheckpoint]:
         """All checkpoints that something comes from, the newest first."""
         return [held for moment in reversed(self.moments) for held in moment.used()]
 
@@ -150,8 +150,8 @@ class Recovery:
 
 
 def recoveries(
-    held: Iterable[Held], operators: Sequence[Operator], exact: bool, only: int | None = None
-) -> Iterator[Recovery]:
+    held: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, only: int | None = None
+) -> Iterator[RecoveryPath]:
     """The ways to go on, the newest iteration first.
 
     Args:
@@ -167,7 +167,7 @@ def recoveries(
     """
     usable = [one for one in held if only is None or one.iteration <= only]
     newest_first = sorted(usable, key=lambda one: (-one.iteration, one.tier))
-    there: dict[int, list[Held]] = defaultdict(list)
+    there: dict[int, list[AvailableCheckpoint]] = defaultdict(list)
     for one in newest_first:
         there[one.iteration].append(one)
     found = windows(there, operators)
@@ -176,7 +176,7 @@ def recoveries(
     yield from (way for way in found if only in (None, way.iteration))
 
 
-def _newest_first(preferred: Iterator[Recovery], others: Iterator[Recovery]) -> Iterator[Recovery]:
+def _newest_first(preferred: Iterator[RecoveryPath], others: Iterator[RecoveryPath]) -> Iterator[RecoveryPath]:
     last = None
     for way in merge(preferred, others, key=lambda way: -way.iteration):
         if way.iteration != last:
@@ -184,7 +184,9 @@ def _newest_first(preferred: Iterator[Recovery], others: Iterator[Recovery]) -> 
             yield way
 
 
-def windows(there: Mapping[int, Sequence[Held]], operators: Sequence[Operator]) -> Iterator[Recovery]:
+def windows(
+    there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator]
+) -> Iterator[RecoveryPath]:
     """The windows from whose end a run can go on to the last bit, the newest first (MoEvement, section 3.3).
 
     Args:
@@ -199,7 +201,9 @@ def windows(there: Mapping[int, Sequence[Held]], operators: Sequence[Operator]) 
             yield way
 
 
-def window_replay(there: Mapping[int, Sequence[Held]], operators: Sequence[Operator], start: int) -> Recovery | None:
+def window_replay(
+    there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator], start: int
+) -> RecoveryPath | None:
     """The window that begins with an iteration, each operator taken from where it is whole first.
 
     Before that it must be there as compute weights, in every iteration from the first one on; after it, it learns by
@@ -224,14 +228,16 @@ def window_replay(there: Mapping[int, Sequence[Held]], operators: Sequence[Opera
             if None in whole.values():
                 return None
             sources |= whole
-        moments.append(Moment(iteration, sources))
+        moments.append(ReplayPoint(iteration, sources))
         waiting = later
-    return Recovery(tuple(moments))
+    return RecoveryPath(tuple(moments))
 
 
 def _with_older_experts(
-    there: Mapping[int, Sequence[Held]], newest_first: Sequence[Held], operators: Sequence[Operator]
-) -> Iterator[Recovery]:
+    there: Mapping[int, Sequence[AvailableCheckpoint]],
+    newest_first: Sequence[AvailableCheckpoint],
+    operators: Sequence[Operator],
+) -> Iterator[RecoveryPath]:
     for iteration, of_this in there.items():
         sources = {
             (operator.name, part): _first(of_this if operator.expert is None else newest_first, operator.name, part)
@@ -239,14 +245,16 @@ def _with_older_experts(
             for part in (MASTER, MOMENTS)
         }
         if None not in sources.values():
-            yield Recovery((Moment(iteration, sources),))
+            yield RecoveryPath((ReplayPoint(iteration, sources),))
 
 
-def _first(held: Iterable[Held], operator: str, part: str) -> Held | None:
+def _first(held: Iterable[AvailableCheckpoint], operator: str, part: str) -> AvailableCheckpoint | None:
     return next((one for one in held if part in PARTS.get(one.operators.get(operator), ())), None)
 
 
-def needed(held: Iterable[Held], operators: Sequence[Operator], exact: bool, keep: int) -> set[tuple[int, str]]:
+def needed(
+    held: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, keep: int
+) -> set[tuple[int, str]]:
     """Keys of the checkpoints that are of use.
 
     Args:

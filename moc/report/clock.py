@@ -49,7 +49,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryTimes:
     """A recovery, with all losses that came while it was under way.
 
     Attributes:
@@ -115,7 +115,7 @@ def history(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, Undone
     return counted, undone
 
 
-def wall_clock(events: Sequence[Event], usual_s: float) -> tuple[Spent, tuple[Recovery, ...]]:
+def wall_clock(events: Sequence[Event], usual_s: float) -> tuple[Spent, tuple[RecoveryTimes, ...]]:
     """Where the time went, and all recoveries.
 
     Args:
@@ -152,7 +152,7 @@ class _Walk:
         self._fresh, self._ended = True, False  # a start that follows is no recovery; the job was not there before it
         self._stalled_s, self._workers = 0.0, 1
 
-    def recoveries(self) -> Iterator[Recovery]:
+    def recoveries(self) -> Iterator[RecoveryTimes]:
         """Those that are over; afterwards all time is accounted for."""
         for event in self._events:
             self._since.append(event)
@@ -199,7 +199,7 @@ class _Walk:
         else:
             self.spent["again_s"] += event["elapsed_s"]
 
-    def _recovered(self, stretch: Sequence[Event]) -> Recovery:
+    def _recovered(self, stretch: Sequence[Event]) -> RecoveryTimes:
         window_s, window = stretch[-1]["time"] - self._mark, self._since
         given_up = [self._undone[id(event)] for event in of_kind("start", stretch)]
         undone = {id(event): event for one in given_up for event in one.iterations}
@@ -218,13 +218,13 @@ class _Walk:
         self._fresh = self._ended = False
         return self._told(stretch, window_s - kept_s + before_s, given_up)
 
-    def _told(self, stretch: Sequence[Event], outside_s: float, given_up: Sequence[Undone]) -> Recovery:
+    def _told(self, stretch: Sequence[Event], outside_s: float, given_up: Sequence[Undone]) -> RecoveryTimes:
         resume, replays = (of_kind("resume", stretch) or [{}])[-1], of_kind("replay", stretch)
         undone = [event for one in given_up for event in one.iterations]
         parts = recovered(stretch, self._usual_s)
         compared = [event["exact"] for event in replays if event.get("exact") is not None]
         compared += [_same(event, self._final[n]) for event in undone if (n := event["iteration"]) in self._final]
-        return Recovery(
+        return RecoveryTimes(
             time=stretch[-1]["time"],
             reasons=tuple(event["reason"] for event in of_kind("generation", stretch)),
             newest=given_up[0].newest,

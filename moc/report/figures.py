@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from moc.report.clock import Event, Recovery, Spent, began, history, of_kind, wall_clock
+from moc.report.clock import Event, RecoveryTimes, Spent, began, history, of_kind, wall_clock
 from moc.simulate.profile import profile_of
 
 GAUGES = (
@@ -82,8 +82,8 @@ class Recoveries:
     Attributes:
         count: how many there were.
         injected: faults that were injected, by action.
-        detect_s: see :class:`Recovery`.
-        outside_s: see :class:`Recovery`.
+        detect_s: see :class:`RecoveryTimes`.
+        outside_s: see :class:`RecoveryTimes`.
         kept: workers that kept their state.
         alone: recoveries in which some stages computed again while others waited.
         stages: how many stages these were.
@@ -170,7 +170,7 @@ class Report:
     validation: Mapping[str, float]
     ended: str | None
     recoveries: Recoveries
-    each: tuple[Recovery, ...]
+    each: tuple[RecoveryTimes, ...]
     saving: Saving | None
     gauges: Mapping[str, Trend]
     plt_by_layer: Mapping[str, float]
@@ -232,7 +232,7 @@ def _usual_s(events: Sequence[Event], counted: Mapping[int, Event]) -> float:
         return median(event["elapsed_s"] for event in counted.values())
 
 
-def _together(events: Sequence[Event], each: Sequence[Recovery]) -> Recoveries:
+def _together(events: Sequence[Event], each: Sequence[RecoveryTimes]) -> Recoveries:
     alone = [one for one in each if one.stages]
     failed = [one for one in each if one.exact is False or one.lost_tokens > 0]
     return Recoveries(

@@ -88,7 +88,7 @@ def _event_files(args: argparse.Namespace) -> list[Path]:
 
 
 @dataclass
-class Run:
+class LossCurve:
     """What one events.jsonl tells, by iteration."""
 
     name: str
@@ -97,7 +97,7 @@ class Run:
     valid: dict[int, float] = field(default_factory=dict)
     resumed: list[int] = field(default_factory=list)
 
-    def between(self, start: int, end: int | None) -> Run:
+    def between(self, start: int, end: int | None) -> LossCurve:
         """The part of the run from iteration `start` to `end`, which is the last one.
 
         Args:
@@ -105,7 +105,7 @@ class Run:
             end: The last one, None for the run's own.
         """
         end = math.inf if end is None else end
-        return Run(
+        return LossCurve(
             self.name,
             {i: event for i, event in self.train.items() if start <= i <= end},
             {i: loss for i, loss in self.valid.items() if start <= i <= end},
@@ -153,13 +153,13 @@ def _is_finite(value) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> LossCurve:
     """Reads an events.jsonl; lines that a killed writer left torn are passed over.
 
     Args:
         path: The file. The run goes by the name of its directory.
     """
-    run = Run(path.resolve().parent.name)
+    run = LossCurve(path.resolve().parent.name)
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
@@ -186,7 +186,7 @@ def smooth(values: list[float], width: int) -> list[float]:
     return means
 
 
-def draw(runs: list[Run], title: str, smoothing: int, extra: list[str]):
+def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
     """Draws the runs and returns the figure.
 
     Args:
@@ -225,7 +225,7 @@ def draw(runs: list[Run], title: str, smoothing: int, extra: list[str]):
     return figure
 
 
-def _draw_loss(panel, run: Run, color: str, smoothing: int, name: str) -> None:
+def _draw_loss(panel, run: LossCurve, color: str, smoothing: int, name: str) -> None:
     label = f"{name} training" if name else "training"
     iterations, losses = run.series("loss")
     raw = {"linewidth": 0.6, "alpha": 0.45} if smoothing else {"linewidth": 1, "label": label}
@@ -238,7 +238,7 @@ def _draw_loss(panel, run: Run, color: str, smoothing: int, name: str) -> None:
         panel.plot(*zip(*points, strict=True), color=color, label=label.replace("training", "validation"), **look)
 
 
-def _draw_extra(panel, runs: list[Run], extra: list[str]) -> None:
+def _draw_extra(panel, runs: list[LossCurve], extra: list[str]) -> None:
     axes = [panel, panel.twinx()] if len(extra) > 1 else [panel]
     for axis, name, style in zip(axes, extra, ("-", ":"), strict=False):
         for number, run in enumerate(runs):

@@ -18,11 +18,11 @@ from moc.runtime import children, environment
 from moc.runtime.addresses import new_name
 from moc.runtime.controller_link import ControllerLink, LostError, NoControllerError
 from moc.runtime.election import Times
-from moc.runtime.hangs import Limits
-from moc.runtime.keeper import keep
+from moc.runtime.hangs import HangLimits
 from moc.runtime.lease import Lease
 from moc.runtime.membership import SAVED
 from moc.runtime.message import Message
+from moc.runtime.replica_server import keep
 from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError
 from moc.store.errors import CheckpointError
@@ -109,10 +109,10 @@ class Agent:
         self._workers: dict[str, _Process] = {}
         self._clock = RunningClock(most_s=3 * WATCHES_S)
         self._generation, self._reason, self._news = 0, "", 0.0
-        self._limits = Limits(node.hang_caps)
+        self._limits = HangLimits(node.hang_caps)
         self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers of whose end the controller may not have heard
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
-        self._address, self._keeper = new_name(), new_name()
+        self._address, self._replica_server = new_name(), new_name()
         self._lease = Lease.make()
         self._zygote_said = 0.0
         self._zygote_is_warm = False
@@ -136,7 +136,7 @@ class Agent:
         """
         async with await wire.serve(self._address, self._node.token, self._serve_worker):
             self._zygote = await self._start_zygote()
-            keeping = keep(self._node.controllers, self._keeper, self._node.token)
+            keeping = keep(self._node.controllers, self._replica_server, self._node.token)
             jobs = self._hear_zygote(), self._link.run(), self._watch(), keeping
             tasks = [asyncio.create_task(job) for job in jobs]
             try:
@@ -266,7 +266,7 @@ class Agent:
             environment.WORKER: worker.name,
             environment.GENERATION: order["generation"],
             environment.TOGETHER: int(worker.together),
-            environment.KEEPER: self._keeper,
+            environment.REPLICA_SERVER: self._replica_server,
         }
         output = None
         if self._node.logs is not None:

@@ -24,7 +24,7 @@ from moc.runtime.control_state import ControlState, newest
 from moc.runtime.election import BEGIN_S, Election, Times
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.meeting_store import MeetingStore
-from moc.runtime.membership import Abort, End, Go, Kill, Membership, Order, Start, nodes
+from moc.runtime.membership import Abort, End, Go, Kill, Membership, Order, StartWorker, nodes
 from moc.runtime.message import Message
 from moc.runtime.peers import Peer, process_has_died
 from moc.runtime.running_clock import RunningClock
@@ -323,7 +323,7 @@ class Controller:
     def _obey(self, orders: list[Order]) -> None:
         self._remember()
         for order in orders:
-            if isinstance(order, Start):
+            if isinstance(order, StartWorker):
                 self._tell(order.node, "start", worker=order.worker, rank=order.rank,
                            generation=order.generation, together=order.together)  # fmt: skip
             elif isinstance(order, Kill):

@@ -15,7 +15,7 @@ TOGETHER = "MOC_TOGETHER"
 NODE = "MOC_NODE"
 """Number of the node that a worker is on; several may be on one machine, and ranks do not follow from it."""
 
-KEEPER = "MOC_KEEPER"
+REPLICA_SERVER = "MOC_REPLICA_SERVER"
 """Address of the process that keeps copies of other nodes' snapshots on this node, for its workers."""
 
 LEASE = "MOC_LEASE"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BackendConfig
 
 from moc.runtime.abort import abort_nccl, open_sockets, shut_down
-from moc.runtime.deputy import Deputy
+from moc.runtime.interruptible import InterruptibleThread
 
 if TYPE_CHECKING:
     from moc.runtime.group import Group
@@ -35,7 +35,7 @@ DROP_PATIENCE = 0.05  # seconds for freeing what is not stuck
 ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one where CUDA still works
 
 
-class Connection:
+class GenerationGroup:
     """What a group forwards to in one generation.
 
     Attributes:
@@ -76,15 +76,15 @@ class Generation:
     def __init__(self, number: int, store: dist.Store | Callable[[], dist.Store], rank: int, device: torch.device):
         self.number = number
         self.over = False
-        self.deputy = Deputy()
+        self.deputy = InterruptibleThread()
         self._rank, self._device = rank, device
         self._given_store, self._store = store, None
         self._sockets: set[int] = set()  # of gloo
         self._nccl: list[dist.Backend] = []
-        self._connections: list[Connection] = []
+        self._connections: list[GenerationGroup] = []
         self._cutting, self._cut = threading.Lock(), False
 
-    def connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> list[Connection]:
+    def connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> list[GenerationGroup]:
         """Waits until all ranks have arrived, then connects the groups, each after the other.
 
         Blocks beyond the reach of exceptions: for the deputy to do.
@@ -102,7 +102,7 @@ class Generation:
             RuntimeError: a peer or the store could not be reached, or this generation is over.
         """
         self._arrive(key, ranks, timeout)
-        made: dict[Group, Connection] = {}
+        made: dict[Group, GenerationGroup] = {}
         before = open_sockets()
         devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
         for group in (group for group in groups if group.backend == "gloo"):
@@ -135,13 +135,13 @@ class Generation:
         if self.over:
             raise RuntimeError(f"generation {self.number} ended while it began")
 
-    def _connected(self, group: Group, build, *arguments) -> Connection:
+    def _connected(self, group: Group, build, *arguments) -> GenerationGroup:
         self._check()
         # groups of one rank meet nobody
         store = dist.PrefixStore(group.group_name, self._store) if group.size() > 1 else dist.HashStore()
-        return Connection(self, group, store, build(group, store, *arguments))
+        return GenerationGroup(self, group, store, build(group, store, *arguments))
 
-    def keep(self, connections: list[Connection]) -> None:
+    def keep(self, connections: list[GenerationGroup]) -> None:
         """Takes connections over, to be dropped with this generation."""
         self._connections += connections
 

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moc.runtime.deputy import CalledAway
-from moc.runtime.generation import Connection, Generation, device_types
+from moc.runtime.generation import Generation, GenerationGroup, device_types
+from moc.runtime.interruptible import CalledAway
 from moc.runtime.progress import PROGRESS
 
 POLL = timedelta(milliseconds=50)
@@ -40,7 +40,7 @@ class Group(dist.ProcessGroup):
     def __init__(self, name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta, options, description):
         super().__init__(ranks.index(rank), len(ranks))
         self.ranks, self.backend, self.timeout, self.options = ranks, backend, timeout, options
-        self.connection: Connection | None = None
+        self.connection: GenerationGroup | None = None
         self._name, self._description = name, description or "undefined"
 
     @property

@@ -35,9 +35,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from moc.runtime.abort import NCCL_FLAGS
-from moc.runtime.deputy import CalledAway
 from moc.runtime.generation import Generation
 from moc.runtime.group import Aborted, Group, Suspicion
+from moc.runtime.interruptible import CalledAway
 
 __all__ = ["Aborted", "Group", "Groups", "Suspicion"]
 

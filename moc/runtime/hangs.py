@@ -47,7 +47,7 @@ def limit(longest: float | None, cap: float) -> float:
 
 
 @dataclass
-class Limits:
+class HangLimits:
     """The limits of all sections, as they are learned from what workers report.
 
     Attributes:

@@ -19,7 +19,7 @@ _JOB = "moc/job"
 
 
 @dataclass(frozen=True)
-class Loss:
+class Interruption:
     """What a worker has lived through.
 
     Attributes:
@@ -73,7 +73,7 @@ class Job:
             dist.broadcast_object_list(told, src=0)
             self.id = told[0]
 
-    def built(self) -> Loss | None:
+    def built(self) -> Interruption | None:
         """This worker has what it needs to train, and waits until all have; returns at once when they have.
 
         Returns:
@@ -81,7 +81,7 @@ class Job:
         """
         return None
 
-    def go_on_after(self, error: Exception) -> Loss:
+    def go_on_after(self, error: Exception) -> Interruption:
         """Returns when the job is whole again, if the error comes of a lost worker.
 
         Raises:
@@ -109,6 +109,6 @@ def join_job() -> Job:
     """The job that this process was started for."""
     if environment.AGENT not in os.environ:
         return Job()
-    from moc.runtime.member import Member  # its groups and threads are of no use elsewhere
+    from moc.runtime.member import JobMember  # its groups and threads are of no use elsewhere
 
-    return Member.join()
+    return JobMember.join()

@@ -18,7 +18,7 @@ from moc.faults import reach
 from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
 from moc.runtime.groups import Groups, Suspicion
-from moc.runtime.job import Job, Loss
+from moc.runtime.job import Interruption, Job
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.lease import Lease
 from moc.runtime.membership import START_OVER
@@ -46,7 +46,7 @@ megatron-core's optimizer gathers the kinds of parameters, so that a kind which 
 """
 
 
-class Member(Job):
+class JobMember(Job):
     """A job of our own launcher: when a worker is lost, the others live on, and another takes its place.
 
     Args:
@@ -73,7 +73,7 @@ class Member(Job):
             threading.Thread(target=body, name=f"moc-{body.__name__}", daemon=True).start()
 
     @classmethod
-    def join(cls) -> Member:
+    def join(cls) -> JobMember:
         """The job that the environment speaks of."""
         return cls(connect(os.environ[environment.AGENT], token_from_environment()))
 
@@ -88,7 +88,7 @@ class Member(Job):
             self._real = {name: getattr(dist, name) for name in _ALONE}
             vars(dist).update(_ALONE)
 
-    def built(self) -> Loss | None:
+    def built(self) -> Interruption | None:
         """As :meth:`Job.built`."""
         if not self._built:
             self._built = True
@@ -99,9 +99,9 @@ class Member(Job):
         vars(dist).update(self._real)  # it has built alone
         begun = time.monotonic()
         self._meet()
-        return Loss(self._generation, self._reason, 0.0, time.monotonic() - begun)
+        return Interruption(self._generation, self._reason, 0.0, time.monotonic() - begun)
 
-    def go_on_after(self, error: Exception) -> Loss:
+    def go_on_after(self, error: Exception) -> Interruption:
         """As :meth:`Job.go_on_after`."""
         PROGRESS.forget()
         if self._generation < 0:  # nobody else is concerned yet
@@ -115,7 +115,7 @@ class Member(Job):
         begun, heard = time.monotonic(), self._heard_at
         error.__traceback__ = None  # it holds the activations of the iteration that was cut off
         self._meet()
-        return Loss(self._generation, self._reason, begun - heard, time.monotonic() - begun)
+        return Interruption(self._generation, self._reason, begun - heard, time.monotonic() - begun)
 
     def start_over(self) -> NoReturn:
         """As :meth:`Job.start_over`."""

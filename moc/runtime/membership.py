@@ -3,7 +3,7 @@
 A *generation* is a membership with a number.  It begins when a worker is lost: whoever is left is told to abort what it
 is doing, new workers are started in the places of the lost ones, and when all of them say that they are *here*, all may
 *go* on.  What is lost meanwhile begins the next generation; nothing waits for a worker of an earlier one.  Workers are
-those of places, and which node fills a place may change: see :mod:`moc.runtime.places`.
+those of places, and which node fills a place may change: see :mod:`moc.runtime.assignment`.
 
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from moc.runtime.places import Places
+from moc.runtime.assignment import NodeAssignment
 
 SAVED = 75
 """Exit code of a worker that was asked to stop, and has saved its state; of a job: start it again, and it goes on."""
@@ -30,7 +30,7 @@ START_OVER = 76
 
 
 @dataclass(frozen=True)
-class Start:
+class StartWorker:
     """To a node: start a worker.
 
     Attributes:
@@ -88,7 +88,7 @@ class End:
     gives_back: str | None = None
 
 
-Order = Start | Kill | Abort | Go | End
+Order = StartWorker | Kill | Abort | Go | End
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Membership:
     _told: dict[int, int] = field(default_factory=dict)  # by node that is there, the newest generation it has heard of
 
     def __post_init__(self):
-        self.places = Places(self.size // self.per_node)
+        self.places = NodeAssignment(self.size // self.per_node)
 
     def state_dict(self) -> dict:
         """What a controller that is started again cannot hear from the nodes; JSON can hold it."""
@@ -346,11 +346,11 @@ class Membership:
                 orders.append(self._start(node, rank, together=not anybody))
         return orders
 
-    def _start(self, node: int, rank: int, together: bool) -> Start:
+    def _start(self, node: int, rank: int, together: bool) -> StartWorker:
         self._started += 1
         worker = Worker(f"{self.generation}.{self._started}", node, rank, together)
         self.workers[worker.name] = worker
-        return Start(node, worker.name, rank, self.generation, together)
+        return StartWorker(node, worker.name, rank, self.generation, together)
 
     def _over(self, code: int, reason: str, leaving: bool = False) -> list[Order]:
         self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None)

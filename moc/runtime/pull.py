@@ -1,8 +1,8 @@
 """Brings a snapshot from the memory of another node: files first, the manifest last, so that it is whole or not there.
 
-What is said: a *read* names a node that has offered its memory to the other keeper, whose snapshot it is (its own, or
-one that it keeps for another), the iteration, a file and a range of bytes.  The answer is *data*, with the size of the
-file; *absent*, where there is no such file; or *refused*.
+What is said: a *read* names a node that has offered its memory to the other replica server, whose snapshot it is (its
+own, or one that it keeps for another), the iteration, a file and a range of bytes.  The answer is *data*, with the size
+of the file; *absent*, where there is no such file; or *refused*.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from moc.store import manifest as manifests
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError
 from moc.store.manifest import FileEntry, Manifest
-from moc.store.places import LocalPlace
 from moc.store.slots import free_slot
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
 CHUNK = 4 << 20
@@ -48,7 +48,7 @@ class Wanted:
         iteration: iterations completed when it was taken.
         of: the node whose part of the snapshot it is.
         held_by: the node that has it in its memory.
-        address: ``host:port`` of that node's keeper.
+        address: ``host:port`` of that node's replica server.
         rate: bytes a second, at most; None for as fast as it goes.
         patient: where it is not there, or nobody answers, try again until it is.
     """

@@ -19,18 +19,18 @@ from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers, join_peers
 from moc.session.publishing import Publisher
 from moc.session.report import SnapshotReport
-from moc.session.resume.loading import Loaded, SnapshotLoader
+from moc.session.resume.loading import ResumeResult, SnapshotLoader
 from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Replayer, check_freezing
 from moc.session.resume.survivors import LocalRemains, Survivors, publish_what_is_whole, survivors
 from moc.session.resume.tidying import tidy_memory, tidy_storage
 from moc.session.settings import Settings
-from moc.session.snapshots import Snapshots, Start
-from moc.session.storage import Storage
+from moc.session.snapshots import ResumePoint, Snapshots
+from moc.session.storage_health import StorageHealth
 from moc.session.tiers import LOOKING_S, Tiers, check_nodes, memory_of, tiers_of
 from moc.session.tokens import TokenTracker
 from moc.sharding import scheme_named
-from moc.sharding.shares import Stage, describe, pack, unpack
+from moc.sharding.shares import StageHoldings, describe, pack, unpack
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
@@ -112,9 +112,9 @@ def begin(
         left = survivors(remains, engine)
         start = _go_on(its, loader, elsewhere, world, log, left, mine)
         storage = _storage(settings, its, world, start, log)
-        its.policy.sized(busiest := lambda operators: max(gather(saved.busiest(operators))))
+        its.policy.on_sizes(busiest := lambda operators: max(gather(saved.busiest(operators))))
         if chooser is not None:
-            chooser.sized(busiest, engine, lambda: _may_replay(settings, engine, its))
+            chooser.on_sizes(busiest, engine, lambda: _may_replay(settings, engine, its))
         saver = Saver(world.rank, world.device, its.tiers.memory, its.tiers.storage)
         undo.callback(saver.close)
         report = SnapshotReport(log, settings.tier)
@@ -162,7 +162,7 @@ class _Setting:
     tiers: Tiers
     peers: Peers | None
     policy: Policy
-    stage: Stage
+    stage: StageHoldings
     publisher: Publisher
     tokens: TokenTracker | None
     beside: bool
@@ -176,7 +176,7 @@ def _go_on(
     log: Listener,
     left: Survivors,
     mine: LocalRemains | None,
-) -> Start:
+) -> ResumePoint:
     """Brings the state to where the run goes on, and removes what it will take anew."""
     publish_what_is_whole(left, its.tiers, its.publisher, world)
     if its.peers is not None:
@@ -189,7 +189,7 @@ def _go_on(
     if loaded and loaded.plan.stages:  # they have saved again what some of them had lost
         publish_what_is_whole(left, its.tiers, its.publisher, world)
         loaded = dataclasses.replace(loaded, held=loader.find_again())
-    start = _from(loaded, its, left) if loaded else Start(elsewhere.load() or Position())
+    start = _from(loaded, its, left) if loaded else ResumePoint(elsewhere.load() or Position())
     if its.tokens is not None and not loaded:
         its.tokens.starts_at(start.position.iteration)
     if its.peers is not None:
@@ -201,7 +201,7 @@ def _go_on(
     return start
 
 
-def _storage(settings: Settings, its: _Setting, world: World, start: Start, log: Listener) -> Storage:
+def _storage(settings: Settings, its: _Setting, world: World, start: ResumePoint, log: Listener) -> StorageHealth:
     """How storage fares; if the job goes on from memory, nothing waits until it is taken and tidied up."""
 
     def make_ready() -> None:
@@ -209,7 +209,7 @@ def _storage(settings: Settings, its: _Setting, world: World, start: Start, log:
         tidy_storage(its.tiers, start)
 
     prepares, asked = its.beside and world.rank == 0, settings.persist_interval
-    return Storage(
+    return StorageHealth(
         name=its.tiers.storage.place.name,
         every=its.tiers.persist_interval if its.tiers.memory is not None else None,
         late_after=asked or _LATE_AFTER,
@@ -219,7 +219,7 @@ def _storage(settings: Settings, its: _Setting, world: World, start: Start, log:
     )
 
 
-def _from(loaded: Loaded, its: _Setting, left: Survivors) -> Start:
+def _from(loaded: ResumeResult, its: _Setting, left: Survivors) -> ResumePoint:
     """What there is when a run goes on; the policy learns whether its window does."""
     policy, tier, at = its.policy, MEMORY if its.tiers.memory is not None else STORAGE, loaded.position.iteration
     there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
@@ -229,8 +229,8 @@ def _from(loaded: Loaded, its: _Setting, left: Survivors) -> Start:
     stays = experts_staying(() if policy.exact else loaded.plan.way.used(), there.in_memory, at)
     if not policy.exact:
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
-        policy.found(in_order and is_of(policy, loaded.plan.way), in_storage_alone(loaded.held, policy))
-    return Start(
+        policy.on_resume(in_order and is_of(policy, loaded.plan.way), in_storage_alone(loaded.held, policy))
+    return ResumePoint(
         loaded.position,
         loaded.record,
         there.newest,
@@ -264,7 +264,7 @@ def _may_replay(settings: Settings, engine: Engine, its: _Setting) -> bool:
     return True
 
 
-def _stage(engine: Engine) -> Stage:
+def _stage(engine: Engine) -> StageHoldings:
     """What the workers of this pipeline stage hold: they are all that may hold copies of one another."""
     state = engine.state
     told = [
@@ -272,10 +272,10 @@ def _stage(engine: Engine) -> Stage:
         for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE)
         for holding in describe(state.fragments(state.operators(), detail), detail)
     ]
-    return Stage({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
+    return StageHoldings({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
 
 
-def _check_saving(engine: Engine, stage: Stage, tiers: Tiers, tier: str, policy: Policy, replays: bool) -> None:
+def _check_saving(engine: Engine, stage: StageHoldings, tiers: Tiers, tier: str, policy: Policy, replays: bool) -> None:
     """Refuses, on all workers, what the snapshots of a policy cannot bring back."""
     if tiers.memory is not None:
         items = stage.items(policy.everything(0).operators)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.carrying import Carrier
-from moc.recovery.sources import MEMORY, Held
+from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.session.tiers import Tiers
 from moc.store.errors import CheckpointError
 
@@ -49,7 +49,7 @@ class Carrying:
             return None
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
-        return self._thread.submit(self._carry, Held(plan.iteration, MEMORY, details), before)
+        return self._thread.submit(self._carry, AvailableCheckpoint(plan.iteration, MEMORY, details), before)
 
     def published(self, iteration: int) -> None:
         """This node's part of a snapshot is published in its memory."""
@@ -77,7 +77,7 @@ class Carrying:
             self._published.notify_all()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _carry(self, coming: Held, before: int | None) -> None:
+    def _carry(self, coming: AvailableCheckpoint, before: int | None) -> None:
         with self._published:
             self._published.wait_for(lambda: self._closed or before in (None, self._newest))
             if self._closed:
@@ -85,7 +85,7 @@ class Carrying:
         carry(self._carrier, self._safe, coming)
 
 
-def carry(carrier: Carrier, safe: int, coming: Held | None = None) -> None:
+def carry(carrier: Carrier, safe: int, coming: AvailableCheckpoint | None = None) -> None:
     """Gives up carried experts that a newer snapshot has, and carries those that the coming one lacks.
 
     Args:

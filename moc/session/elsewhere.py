@@ -48,7 +48,7 @@ class Chooser(Protocol):
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> tuple[Settings, Policy]:
         """Takes up what the run knew, and says what is in force from here on; a collective call."""
 
-    def sized(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
+    def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Learns how large snapshots would be.
 
         Args:

@@ -57,7 +57,7 @@ class PipelineTap(Protocol):
     def on_vote(self, tally: Mapping[str, float]) -> None:
         """As :meth:`VoteParticipant.on_vote`."""
 
-    def stored(self, plan: SnapshotPlan) -> None:
+    def on_stored(self, plan: SnapshotPlan) -> None:
         """A snapshot is safe, and so are all that were taken before it."""
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Copies of snapshots in the memory of other nodes, and their way back when a node is lost (Gemini).
 
-Placement is :mod:`moc.recovery.placement`; what moves bytes is the keeper of each node (:mod:`moc.runtime.keeper`), a
-process of its own, by order of the worker that leads the node.
+Placement is :mod:`moc.recovery.placement`.  The replica server of each node (:mod:`moc.runtime.replica_server`), a
+process of its own, moves the bytes, by order of the worker that leads the node.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import NamedTuple
 from moc.policy import Policy
 from moc.recovery.carrying import Carrier
 from moc.recovery.inventory import look
-from moc.recovery.lost_nodes import Inventory, Part, Restore, to_restore
+from moc.recovery.lost_nodes import NodeInventory, NodePart, Restore, to_restore
 from moc.recovery.placement import Placement, describe, place, survival
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.keeper_client import KeeperClient
 from moc.runtime.pull import Wanted, part_of
+from moc.runtime.replica_client import ReplicaClient
 from moc.runtime.wire import PeerGoneError, WireError
 from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.store.errors import CheckpointError, MissingRegionError
-from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 DEFAULT_REPLICAS = 2
@@ -63,12 +63,12 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
 
     Raises:
         SettingsError: there are not so many nodes, or nothing that keeps copies.
-        CheckpointError: on all workers: a keeper does not answer.
+        CheckpointError: on all workers: a replica server does not answer.
     """
     nodes = list(dict.fromkeys(tiers.nodes))
     if settings.tier != "peers":
         return None
-    if environment.KEEPER not in os.environ:
+    if environment.REPLICA_SERVER not in os.environ:
         raise SettingsError(
             "--ckpt-tier peers needs a process on each node that outlives workers and keeps copies: start the job with "
             "python -m moc.launch in place of torchrun."
@@ -139,16 +139,16 @@ class Peers:
         self._node = tiers.nodes[tiers.node[0]]
         self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
         self._rate = None if rate is None else rate * 1e9
-        self._client: KeeperClient | None = None
+        self._client: ReplicaClient | None = None
         self._addresses: dict[str, str] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-replicate")
         self._leaving, self._left = threading.Lock(), False
 
     def join(self) -> None:
-        """Tells the keeper of this node, and hears of the others; a collective call.
+        """Tells the replica server of this node, and hears of the others; a collective call.
 
         Raises:
-            CheckpointError: on all workers; a keeper does not answer.
+            CheckpointError: on all workers; a replica server does not answer.
         """
         run_on_all(self._connect, "cannot reach what keeps copies of snapshots")
         told = gather((self._node, self._client.address) if self._leads else None)
@@ -229,16 +229,16 @@ class Peers:
                 if other not in iterations:
                     copies.remove(other)
         for copies in self._carriers.values():
-            copies.forget()
+            copies.delete()
         for copies in self._copies().values():
             copies.clear_unpublished()
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Ends what is under way for this node; nothing is written to its memory after it."""
         self.close()
         if self._leads:
-            with contextlib.suppress(WireError):  # a keeper that is gone writes nothing either
-                KeeperClient.connect(self._node, self._memory.place.root).close()
+            with contextlib.suppress(WireError):  # a replica server that is gone writes nothing either
+                ReplicaClient.connect(self._node, self._memory.place.root).close()
 
     def close(self) -> None:
         """Gives up what is under way."""
@@ -252,7 +252,7 @@ class Peers:
         if not self._leads:
             return
         try:
-            client = KeeperClient.connect(self._node, self._memory.place.root)
+            client = ReplicaClient.connect(self._node, self._memory.place.root)
         except WireError as error:
             raise CheckpointError(
                 f"what keeps copies of snapshots on node {self._node} does not answer: {error}"
@@ -278,13 +278,13 @@ class Peers:
             except PeerGoneError:
                 if self._left:
                     raise
-                self._connect()  # the keeper has died, and is started again
+                self._connect()  # the replica server has died, and is started again
 
-    def _inventories(self) -> dict[str, Inventory]:
+    def _inventories(self) -> dict[str, NodeInventory]:
         mine = None
         if self._leads:
             copies = {node: _parts(store) for node, store in self._copies().items()}
-            mine = self._node, Inventory(_parts(self._memory), copies)
+            mine = self._node, NodeInventory(_parts(self._memory), copies)
         return dict(filter(None, gather(mine)))
 
     def _bring_back(self, restore: Restore) -> str | None:
@@ -319,9 +319,9 @@ class Peers:
         return {node: Carrier(copies, self._experts) for node, copies in self._copies().items()}
 
 
-def _parts(store: Store) -> tuple[Part, ...]:
+def _parts(store: Store) -> tuple[NodePart, ...]:
     return tuple(
-        Part(
+        NodePart(
             one.iteration,
             one.writers,
             one.files,

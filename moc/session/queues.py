@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from moc.policy import SnapshotPlan
 from moc.session.peers import Copied
-from moc.session.storage import tolerable
+from moc.session.storage_health import tolerable
 from moc.snapshot.saver import Snapshot
 
 PER_VOTE = 2

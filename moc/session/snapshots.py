@@ -31,8 +31,8 @@ from moc.session.peers import Peers
 from moc.session.publishing import Publisher
 from moc.session.queues import PER_VOTE, Queues, Taken, told_of
 from moc.session.report import SnapshotReport
-from moc.session.resume.survivors import Begun, Live
-from moc.session.storage import Storage, tolerable
+from moc.session.resume.survivors import LiveState, StartedSnapshot
+from moc.session.storage_health import StorageHealth, tolerable
 from moc.session.tiers import Tiers, copy_to_storage
 from moc.session.tokens import TokenTracker
 from moc.snapshot.contents import Contents
@@ -53,7 +53,7 @@ _ENDING_S = 10.0
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """What a run goes on from.
 
     Attributes:
@@ -77,7 +77,7 @@ class Start:
     newer: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
     again: SnapshotPlan | None = None
-    begun: Mapping[int, Begun] = field(default_factory=dict)
+    begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)
 
 
 class Snapshots(VoteParticipant):
@@ -115,11 +115,11 @@ class Snapshots(VoteParticipant):
         describe: Callable[[Position, StepRecord | None], dict],
         blocking: bool,
         most_behind: int | None,
-        start: Start,
+        start: ResumePoint,
         tokens: TokenTracker | None,
         tap: PipelineTap,
         report: SnapshotReport,
-        storage: Storage,
+        storage: StorageHealth,
         stops: bool = False,
         observe: Callable[[Observed], None] = lambda seen: None,
     ):
@@ -199,7 +199,7 @@ class Snapshots(VoteParticipant):
         if self._tokens is not None:
             self._tokens.completed(skipped=record.skipped)
             if self._policy.counts_probabilities and not record.skipped:
-                self._policy.routed(self._tokens.probabilities)
+                self._policy.on_routing(self._tokens.probabilities)
 
     def take(self) -> None:
         """Begins a snapshot of the completed iteration where the policy wants one; weights must be gathered.
@@ -267,7 +267,7 @@ class Snapshots(VoteParticipant):
             self._storage.is_waited_for(time.monotonic() - begun)
         self._wait_and_vote()
 
-    def secure(self, position: Position) -> None:
+    def flush(self, position: Position) -> None:
         """The run ends here in good order: its state goes to storage, and the node gets its memory back.
 
         Raises:
@@ -282,16 +282,16 @@ class Snapshots(VoteParticipant):
         if not self._is_stored(position):
             raise CheckpointError(self._not_stored(position))
         if self._peers is not None:
-            self._peers.rest()
+            self._peers.quiesce()
         if self.memory_is_free and self._tiers.leads_node:
             self._tiers.memory.clear()
         self._tap.delete()
         self._report.end(self._tokens)
 
     @property
-    def live(self) -> Live | None:
+    def live(self) -> LiveState | None:
         """The state that this worker has now; None if it is being changed."""
-        return self._position and Live(self._position, self._describe(self._position, self.record))
+        return self._position and LiveState(self._position, self._describe(self._position, self.record))
 
     @property
     def run(self) -> str:
@@ -385,7 +385,7 @@ class Snapshots(VoteParticipant):
             self._persist(taken)
 
     def _remember(self, taken: Taken) -> None:
-        self.begun[taken.plan.iteration] = Begun(dict(taken.plan.operators), taken.state)
+        self.begun[taken.plan.iteration] = StartedSnapshot(dict(taken.plan.operators), taken.state)
         most = 2 * self._policy.window_length + self._rotation.spare  # those of two windows, and those on their way
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
@@ -416,16 +416,16 @@ class Snapshots(VoteParticipant):
         return self._policy.for_storage(plan) if self._stores_since == plan.since else None
 
     def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        self._policy.taken(plan, self._load)
+        self._policy.on_snapshot(plan, self._load)
         if storage is not None:
-            self._policy.stored(storage)
+            self._policy.on_stored(storage)
         if self._tokens is not None:
             self._tokens.begun(plan, storage)
 
     def _bring_to_storage(self, taken: Taken) -> None:
         """All of a snapshot that is in memory; it is that of this iteration."""
         self._rotation = self._rotation.persist(taken.plan.iteration)
-        self._policy.stored(taken.plan)
+        self._policy.on_stored(taken.plan)
         if self._tokens is not None:
             self._tokens.brought_to_storage(taken.plan)
         self._persist(dataclasses.replace(taken, storage=taken.plan))
@@ -500,7 +500,7 @@ class Snapshots(VoteParticipant):
             if taken.plan.supersedes is not None:
                 self._superseded = taken.plan.supersedes
             self._in_memory = taken
-            self._tap.stored(taken.plan)
+            self._tap.on_stored(taken.plan)
 
     def _give_up_older(self) -> None:
         """A vote has passed since the newest was published in memory, so the other nodes have it too."""
@@ -545,9 +545,9 @@ class Snapshots(VoteParticipant):
         self._base_lost = self._base_lost and not taken.storage.complete
         if not self._base_lost:
             self._stored = iteration
-        self._storage.stored(iteration)
+        self._storage.on_stored(iteration)
         if self._tiers.memory is None and taken.plan.since != self._broken_window:
-            self._tap.stored(taken.plan)
+            self._tap.on_stored(taken.plan)
         if self._tokens is not None:
             self._tokens.persisted(iteration)
 

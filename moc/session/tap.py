@@ -26,7 +26,7 @@ class NoTap:
     def on_vote(self, tally: Mapping[str, float]) -> None:
         """Needs nothing of it."""
 
-    def stored(self, plan: SnapshotPlan) -> None:
+    def on_stored(self, plan: SnapshotPlan) -> None:
         """Has nothing that was needed before."""
 
     def close(self) -> None:

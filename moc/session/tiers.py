@@ -18,8 +18,8 @@ from moc.sharding import Item
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
-from moc.store.places import LocalPlace
 from moc.store.publish import joined
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
 

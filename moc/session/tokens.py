@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moc.policy import Load, SnapshotPlan
 from moc.policy.ledger import Ledger
-from moc.recovery.sources import Recovery
+from moc.recovery.sources import RecoveryPath
 from moc.session.engine import Engine
 from moc.state.detail import Detail
 
@@ -94,7 +94,7 @@ class TokenTracker:
         """Nothing was lost: the ledger is this one."""
         self._ledger = Ledger.from_state(state)
 
-    def recovered(self, way: Recovery, states: Mapping[tuple[int, str], Mapping]) -> Raised:
+    def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
         """The run goes on in a way; by how much that has raised the proportion of lost tokens.
 
         Args:

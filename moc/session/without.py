@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from moc.session.participant import VoteParticipant
-from moc.session.resume.survivors import Begun, Live
+from moc.session.resume.survivors import LiveState, StartedSnapshot
 from moc.state.record import Position, StepRecord
 
 
@@ -14,8 +14,8 @@ class NoSnapshots(VoteParticipant):
     """Without ``--ckpt-policy``."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
-    live: Live | None = None
-    begun: Mapping[int, Begun] = MappingProxyType({})
+    live: LiveState | None = None
+    begun: Mapping[int, StartedSnapshot] = MappingProxyType({})
     record: StepRecord | None = None
     run: str | None = None
     storage_fails: bool = False
@@ -33,5 +33,5 @@ class NoSnapshots(VoteParticipant):
     def close(self) -> None:
         """Nothing to give back."""
 
-    def secure(self, position: Position) -> None:
+    def flush(self, position: Position) -> None:
         """Nothing to bring to storage."""

@@ -61,7 +61,7 @@ class Holding(NamedTuple):
     total: int
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """The bytes [start, stop) of an operator's holding that is called ``copy``: see :class:`Holding`."""
 
     operator: str
@@ -112,7 +112,7 @@ def _inflated(text: bytes) -> tuple[Holding, ...]:
     return tuple(Holding(*row) for row in json.loads(zlib.decompress(text)))
 
 
-class Stage:
+class StageHoldings:
     """What the ranks of one pipeline stage hold together.
 
     Args:
@@ -159,7 +159,7 @@ class Stage:
         return self._copies[item.operator, detail.value, item.slot, item.slice]
 
 
-def shares(stage: Stage, plan: Mapping[str, Detail], scheme: Scheme) -> dict[int, list[Part]]:
+def shares(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> dict[int, list[ByteRange]]:
     """What each rank of a stage saves of what has copies; the same on every rank, without communication.
 
     Operators stay whole, as in MoC's section 4, but for those that are larger than an even share of their holders
@@ -177,15 +177,15 @@ def shares(stage: Stage, plan: Mapping[str, Detail], scheme: Scheme) -> dict[int
         ShardingError: as :func:`moc.sharding.assign`.
     """
     items = cut_large(stage.items(plan))
-    result: dict[int, list[Part]] = defaultdict(list)
+    result: dict[int, list[ByteRange]] = defaultdict(list)
     for item, rank in zip(items, assign(items, scheme), strict=True):
         copy = stage.copy(item, plan[item.operator])
         if copy is not None:
-            result[rank].append(Part(item.operator, copy, item.start, item.stop))
+            result[rank].append(ByteRange(item.operator, copy, item.start, item.stop))
     return dict(result)
 
 
-def heaviest(stage: Stage, plan: Mapping[str, Detail], scheme: Scheme) -> int:
+def heaviest(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> int:
     """Bytes of the rank of a stage that saves the most of a plan; arguments as those of :func:`shares`."""
     items = cut_large(stage.items(plan))
     load: Counter[int] = Counter()
@@ -194,7 +194,7 @@ def heaviest(stage: Stage, plan: Mapping[str, Detail], scheme: Scheme) -> int:
     return max(load.values(), default=0)
 
 
-def share_of(fragments: Iterable[Fragment], parts: Sequence[Part]) -> list[Fragment]:
+def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange]) -> list[Fragment]:
     """The fragments that this rank saves, as views of live memory; cut where an operator was cut.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moc.simulate.saving import Saving
+from moc.simulate.policy_costs import PolicyCosts
 
 
-def recovery_s(saving: Saving) -> float:
+def recovery_s(saving: PolicyCosts) -> float:
     """E[R]: seconds from a failure until the run is where it was, in the mean.
 
     A failure comes anywhere between two checkpoints, so that half of an interval is replayed, and the lag: I / 2 for
@@ -17,7 +17,7 @@ def recovery_s(saving: Saving) -> float:
     return saving.restart_s + saving.replay_total_s(saving.lag + saving.interval / 2)
 
 
-def expected_ettr(saving: Saving, iteration_s: float, mtbf_s: float) -> float:
+def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> float:
     """The share of time that is useful: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
 
     It takes failures for rare enough that none hits a recovery.
@@ -32,7 +32,7 @@ def expected_ettr(saving: Saving, iteration_s: float, mtbf_s: float) -> float:
     return 1 / (1 + overhead) / (1 + recovery)
 
 
-def best_interval(saving: Saving, iteration_s: float, mtbf_s: float, at_least: int = 1) -> int:
+def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_least: int = 1) -> int:
     """The interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
 
     Args:
@@ -56,7 +56,7 @@ def best_interval(saving: Saving, iteration_s: float, mtbf_s: float, at_least: i
     return low
 
 
-def at_interval(saving: Saving, interval: int, iteration_s: float) -> Saving:
+def at_interval(saving: PolicyCosts, interval: int, iteration_s: float) -> PolicyCosts:
     """The same policy at another interval; where everybody replays, what is saved on the way takes its time too."""
     slower = saving.replay_s / (iteration_s + saving.per_iteration_s())
     replay_s = slower * (iteration_s + saving.stall_s / interval)

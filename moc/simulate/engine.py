@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moc.simulate.failures import Event, Faults
+from moc.simulate.policy_costs import PolicyCosts, Strategy, Traffic
 from moc.simulate.result import Result
-from moc.simulate.saving import Saving, Strategy, Traffic
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """What runs, and for how long.
 
     Attributes:
@@ -52,7 +52,7 @@ class Job:
             raise ValueError(f"there cannot be {self.spares} spare nodes")
 
 
-def simulate(job: Job, faults: Faults, strategy: Strategy | Saving) -> Result:
+def simulate(job: SimulatedJob, faults: Faults, strategy: Strategy | PolicyCosts) -> Result:
     """Runs a job against failures.
 
     Time and memory follow from the number of failures alone, not from ranks or iterations.  The same arguments give
@@ -63,7 +63,7 @@ def simulate(job: Job, faults: Faults, strategy: Strategy | Saving) -> Result:
         faults: what happens to it.
         strategy: what it does about that.
     """
-    if isinstance(strategy, Saving):
+    if isinstance(strategy, PolicyCosts):
         strategy = Strategy(strategy)
     run = _Run(job, faults, strategy)
     while run.now < job.wall_s:
@@ -72,7 +72,7 @@ def simulate(job: Job, faults: Faults, strategy: Strategy | Saving) -> Result:
 
 
 class _Run:
-    def __init__(self, job: Job, faults: Faults, strategy: Strategy):
+    def __init__(self, job: SimulatedJob, faults: Faults, strategy: Strategy):
         self.job, self.faults, self.strategy = job, faults, strategy
         self.rng = random.Random(job.seed)
         self.events: Iterator[Event] = faults.events(random.Random(self.rng.random()))
@@ -294,7 +294,7 @@ class _Run:
         )
 
 
-def _at_the_start(job: Job) -> int | None:
+def _at_the_start(job: SimulatedJob) -> int | None:
     if job.available is not None:
         return job.available
     return None if job.spares is None else job.nodes + job.spares

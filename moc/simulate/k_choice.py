@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from moc.policy.adaptive import Choice, Measured
+from moc.policy.adaptive import Measured, TunedSettings
 
 _MEASURED = {
     "forward_backward_s": "seconds of forward and backward of an iteration",
@@ -54,7 +54,7 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
     )
 
 
-def explained(choice: Choice) -> str:
+def explained(choice: TunedSettings) -> str:
     """The choice, for people."""
     return (
         f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations\n"

@@ -11,14 +11,14 @@ from moc.policy import POLICIES as REGISTERED
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.simulate.closed_form import expected_ettr, recovery_s
 from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
-from moc.simulate.saving import Saving
+from moc.simulate.policy_costs import PolicyCosts
 
 NEAR = 1e-3
 """Of ETTR; what is so near counts as equal."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class PlanLimits:
     """What a choice must keep to.
 
     Attributes:
@@ -54,7 +54,7 @@ class Candidate:
     """
 
     options: Options
-    saving: Saving
+    saving: PolicyCosts
     ettr: float
     plt: float
     host_bytes: float
@@ -78,7 +78,7 @@ class Candidate:
 
 
 class Priced(Protocol):
-    """A cluster (:class:`~moc.simulate.policies.Setup`) or a run that trains (:mod:`moc.simulate.running`)."""
+    """A cluster (:class:`~moc.simulate.policies.Setup`) or a run that trains (:mod:`moc.simulate.live_costs`)."""
 
     @property
     def iteration_s(self) -> float:
@@ -92,7 +92,7 @@ class Priced(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class PolicyChoice:
     """What to use.
 
     Attributes:
@@ -106,7 +106,7 @@ class Plan:
     reason: str
 
 
-def plan(setup: Setup, mtbf_s: float, limits: Limits | None = None) -> Plan:
+def plan(setup: Setup, mtbf_s: float, limits: PlanLimits | None = None) -> PolicyChoice:
     """The best of all candidates on a cluster: see :func:`best_of`.
 
     Args:
@@ -117,11 +117,11 @@ def plan(setup: Setup, mtbf_s: float, limits: Limits | None = None) -> Plan:
     Raises:
         ValueError: nothing keeps to the limits.
     """
-    limits = limits or Limits()
+    limits = limits or PlanLimits()
     return best_of(every_candidate(setup, mtbf_s, limits), setup.timing.iteration_s, mtbf_s, limits)
 
 
-def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, limits: Limits) -> Plan:
+def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, limits: PlanLimits) -> PolicyChoice:
     """The candidate with the highest expected ETTR.
 
     Of those within a tenth of a point an exact one is taken first, then the one that survives the loss of most nodes,
@@ -147,14 +147,14 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
         of_policy = [found for found in every if found.saving.name == name != best.saving.name]
         others += [max(of_policy, key=lambda found: found.ettr)] if of_policy else []
     others.sort(key=lambda found: -found.ettr)
-    return Plan(best, tuple(others), " ".join(_reasons(iteration_s, mtbf_s, best, others)))
+    return PolicyChoice(best, tuple(others), " ".join(_reasons(iteration_s, mtbf_s, best, others)))
 
 
 def _rank(found: Candidate) -> tuple:
     return not found.saving.exact, -found.survives, found.plt, found.host_bytes, -found.ettr
 
 
-def every_candidate(on: Priced, mtbf_s: float, limits: Limits) -> Iterator[Candidate]:
+def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[Candidate]:
     """All settings of all policies that the limits name, whether or not they keep to the other limits.
 
     Args:
@@ -183,7 +183,7 @@ def priced(on: Priced, name: str, options: Options) -> Candidate:
     return Candidate(ettr=expected_ettr(weighed.saving, on.iteration_s, options.mtbf_s), **vars(weighed))
 
 
-def keeps_to(found: Candidate, limits: Limits) -> bool:
+def keeps_to(found: Candidate, limits: PlanLimits) -> bool:
     """Whether a candidate may be chosen."""
     return (
         (found.saving.exact or not limits.exact_only)

@@ -19,7 +19,8 @@ from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
-from moc.simulate.saving import PecStrategy, Saving, Strategy, Traffic
+from moc.simulate.policy_costs import PecStrategy, PolicyCosts, Strategy, Traffic
+from moc.simulate.program_recovery import RecoveryCosts, program_way
 from moc.simulate.sizes import (
     MIXED,
     OperatorSize,
@@ -28,7 +29,6 @@ from moc.simulate.sizes import (
     operator_sizes,
     pec_sizes,
 )
-from moc.simulate.ways import Parts, program_way
 from moc.state.operators import Operator
 
 _VERSIONS = 2  # one checkpoint that is whole, and one under way (MoEvement, section 3.2)
@@ -67,7 +67,7 @@ class Setup:
     state: StateBytes = MIXED
     total_iterations: int = 100_000
     overhead: float = SNAPSHOT_OVERHEAD
-    program: Parts | None = None
+    program: RecoveryCosts | None = None
 
     def __post_init__(self):
         if not 0 <= self.overhead < math.inf:
@@ -213,7 +213,7 @@ class Weighed:
     """
 
     options: Options
-    saving: Saving
+    saving: PolicyCosts
     plt: float
     host_bytes: float
 
@@ -244,7 +244,7 @@ def checkfreq(setup: Setup, options: Options) -> Strategy:
     return Strategy(dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total))
 
 
-def sparse_replay(saving: Saving, window: int, replay_s: float) -> Saving:
+def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCosts:
     """With a window of checkpoints, and the W iterations and those since that a lost stage replays (MoEvement, 3.6).
 
     Args:
@@ -267,7 +267,7 @@ def sparse_replay(saving: Saving, window: int, replay_s: float) -> Saving:
 def elastic(setup: Setup, options: Options) -> Strategy:
     """Experts are replicated, and training goes on with the nodes that are left (Lazarus)."""
     cluster = setup.cluster
-    saving = Saving("elastic", interval=1, restart_s=cluster.detect_s + _RECONFIGURE_S, elastic=1)
+    saving = PolicyCosts("elastic", interval=1, restart_s=cluster.detect_s + _RECONFIGURE_S, elastic=1)
     saving = dataclasses.replace(saving, replay_s=setup.timing.iteration_s, survives=1)
     return Strategy(_with_storage(setup, options, saving))
 
@@ -297,13 +297,13 @@ POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
 
 def _global(
     setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
-) -> Saving:
+) -> PolicyCosts:
     """Everybody rolls back."""
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
     if name == "none":
-        saving = Saving(name)
+        saving = PolicyCosts(name)
     else:
-        saving = Saving(name, interval=interval, stall_s=stall_s, lag=lag)
+        saving = PolicyCosts(name, interval=interval, stall_s=stall_s, lag=lag)
     if setup.program is not None:
         return program_way(saving, setup.program, iteration_s, lag)
     return dataclasses.replace(
@@ -313,7 +313,7 @@ def _global(
     )
 
 
-def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Saving:
+def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
     """In the memory of this node and of peers, as Gemini does, which keeps buffers for everything."""
     sizes = price.size
     stall_s = setup.stall_s(sizes.busiest)
@@ -340,12 +340,12 @@ def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Stra
     return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), lost, setup.total_iterations, fixed=fixed)
 
 
-def _windows(setup: Setup, options: Options, kind: type[Policy]) -> Saving:
+def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
     """Every operator once per window, and only what was lost replays (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
     window, largest, held = price.length, max(price.snapshots), price.size.total
     logs = _log_bytes(setup)
-    saving = Saving(
+    saving = PolicyCosts(
         name=kind.name,
         stall_s=window * setup.stall_s(largest),
         restart_s=cluster.detect_s + price.size.busiest / setup.network_rate,
@@ -359,7 +359,7 @@ def _windows(setup: Setup, options: Options, kind: type[Policy]) -> Saving:
     return _with_storage(setup, options, saving)
 
 
-def _with_storage(setup: Setup, options: Options, saving: Saving) -> Saving:
+def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> PolicyCosts:
     """Where memory does not survive, the newest checkpoint in storage does."""
     write_s = setup.full.total / setup.cluster.storage_bandwidth
     interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
@@ -371,7 +371,7 @@ def _with_storage(setup: Setup, options: Options, saving: Saving) -> Saving:
     return dataclasses.replace(saving, survives=copies.replicas, copies=copies, beyond=beyond)
 
 
-def _at_best_interval(setup: Setup, options: Options, saving: Saving, least: int) -> Saving:
+def _at_best_interval(setup: Setup, options: Options, saving: PolicyCosts, least: int) -> PolicyCosts:
     iteration_s = setup.timing.iteration_s
     interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, least))
     return at_interval(saving, interval, iteration_s)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, linear_regression
 from typing import NamedTuple
 
-from moc.simulate.ways import Parts
+from moc.simulate.program_recovery import RecoveryCosts
 
 TOGETHER_S = 0.25
 """Kills that are closer to each other belong to one fault; the next one comes when workers train again, or recover."""
@@ -63,7 +63,7 @@ class Recovered(NamedTuple):
     """
 
     lost: int
-    parts: Parts
+    parts: RecoveryCosts
 
 
 def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
@@ -86,7 +86,7 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
     again = [e for e in stretch if e["type"] == "replay" and begun <= e["time"] <= resume["time"]]
     # who takes the place of a lost first worker has noticed nothing, so it is not known when the others had stopped
     stopped = next((moment for moment in (e["time"] - e["met_s"] for e in lived) if moment >= at), at)
-    parts = Parts(
+    parts = RecoveryCosts(
         detect_s=stopped - at,
         regroup_s=max(0.0, begun - stopped),
         transfer_s=max(0.0, resume["seconds"] - sum(e["seconds"] for e in again)),
@@ -97,7 +97,7 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
     return Recovered(lost, parts)
 
 
-def fitted(recoveries: Sequence[Recovered]) -> Parts:
+def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
     """The mean recovery of at least one, as a line over the number of workers that were lost at once."""
     parts = [one.parts for one in recoveries]
     restarts = [one.restart_s for one in parts]
@@ -107,7 +107,7 @@ def fitted(recoveries: Sequence[Recovered]) -> Parts:
     further = fmean(one.lost for one in recoveries) - 1
     slope = _slope([one.lost for one in recoveries], restarts)
     more_s = min(max(0.0, slope), regroup_s / further) if further else 0.0
-    return Parts(
+    return RecoveryCosts(
         detect_s,
         regroup_s - further * more_s,
         transfer_s,

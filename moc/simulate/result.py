@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 
-from moc.simulate.saving import Traffic
+from moc.simulate.policy_costs import Traffic
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 
 from moc.output import replacing
-from moc.simulate.engine import Job
+from moc.simulate.engine import SimulatedJob
 from moc.simulate.failures import Faults
-from moc.simulate.planner import Plan
+from moc.simulate.planner import PolicyChoice
 from moc.simulate.policies import Setup
 from moc.simulate.result import Result
 
@@ -37,7 +37,12 @@ _COLUMNS = (
 
 
 def print_run(
-    setup: Setup, faults: Faults, job: Job, means: Mapping[str, Result], chosen: Plan | None, as_json: bool
+    setup: Setup,
+    faults: Faults,
+    job: SimulatedJob,
+    means: Mapping[str, Result],
+    chosen: PolicyChoice | None,
+    as_json: bool,
 ) -> None:
     """Prints the table of all policies, or JSON.
 
@@ -73,7 +78,7 @@ def print_run(
         print("", chosen.reason.replace(". ", ".\n"), sep="\n")
 
 
-def _title(setup: Setup, faults: Faults, job: Job) -> str:
+def _title(setup: Setup, faults: Faults, job: SimulatedJob) -> str:
     cluster, layout, timing = setup.cluster, setup.layout, setup.timing
     parameters = sum(o.parameters for o in setup.operators)
     when = f"{sum(bool(e.lost) for e in faults.trace)} losses in the trace" if faults.trace else _mtbf(faults)

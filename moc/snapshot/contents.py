@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moc.sharding import Scheme
-from moc.sharding.shares import Stage, heaviest, share_of, shares
+from moc.sharding.shares import StageHoldings, heaviest, share_of, shares
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
@@ -72,7 +72,7 @@ class Contents:
         scheme: the rules.
     """
 
-    def __init__(self, state: TrainingState, stage: Stage, rank: int, scheme: Scheme):
+    def __init__(self, state: TrainingState, stage: StageHoldings, rank: int, scheme: Scheme):
         self._state, self._stage, self._rank, self._scheme = state, stage, rank, scheme
         self._known: dict[tuple, Share] = {}
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}

@@ -22,9 +22,9 @@ from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, OperatorEntry, Part
-from moc.store.places import LocalPlace
+from moc.store.manifest import FileEntry, OperatorEntry, RankReport
 from moc.store.regions import FileLayout, digest_of
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
 _CHUNK = 16 << 20  # bytes written at once
@@ -195,7 +195,7 @@ class Saver:
         while self._buffers:
             self._buffers.popitem()[1].close()
 
-    def _seal(self, snapshot: Snapshot) -> Part:
+    def _seal(self, snapshot: Snapshot) -> RankReport:
         reach("snapshot_copying")
         snapshot.capture.wait()
         begun = time.perf_counter()
@@ -204,7 +204,7 @@ class Saver:
         header = layout.header(snapshot.digests)
         memory[: len(header)] = header
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
-        part = Part(file_of(self._rank), entry, snapshot.operators)
+        part = RankReport(file_of(self._rank), entry, snapshot.operators)
         if self._memory is not None and snapshot.in_memory:
             self._name_in_memory(snapshot, part)
         snapshot.seal_s = time.perf_counter() - begun
@@ -224,7 +224,7 @@ class Saver:
         snapshot.persisted_bytes = part.file.bytes
         snapshot.persist_s = time.perf_counter() - begun
 
-    def _subset(self, snapshot: Snapshot, operators: Mapping[str, Detail]) -> tuple[Part, list[memoryview]]:
+    def _subset(self, snapshot: Snapshot, operators: Mapping[str, Detail]) -> tuple[RankReport, list[memoryview]]:
         """The file that holds some of what a snapshot does: a header of its own, and pieces of the buffer."""
         chosen, elements = [], defaultdict(lambda: defaultdict(int))
         for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.digests, strict=True):
@@ -240,9 +240,9 @@ class Saver:
         }
         pieces = [snapshot.buffer.memory[start:stop] for _, (start, stop), _ in chosen]
         file = FileEntry(layout.nbytes, len(header), digest_of(header))
-        return Part(file_of(self._rank), file, entries), [memoryview(header), *pieces]
+        return RankReport(file_of(self._rank), file, entries), [memoryview(header), *pieces]
 
-    def _write_part(self, iteration: int, part: Part, parts: Sequence[memoryview]) -> None:
+    def _write_part(self, iteration: int, part: RankReport, parts: Sequence[memoryview]) -> None:
         place = self._storage.place
         free = place.free_bytes()
         if free is not None and free < part.file.bytes:
@@ -273,7 +273,7 @@ class Saver:
         if self._given_up.is_set():
             raise GivenUpError
 
-    def _name_in_memory(self, snapshot: Snapshot, part: Part) -> None:
+    def _name_in_memory(self, snapshot: Snapshot, part: RankReport) -> None:
         try:
             self._link(snapshot)
             self._memory.report(snapshot.iteration, self._rank, part)

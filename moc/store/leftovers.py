@@ -11,8 +11,8 @@ from pathlib import Path
 
 from moc.store.errors import CheckpointError
 from moc.store.fence import lives
-from moc.store.places import LocalPlace
 from moc.store.runs import run_of
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_home, memory_of_node
 

@@ -9,12 +9,12 @@ from urllib.parse import unquote, urlsplit
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.objects import ObjectPlace
-from moc.store.places import LocalPlace, Place
+from moc.store.storage import LocalPlace, Storage
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
 
 
-def place_of(address: str | Path, claim: Claim | None = None) -> Place:
+def place_of(address: str | Path, claim: Claim | None = None) -> Storage:
     """The place that an address means; nothing is read, written or connected to.
 
     Args:

@@ -45,7 +45,7 @@ class OperatorEntry:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankReport:
     """What one rank has written: its file, and what that holds of each operator.
 
     Attributes:
@@ -68,7 +68,7 @@ class Part:
         return json.dumps({"name": self.name, **described, **_author(self.job, self.term)})
 
     @classmethod
-    def from_json(cls, text: str) -> Part:
+    def from_json(cls, text: str) -> RankReport:
         """The inverse of :meth:`to_json`; KeyError, TypeError or ValueError if it is none."""
         plain = json.loads(text)
         parts = plain["name"], FileEntry(**plain["file"]), _operators(plain["operators"])
@@ -133,7 +133,7 @@ class Manifest:
             raise CheckpointError(f"{name} is damaged ({error})") from None
 
 
-def merge(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
+def merge(parts: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
     """Files and operators of all parts together.
 
     Raises:

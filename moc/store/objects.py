@@ -16,7 +16,7 @@ from moc.store.blobs import Blob
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError, TakenError
 from moc.store.fence import Holder, refuse_superseded, successors
-from moc.store.places import Place
+from moc.store.storage import Storage
 
 PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """What an address may begin with, and what pip has to have installed for it."""
@@ -39,7 +39,7 @@ _REASONS = {  # by class of the error, or by S3's code for it
 os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)
 
 
-class ObjectPlace(Place):
+class ObjectPlace(Storage):
     """The objects of a bucket whose names begin with a prefix.
 
     It may be used by several threads, and by processes that are forked after it was used: connections are made by
@@ -73,7 +73,7 @@ class ObjectPlace(Place):
         self._read_last: weakref.ref[ObjectBlob] | None = None
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
-        """See :class:`Place`; whoever is killed while writing leaves the object as it was, or absent."""
+        """See :class:`Storage`; whoever is killed while writing leaves the object as it was, or absent."""
         chunks = _chunks(parts, self._part_bytes)
         first = next(chunks)
         if len(first) < self._part_bytes:
@@ -83,7 +83,7 @@ class ObjectPlace(Place):
             self._write_in_parts(path, itertools.chain([first], chunks))
 
     def create(self, path: str, parts: Iterable) -> bool:
-        """See :class:`Place`; of two that do it at once, both may think to have been the first."""
+        """See :class:`Storage`; of two that do it at once, both may think to have been the first."""
         try:
             self.read(path)
         except FileNotFoundError:
@@ -92,12 +92,12 @@ class ObjectPlace(Place):
         return False
 
     def read(self, path: str) -> bytes:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         with self._explained(path):
             return self._fs.cat_file(self._key(path))
 
     def blob(self, path: str) -> Blob:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         with self._explained(path):
             info = self._fs.info(self._key(path))
             if info["type"] != "file":
@@ -105,7 +105,7 @@ class ObjectPlace(Place):
         return ObjectBlob(self, path, info["size"])
 
     def names(self, directory: str = "") -> list[str]:
-        """See :class:`Place`; asked for anew each time."""
+        """See :class:`Storage`; asked for anew each time."""
         prefix = f"{self._key(directory)}/"
         try:
             with self._explained(directory):
@@ -118,7 +118,7 @@ class ObjectPlace(Place):
         return sorted({name.removeprefix(prefix) for name in found if name.startswith(prefix) and name != prefix})
 
     def remove(self, path: str) -> None:
-        """See :class:`Place`.
+        """See :class:`Storage`.
 
         Raises:
             PermissionError: some of it is still there; S3 does not say so when many are removed at once.
@@ -131,12 +131,12 @@ class ObjectPlace(Place):
                     raise PermissionError(f"{len(left)} objects could not be removed: allow it, or remove them")
 
     def discard(self, directory: str, first: str, mark: str) -> None:
-        """See :class:`Place`; what is removed is gone at once, so that no mark is needed."""
+        """See :class:`Storage`; what is removed is gone at once, so that no mark is needed."""
         self.remove(f"{directory}/{first}")
         self.remove(directory)
 
     def free_bytes(self) -> None:
-        """See :class:`Place`: nobody knows."""
+        """See :class:`Storage`: nobody knows."""
         return None
 
     def lock(self) -> None:
@@ -156,7 +156,7 @@ class ObjectPlace(Place):
         self.taken = True
 
     def check_owner(self) -> None:
-        """See :class:`Place`; asks nothing if the place was never locked."""
+        """See :class:`Storage`; asks nothing if the place was never locked."""
         if not self.taken:
             return
         try:

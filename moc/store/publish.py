@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
-from moc.store.manifest import Manifest, OperatorEntry, Part, merge
+from moc.store.manifest import Manifest, OperatorEntry, RankReport, merge
 
 _PARAM = "param"
 
 
 def assemble(
-    parts: Iterable[Part],
+    parts: Iterable[RankReport],
     iteration: int,
     policy: str,
     writers: int,
@@ -54,7 +54,7 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
     for manifest in manifests:
         operators = [manifest.operators, *[{}] * (len(manifest.files) - 1)]  # those of all files, counted once
         jobs = [manifest.job] * len(manifest.files)
-        parts += map(Part, manifest.files, manifest.files.values(), operators, jobs)
+        parts += map(RankReport, manifest.files, manifest.files.values(), operators, jobs)
     files, operators = merge(parts)
     return dataclasses.replace(manifests[0], files=files, operators=operators)
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from moc.store.errors import CheckpointError
-from moc.store.places import Place
+from moc.store.storage import Storage
 
 NAME = ".run.json"
 
@@ -28,7 +28,7 @@ class Run:
     made: float
 
 
-def run_of(place: Place) -> Run | None:
+def run_of(place: Storage) -> Run | None:
     """The run of which checkpoints, or what memory has of them, are in a place; None where nobody has begun one.
 
     Raises:
@@ -46,7 +46,7 @@ def run_of(place: Place) -> Run | None:
         ) from None
 
 
-def begin_run(place: Place, address: str) -> Run:
+def begin_run(place: Storage, address: str) -> Run:
     """The run of a place, which begins if there is none.
 
     Args:
@@ -60,7 +60,7 @@ def begin_run(place: Place, address: str) -> Run:
     return run_of(place) or record_run(place, Run(secrets.token_hex(8), address, round(time.time(), 3)))
 
 
-def record_run(place: Place, run: Run) -> Run:
+def record_run(place: Storage, run: Run) -> Run:
     """Says in a place of which run it is, unless it is said already; what it says then."""
     place.create(NAME, [json.dumps(vars(run)).encode()])
     return run_of(place) or run

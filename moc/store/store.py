@@ -14,8 +14,8 @@ from moc.store.blobs import Blob
 from moc.store.claims import term_in
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError
-from moc.store.manifest import FileEntry, Manifest, Part
-from moc.store.places import Place
+from moc.store.manifest import FileEntry, Manifest, RankReport
+from moc.store.storage import Storage
 
 _DIRECTORY = re.compile(r"^iter_(\d{7,})$")
 _RANK = re.compile(r"rank_\d{5,}\.safetensors")
@@ -49,7 +49,7 @@ class Store:
         slack: files may be longer than what they hold, as buffers are that are used again.
     """
 
-    def __init__(self, place: Place, slack: bool = False):
+    def __init__(self, place: Storage, slack: bool = False):
         self.place, self._slack = place, slack
         self._taking = threading.Lock()
         self._before: set[int] = set()
@@ -103,7 +103,7 @@ class Store:
             blob, starts = self.place.blob(path), range(0, entry.bytes, _CHUNK)
             target.place.write(path, (blob.read(i, min(i + _CHUNK, entry.bytes)) for i in starts), final=False)
 
-    def report(self, iteration: int, rank: int, part: Part) -> None:
+    def report(self, iteration: int, rank: int, part: RankReport) -> None:
         """Leaves word of what a rank has written, for the one that publishes."""
         claim, path = self.place.claim, f"{directory_of(iteration)}/.rank_{rank:05d}.json"
         if claim is not None:  # each term has its own, so that lives of a job do not write over one another's
@@ -111,7 +111,7 @@ class Store:
             path = f"{directory_of(iteration)}/.rank_{rank:05d}.{claim.tag}.json"
         self.place.write(path, [part.to_json().encode()], final=False)
 
-    def reported(self, iteration: int, ranks: Iterable[int]) -> list[Part]:
+    def reported(self, iteration: int, ranks: Iterable[int]) -> list[RankReport]:
         """What ranks have written; of the place's launch alone, of which each term goes on where the last one was.
 
         Raises:
@@ -242,7 +242,7 @@ class Store:
         self.take()
         self.place.check_owner()
 
-    def _reported(self, iteration: int, rank: int, names: Iterable[str]) -> Part:
+    def _reported(self, iteration: int, rank: int, names: Iterable[str]) -> RankReport:
         claim, word = self.place.claim, f".rank_{rank:05d}."
         name = f"{word}json"
         if claim is not None:
@@ -250,7 +250,7 @@ class Store:
             name = max(told, key=term_in, default=f"{word}{claim.tag}.json")
         path = f"{directory_of(iteration)}/{name}"
         try:
-            part = Part.from_json(self.place.read(path).decode())
+            part = RankReport.from_json(self.place.read(path).decode())
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.place.check_owner()  # who has taken the place has tidied it up
             raise CheckpointError(f"{self.place.path(path)} cannot be read ({error}): nothing is published") from None

@@ -11,8 +11,8 @@ import xxhash
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
-from moc.store.places import LocalPlace
 from moc.store.runs import run_of
+from moc.store.storage import LocalPlace
 
 _OF_NODE = "-node-"
 

@@ -22,38 +22,47 @@ from moc.state.operators import Operator
 from moc.state.region import Region
 from moc.store.digest import digest_of
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.places import LocalPlace
 from moc.store.regions import FileLayout, RegionTensor, write_regions
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.worlds import REPOSITORY
 
 
 class Node:
-    """One worker, its node's memory and its keeper."""
+    """One worker, its node's memory and its replica server."""
 
     def __init__(self, memory: Path, directory: Path):
         dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         os.environ[job_token.VARIABLE] = "ab" * 32
-        os.environ[environment.KEEPER] = f"unix:{directory}/{self.rank}"
+        os.environ[environment.REPLICA_SERVER] = f"unix:{directory}/{self.rank}"
         self.address = "127.0.0.1:0"
-        self.start_keeper()
+        self.start_replica_server()
         self.store = Store(LocalPlace(memory / str(self.rank), in_memory=True), slack=True)
         self.messages: list[str] = []
         self.events, self.written = self, []
         self.peers: Peers | None = None
 
-    def start_keeper(self) -> None:
+    def start_replica_server(self) -> None:
         """The first time, or again where it was."""
-        command = "-m", "moc.runtime.keeper", "--listen", self.address, "--orders", os.environ[environment.KEEPER]
-        self.keeper = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        self.address = self.keeper.stdout.readline().strip()
+        command = (
+            "-m",
+            "moc.runtime.replica_server",
+            "--listen",
+            self.address,
+            "--orders",
+            os.environ[environment.REPLICA_SERVER],
+        )
+        self.replica_server = subprocess.Popen(
+            [sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        )
+        self.address = self.replica_server.stdout.readline().strip()
 
-    def end_keeper(self) -> None:
+    def end_replica_server(self) -> None:
         """It dies."""
-        self.keeper.kill()
-        self.keeper.wait()
-        self.keeper.stdout.close()
+        self.replica_server.kill()
+        self.replica_server.wait()
+        self.replica_server.stdout.close()
 
     def message(self, text: str) -> None:
         """As a log."""
@@ -111,7 +120,7 @@ class Node:
 
 
 def lose_and_restore(memory: str, directory: str) -> dict:
-    """Three nodes keep copies for each other; the first loses its memory, some copies are damaged, and keepers die.
+    """Three nodes keep copies for each other; the first loses its memory, copies are damaged, replica servers die.
 
     Returns:
         What this node had at each stage, and what was said.
@@ -129,15 +138,15 @@ def lose_and_restore(memory: str, directory: str) -> dict:
     node.peers.goes_on_from([2], node)
     told["gone on"] = node.has()
 
-    node.end_keeper()
-    node.start_keeper()
+    node.end_replica_server()
+    node.start_replica_server()
     node.publish(3)
     node.peers.replicate(3).result(60)
     _all_are_here()
     _lose_first(node, damaged={1: 3, 2: 3})
     told["an older one"] = node.has() | {"value": node.value(2)}
 
-    node.end_keeper()
+    node.end_replica_server()
     told["messages"], told["events"] = node.messages, node.written
     return told
 

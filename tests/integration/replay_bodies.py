@@ -6,7 +6,7 @@ import re
 
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.recovery.going_on import Course
-from moc.recovery.sources import MASTER, STORAGE, Held, Moment, Recovery
+from moc.recovery.sources import MASTER, STORAGE, AvailableCheckpoint, RecoveryPath, ReplayPoint
 from moc.session.resume import replay
 from moc.session.resume.rebuilding import Rebuilder
 from moc.session.resume.replay import Reached, Replayer
@@ -82,8 +82,8 @@ def _late(run, state, replayer, record, frozen) -> dict:
     records = Records()
     records.add(record)
     parts = replayer.engine, None, replayer, records, None, run.log
-    whole = Held(record.iteration, STORAGE, dict.fromkeys(frozen, "full"))
-    way = Recovery((Moment(record.iteration, {(name, MASTER): whole for name in frozen}),))
+    whole = AvailableCheckpoint(record.iteration, STORAGE, dict.fromkeys(frozen, "full"))
+    way = RecoveryPath((ReplayPoint(record.iteration, {(name, MASTER): whole for name in frozen}),))
     behind = frozenset(range(run.world.size))
     Rebuilder(*parts)._complete(Course(record.iteration, way, goes_on=True, behind=behind))
     state.activate(frozen)

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from megatron.pretraining.engine.state import MegatronState
 from moc.sharding import scheme_named
-from moc.sharding.shares import Part, Stage, describe, heaviest, pack, share_of, shares, unpack
+from moc.sharding.shares import ByteRange, StageHoldings, describe, heaviest, pack, share_of, shares, unpack
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from tests.integration.bodies import with_run
@@ -52,12 +52,12 @@ def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
     return with_run(flags, use)
 
 
-def _stage(state: MegatronState) -> Stage:
+def _stage(state: MegatronState) -> StageHoldings:
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     holdings = [h for detail in DETAILS for h in describe(state.fragments(state.operators(), detail), detail)]
     texts = [None] * group.size()
     dist.all_gather_object(texts, pack(holdings), group)
-    return Stage({rank: unpack(t) for rank, t in zip(dist.get_process_group_ranks(group), texts, strict=True)})
+    return StageHoldings({rank: unpack(t) for rank, t in zip(dist.get_process_group_ranks(group), texts, strict=True)})
 
 
 def _plans(state: MegatronState) -> dict[str, dict[str, Detail]]:
@@ -69,6 +69,6 @@ def _plans(state: MegatronState) -> dict[str, dict[str, Detail]]:
     return plans | {"mixed": {name: DETAILS[number % 2] for number, name in enumerate(operators)}}
 
 
-def _share(state: MegatronState, plan: dict[str, Detail], parts: list[Part]) -> list[Fragment]:
+def _share(state: MegatronState, plan: dict[str, Detail], parts: list[ByteRange]) -> list[Fragment]:
     here = [f for d in DETAILS for f in state.fragments([o for o, planned in plan.items() if planned is d], d)]
     return share_of(here, parts)

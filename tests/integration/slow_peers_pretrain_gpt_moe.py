@@ -13,10 +13,10 @@ RATE = 10e6  # bytes a second
 
 
 def slow_down() -> None:
-    """Has the keeper of this node known by the address of a slow way to it, which ends with this worker."""
-    from moc.runtime.keeper_client import KeeperClient
+    """Has the replica server of this node known by the address of a slow way to it, which ends with this worker."""
+    from moc.runtime.replica_client import ReplicaClient
 
-    begin = KeeperClient.__init__
+    begin = ReplicaClient.__init__
 
     def slowed(self, *args):
         begin(self, *args)
@@ -24,7 +24,7 @@ def slow_down() -> None:
         self.way = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address = self.way.stdout.readline().strip()
 
-    KeeperClient.__init__ = slowed
+    ReplicaClient.__init__ = slowed
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from moc.session import snapshots
 from moc.snapshot import capture
-from moc.store import durable, places
+from moc.store import durable, storage
 from moc.store.regions import FileLayout
 from tests.integration import bodies
 
@@ -29,7 +29,7 @@ def train_slowly(flags: dict, write_s: float) -> dict:
         write(path, *args, **how)
 
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        places.write_parts_durably = slowly
+        storage.write_parts_durably = slowly
     return bodies.train(flags)
 
 
@@ -61,7 +61,7 @@ def train_while_clocks_run_backwards(flags: dict) -> dict:
 
 def train_impatiently(flags: dict) -> dict:
     """As ``bodies.train``, without waiting for a job that may still be dying."""
-    places.LocalPlace.__init__.__defaults__ = (0.2, False, None)
+    storage.LocalPlace.__init__.__defaults__ = (0.2, False, None)
     return bodies.train(flags)
 
 

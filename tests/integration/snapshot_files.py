@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.live.job import Events
 from moc.store.errors import CheckpointError
-from moc.store.places import LocalPlace
 from moc.store.regions import MissingRegionError, RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from moc.store.tiers import memory_found
 from tests.integration.tiny import FLAGS, LAYOUTS, Trained

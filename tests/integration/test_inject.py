@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train

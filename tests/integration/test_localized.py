@@ -7,7 +7,7 @@ import pytest
 
 from moc.report.figures import report
 from moc.simulate.profile import read_events
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory

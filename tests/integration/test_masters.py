@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.own_policy import ROOT, install
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.live.job import Events
 from moc.sharding import StateBytes
 from moc.sharding.pec_sizes import TARGETS, full_size, pec_size
-from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import node_memory, start

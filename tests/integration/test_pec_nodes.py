@@ -19,8 +19,8 @@ import pytest
 
 from moc.state.operators import operator_of
 from moc.store.blobs import LocalBlob
-from moc.store.places import LocalPlace
 from moc.store.regions import read_sources
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import events, node_memory

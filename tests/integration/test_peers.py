@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from benchmarks.live.job import Events
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_found
 from tests.integration.launched import Launched

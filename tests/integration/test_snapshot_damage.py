@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moc.store.manifest import NAME as MANIFEST
-from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.integration.snapshot_files import EVERY, damage, events, node_memory, start, stores, train, whole
 from tests.integration.test_atomic_save import wait_for

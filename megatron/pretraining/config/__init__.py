@@ -1,20 +1,20 @@
 """The flags, by group: frozen dataclasses that check themselves.  See ``megatron.pretraining.arguments``."""
 
-from megatron.pretraining.config.checkpoint import Checkpoint
+from megatron.pretraining.config.checkpoint import CheckpointFlags
 from megatron.pretraining.config.composed import Config, compose
-from megatron.pretraining.config.data import Data, split_blend
+from megatron.pretraining.config.data import DataFlags, split_blend
 from megatron.pretraining.config.flag import ConfigError
-from megatron.pretraining.config.fusion import Compatibility, Fusion
-from megatron.pretraining.config.learning_rate import LearningRate
-from megatron.pretraining.config.logging import Logging, Validation
-from megatron.pretraining.config.mixed_precision import MixedPrecision
-from megatron.pretraining.config.moe import Moe
-from megatron.pretraining.config.network import Network
-from megatron.pretraining.config.parallel import Parallel
-from megatron.pretraining.config.regularization import Regularization
-from megatron.pretraining.config.rng import Rng
-from megatron.pretraining.config.tokenizer import Tokenizer
-from megatron.pretraining.config.training import Training
+from megatron.pretraining.config.fusion import CompatibilityFlags, FusionFlags
+from megatron.pretraining.config.learning_rate import LearningRateFlags
+from megatron.pretraining.config.logging import LoggingFlags, ValidationFlags
+from megatron.pretraining.config.mixed_precision import MixedPrecisionFlags
+from megatron.pretraining.config.moe import MoeFlags
+from megatron.pretraining.config.network import NetworkFlags
+from megatron.pretraining.config.parallel import ParallelFlags
+from megatron.pretraining.config.regularization import RegularizationFlags
+from megatron.pretraining.config.rng import RngFlags
+from megatron.pretraining.config.tokenizer import TokenizerFlags
+from megatron.pretraining.config.training import TrainingFlags
 from megatron.pretraining.config.world import (
     check_backend,
     check_world,
@@ -26,23 +26,23 @@ from megatron.pretraining.config.world import (
 )
 
 __all__ = [
-    "Checkpoint",
-    "Compatibility",
+    "CheckpointFlags",
+    "CompatibilityFlags",
     "Config",
     "ConfigError",
-    "Data",
-    "Fusion",
-    "LearningRate",
-    "Logging",
-    "MixedPrecision",
-    "Moe",
-    "Network",
-    "Parallel",
-    "Regularization",
-    "Rng",
-    "Tokenizer",
-    "Training",
-    "Validation",
+    "DataFlags",
+    "FusionFlags",
+    "LearningRateFlags",
+    "LoggingFlags",
+    "MixedPrecisionFlags",
+    "MoeFlags",
+    "NetworkFlags",
+    "ParallelFlags",
+    "RegularizationFlags",
+    "RngFlags",
+    "TokenizerFlags",
+    "TrainingFlags",
+    "ValidationFlags",
     "check_backend",
     "check_world",
     "compose",

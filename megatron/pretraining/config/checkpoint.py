@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
-class Checkpoint(Group):
+class CheckpointFlags(FlagGroup):
     """Checkpointing: what is saved where, and what is loaded."""
 
     save: str | None = flag(

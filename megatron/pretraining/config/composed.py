@@ -8,48 +8,48 @@ from collections.abc import Mapping
 
 import yaml
 
-from megatron.pretraining.config.checkpoint import Checkpoint
+from megatron.pretraining.config.checkpoint import CheckpointFlags
 from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.data import Data
+from megatron.pretraining.config.data import DataFlags
 from megatron.pretraining.config.derive import derive, virtual_stages
-from megatron.pretraining.config.faults import Faults
-from megatron.pretraining.config.flag import Flag, Group, flags_of
-from megatron.pretraining.config.fusion import Compatibility, Fusion
-from megatron.pretraining.config.learning_rate import LearningRate
-from megatron.pretraining.config.logging import Logging, Validation
-from megatron.pretraining.config.mixed_precision import MixedPrecision
-from megatron.pretraining.config.moe import Moe
-from megatron.pretraining.config.network import Network
-from megatron.pretraining.config.parallel import Parallel
-from megatron.pretraining.config.regularization import Regularization
-from megatron.pretraining.config.rng import Rng
-from megatron.pretraining.config.snapshot import Snapshot
+from megatron.pretraining.config.faults import FaultFlags
+from megatron.pretraining.config.flag import Flag, FlagGroup, flags_of
+from megatron.pretraining.config.fusion import CompatibilityFlags, FusionFlags
+from megatron.pretraining.config.learning_rate import LearningRateFlags
+from megatron.pretraining.config.logging import LoggingFlags, ValidationFlags
+from megatron.pretraining.config.mixed_precision import MixedPrecisionFlags
+from megatron.pretraining.config.moe import MoeFlags
+from megatron.pretraining.config.network import NetworkFlags
+from megatron.pretraining.config.parallel import ParallelFlags
+from megatron.pretraining.config.regularization import RegularizationFlags
+from megatron.pretraining.config.rng import RngFlags
+from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import check_together
-from megatron.pretraining.config.tokenizer import Tokenizer
-from megatron.pretraining.config.training import Training
+from megatron.pretraining.config.tokenizer import TokenizerFlags
+from megatron.pretraining.config.training import TrainingFlags
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every flag in force, by group.  Made by ``parse_config`` or ``compose``."""
 
-    network: Network
-    moe: Moe
-    parallel: Parallel
-    training: Training
-    learning_rate: LearningRate
-    regularization: Regularization
-    mixed_precision: MixedPrecision
-    data: Data
-    tokenizer: Tokenizer
-    checkpoint: Checkpoint
-    snapshot: Snapshot
-    faults: Faults
-    validation: Validation
-    logging: Logging
-    rng: Rng
-    fusion: Fusion
-    compatibility: Compatibility
+    network: NetworkFlags
+    moe: MoeFlags
+    parallel: ParallelFlags
+    training: TrainingFlags
+    learning_rate: LearningRateFlags
+    regularization: RegularizationFlags
+    mixed_precision: MixedPrecisionFlags
+    data: DataFlags
+    tokenizer: TokenizerFlags
+    checkpoint: CheckpointFlags
+    snapshot: SnapshotFlags
+    faults: FaultFlags
+    validation: ValidationFlags
+    logging: LoggingFlags
+    rng: RngFlags
+    fusion: FusionFlags
+    compatibility: CompatibilityFlags
     model: str | None = None
     """Name of the preset that values were taken from."""
     given: Mapping[str, object] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -127,10 +127,10 @@ def compose(given: Mapping[str, object], model: str | None = None) -> Config:
 
 
 @functools.cache
-def group_classes() -> dict[str, type[Group]]:
+def group_classes() -> dict[str, type[FlagGroup]]:
     """The groups by name, in the order of ``--help``."""
     hints = {field.name: globals().get(field.type) for field in dataclasses.fields(Config)}
-    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Group)}
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, FlagGroup)}
 
 
 @functools.cache
@@ -139,6 +139,6 @@ def all_flags() -> dict[str, Flag]:
     return {flag.name: flag for group in group_classes().values() for flag in flags_of(group)}
 
 
-def _plain(group: Group) -> dict:
+def _plain(group: FlagGroup) -> dict:
     values = {flag.name: getattr(group, flag.name) for flag in flags_of(type(group))}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import ConfigError, Group, flag, refuse
+from megatron.pretraining.config.flag import ConfigError, FlagGroup, flag, refuse
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _BLEND = "A prefix of .bin and .idx files, several, or weight and prefix pairs"
 
 
 @dataclass(frozen=True)
-class Data(Group):
+class DataFlags(FlagGroup):
     """Data: datasets, their blend, and the shape of samples."""
 
     preset = True

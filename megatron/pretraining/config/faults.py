@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 from moc.faults import POINTS
 from moc.runtime.inject import ACTIONS, Fault, faults_of, random_faults
 
@@ -15,7 +15,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Faults(Group):
+class FaultFlags(FlagGroup):
     """Injected faults: to see what a run survives."""
 
     inject: tuple[str, ...] | None = flag(

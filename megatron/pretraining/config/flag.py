@@ -108,7 +108,7 @@ class Flag:
         return f"{self.spelling} must be {limit}, not {value}."
 
 
-class Group:
+class FlagGroup:
     """Base of the groups of flags: checks the limits of every field, then whatever ``validate`` adds."""
 
     def __post_init__(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag
+from megatron.pretraining.config.flag import FlagGroup, flag
 
 
 @dataclass(frozen=True)
-class Fusion(Group):
+class FusionFlags(FlagGroup):
     """Fused kernels: used where they are installed, unless turned off."""
 
     masked_softmax_fusion: bool = flag(True, "Fuse scaling, masking and softmax of attention.")
@@ -22,7 +22,7 @@ class Fusion(Group):
 
 
 @dataclass(frozen=True)
-class Compatibility(Group):
+class CompatibilityFlags(FlagGroup):
     """Compatibility: flags of Megatron launch scripts that change nothing here."""
 
     use_mcore_models: bool = flag(False, "Accepted for compatibility; always so here.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
-class LearningRate(Group):
+class LearningRateFlags(FlagGroup):
     """Learning rate: warm-up, then decay."""
 
     lr: float = flag(None, "Highest learning rate, reached at the end of the warm-up.", required=True, above=0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
-class Validation(Group):
+class ValidationFlags(FlagGroup):
     """Validation: how often, and on how much."""
 
     eval_iters: int | None = flag(100, "Iterations of one evaluation; 0 does not evaluate.", at_least=0)
@@ -18,7 +18,7 @@ class Validation(Group):
 
 
 @dataclass(frozen=True)
-class Logging(Group):
+class LoggingFlags(FlagGroup):
     """Logging: console, TensorBoard, events."""
 
     log_interval: int = flag(100, "Iterations between lines on the console.", at_least=1)

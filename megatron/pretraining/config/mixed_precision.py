@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
-class MixedPrecision(Group):
+class MixedPrecisionFlags(FlagGroup):
     """Mixed precision: 32 bits unless --bf16 or --fp16."""
 
     fp16: bool = flag(False, "Compute in fp16, with loss scaling.")

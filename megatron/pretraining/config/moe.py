@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, flags_of, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, flags_of, refuse
 from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
 
 DROPPING_BALANCERS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 @dataclass(frozen=True)
-class Moe(Group):
+class MoeFlags(FlagGroup):
     """Mixture of experts: experts, router, token dispatch."""
 
     preset = True
@@ -119,7 +119,7 @@ class Moe(Group):
         self._validate_shared_experts()
 
     def _refuse_flags_of_experts(self) -> None:
-        for spec in flags_of(Moe):
+        for spec in flags_of(MoeFlags):
             refuse(
                 getattr(self, spec.name) != spec.default,
                 f"{spec.spelling} has no effect without --num-experts: add it, or drop {spec.spelling}.",

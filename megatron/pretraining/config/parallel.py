@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
-class Parallel(Group):
+class ParallelFlags(FlagGroup):
     """Parallelism: which dimension of the work is cut into how many pieces."""
 
     tensor_model_parallel_size: int = flag(1, "Workers that share each layer.", at_least=1)

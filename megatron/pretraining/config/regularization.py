@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
-class Regularization(Group):
+class RegularizationFlags(FlagGroup):
     """Optimizer and regularization."""
 
     optimizer: str = flag("adam", "Which optimizer; adam is AdamW.", choices=("adam", "sgd"))

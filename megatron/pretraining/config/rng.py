@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag
+from megatron.pretraining.config.flag import FlagGroup, flag
 
 
 @dataclass(frozen=True)
-class Rng(Group):
+class RngFlags(FlagGroup):
     """Random numbers and initialization."""
 
     seed: int = flag(1234, "Everything random follows from this number and the position.", at_least=1)

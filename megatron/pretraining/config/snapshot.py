@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import ConfigError, Group, flag, flags_of, refuse
+from megatron.pretraining.config.flag import ConfigError, FlagGroup, flag, flags_of, refuse
 from moc.policy import AUTO, POLICIES, PolicyFlag, interval_named, owners
 from moc.policy.measurements import UNDISTURBED_MTBF_S
 from moc.policy.pec_flags import experts_of
@@ -29,7 +29,7 @@ _REPLAYING = " or ".join(sorted(name for name, kind in POLICIES.items() if kind.
 
 
 @dataclass(frozen=True)
-class _EveryPolicy(Group):
+class _EveryPolicy(FlagGroup):
     """The flags that all policies share."""
 
     ckpt_policy: str | None = flag(
@@ -203,8 +203,8 @@ def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
     return one.name, kind, flag(one.default, one.help, **facts, **limits)
 
 
-Snapshot = dataclasses.make_dataclass(
-    "Snapshot",
+SnapshotFlags = dataclasses.make_dataclass(
+    "SnapshotFlags",
     [_field(one) for kind in POLICIES.values() for one in kind.flags],
     bases=(_EveryPolicy,),
     frozen=True,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.flag import refuse
-from megatron.pretraining.config.moe import Moe
+from megatron.pretraining.config.moe import MoeFlags
 
 if TYPE_CHECKING:
     from megatron.pretraining.config.composed import Config
@@ -240,7 +240,7 @@ def _check_experts(config: Config) -> None:
     _check_biases(config)
 
 
-def _check_layers(moe: Moe, num_layers: int) -> None:
+def _check_layers(moe: MoeFlags, num_layers: int) -> None:
     layers = moe.expert_layers(num_layers)
     refuse(
         len(layers) != num_layers,

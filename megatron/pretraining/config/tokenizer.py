@@ -6,13 +6,13 @@ import importlib.util
 import os
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 _TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
 
 @dataclass(frozen=True)
-class Tokenizer(Group):
+class TokenizerFlags(FlagGroup):
     """Tokenizer: the one that made the data."""
 
     tokenizer_type: str = flag(

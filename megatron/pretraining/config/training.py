@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import Group, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
-class Training(Group):
+class TrainingFlags(FlagGroup):
     """Training: batches, length, exits, recomputation of activations."""
 
     micro_batch_size: int = flag(None, "Samples in one pass through the model.", required=True, at_least=1)

@@ -42,7 +42,7 @@ class Facts:
     writers: int
 
 
-class Contents(ABC):
+class ConvertedState(ABC):
     """Tensors of the unpartitioned model.
 
     Attributes:
@@ -59,7 +59,7 @@ class Contents(ABC):
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """The values of a box, on the host; a CheckpointError where they are missing or damaged."""
 
-    def weights(self, dtype: torch.dtype | None) -> Contents:
+    def weights(self, dtype: torch.dtype | None) -> ConvertedState:
         """The weights that a model computes with, alone: masters are rounded to ``dtype``, if there are any."""
         return Weights(self, dtype)
 
@@ -71,14 +71,14 @@ class Contents(ABC):
         return dict(found)
 
 
-class Weights(Contents):
-    """The compute weights of other contents; see :meth:`Contents.weights`.
+class Weights(ConvertedState):
+    """The compute weights of other contents; see :meth:`ConvertedState.weights`.
 
     Raises:
         CheckpointError: masters have to be rounded, and it is not known to what.
     """
 
-    def __init__(self, whole: Contents, dtype: torch.dtype | None):
+    def __init__(self, whole: ConvertedState, dtype: torch.dtype | None):
         self._whole, self.tensors = whole, []
         self._rounded: dict[str, torch.dtype] = {}
         for name, slots in whole.slots().items():
@@ -97,7 +97,7 @@ class Weights(Contents):
         self.operators = {name: (COMPUTE, None) for name in whole.operators}
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`Contents`."""
+        """See :class:`ConvertedState`."""
         if name not in self._rounded:
             return self._whole.read(name, slot, region)
         return self._whole.read(name, MASTER, region).to(self._rounded[name])
@@ -128,7 +128,7 @@ def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
     return {operator: dict(slots) for operator, slots in counts.items()}
 
 
-def check_whole(contents: Contents) -> None:
+def check_whole(contents: ConvertedState) -> None:
     """Checks that there is a whole model, with all of its optimizer's state or none.
 
     Raises:

@@ -17,13 +17,19 @@ from megatron.pretraining.convert.contents import (
     DTYPE_NAMES,
     FULL,
     MASTER,
-    Contents,
+    ConvertedState,
     Facts,
     check_whole,
     iteration_of,
     whole_of,
 )
-from megatron.pretraining.convert.names import Place, extra_states, stacks_layers, stock_places, unpartitioned_places
+from megatron.pretraining.convert.names import (
+    StockPlace,
+    extra_states,
+    stacks_layers,
+    stock_places,
+    unpartitioned_places,
+)
 from megatron.pretraining.convert.regions import (
     Advance,
     cut,
@@ -44,7 +50,7 @@ _OPTIMIZER_KEYS = ("optimizer.", "chained_")  # stock checkpoints hold its state
 _COUNTING = ("adam",)  # optimizers whose moments count updates
 
 
-class DenseContents(Contents):
+class DenseContents(ConvertedState):
     """A dense checkpoint.
 
     Args:
@@ -78,7 +84,7 @@ class DenseContents(Contents):
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`Contents`."""
+        """See :class:`ConvertedState`."""
         if slot == PARAM:
             return self.weight(name, region)
         return read_region(self._regions, name, slot, region)
@@ -111,8 +117,8 @@ class DenseContents(Contents):
                     )
                 advance(tensor.nbytes)
 
-    def weights(self, dtype: torch.dtype | None) -> Contents:
-        """See :class:`Contents`; they are stored, so none is rounded."""
+    def weights(self, dtype: torch.dtype | None) -> ConvertedState:
+        """See :class:`ConvertedState`; they are stored, so none is rounded."""
         alone = copy.copy(self)
         alone.tensors = list(self._without_owner(set()))
         alone.operators = _operators(alone.tensors, None)
@@ -158,7 +164,7 @@ def _operators(tensors: Iterable[Entry], step: int | None) -> dict[str, tuple[st
     return {name: (FULL, step) if name in full else (COMPUTE, None) for name in names}
 
 
-def _layers(places: Mapping[str, Place]) -> dict:
+def _layers(places: Mapping[str, StockPlace]) -> dict:
     """As much of a model's shape as the names of its weights tell."""
     kinds, experts = defaultdict(set), set()
     for name in places:
@@ -172,7 +178,7 @@ def _layers(places: Mapping[str, Place]) -> dict:
 
 
 def write_dense(
-    contents: Contents, root: Path, writers: int, dtype: torch.dtype | None, file_bytes: int, advance: Advance
+    contents: ConvertedState, root: Path, writers: int, dtype: torch.dtype | None, file_bytes: int, advance: Advance
 ) -> Path:
     """Writes weights as ``torch_dist``, optimizer state beside them if there is some, and points the tracker there.
 
@@ -211,7 +217,7 @@ def write_dense(
     return files.publish(root, iteration, {name: files.describe(staging / name) for name in written})
 
 
-def _training_state(contents: Contents) -> dict:
+def _training_state(contents: ConvertedState) -> dict:
     """The content of ``training_state.json``."""
     state = dict(contents.facts.state)
     steps: dict[int, str] = {}
@@ -227,12 +233,12 @@ def _training_state(contents: Contents) -> dict:
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
 
-def _places(weights: Contents) -> dict[str, Place]:
+def _places(weights: ConvertedState) -> dict[str, StockPlace]:
     shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
     return stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
 
 
-def _weight(weights: Contents, entry: Entry, place: Place, advance: Advance) -> Weight:
+def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: Advance) -> Weight:
     def values() -> torch.Tensor:
         advance(entry.nbytes)
         return weights.read(entry.name, entry.slot, entry.region).reshape(place.region.shape)

@@ -30,7 +30,7 @@ _HALVES = "wv"
 
 
 @dataclass(frozen=True)
-class Place:
+class StockPlace:
     """Where a tensor of the unpartitioned model stands in stock Megatron-LM's weights.
 
     Attributes:
@@ -65,7 +65,7 @@ def stacks_layers(shape: Mapping[str, object]) -> bool:
     return shape["moe_layer_freq"] == 1
 
 
-def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, Place]:
+def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, StockPlace]:
     """The stock place of every tensor of a model.
 
     Args:
@@ -84,12 +84,12 @@ def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[s
         shape, halves = shapes[name], 1 if half is None else 2
         whole = (*(counts[axis] for axis in axes), *_widened(shape, halves))
         offset = (*axes.values(), *((half or 0) * n if i == 0 else 0 for i, n in enumerate(shape)))
-        places[name] = Place(key, whole, Region(offset, (1,) * len(axes) + shape), len(axes))
+        places[name] = StockPlace(key, whole, Region(offset, (1,) * len(axes) + shape), len(axes))
     _check(places)
     return places
 
 
-def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StockPlace]:
     """The inverse: every tensor of the unpartitioned model that stock weights hold, by its name there.
 
     Whether a layer is gated shows in its shape: its first matrix then has twice as many rows as the second columns.
@@ -110,11 +110,11 @@ def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pla
             for half in range(halves):
                 offset = (*axes, *(half * n if i == 0 else 0 for i, n in enumerate(part)))
                 name = _unpartitioned_name(key, axes) + (f"_{_HALVES[half]}" if halves > 1 else "")
-                places[name] = Place(key, shape, Region(offset, (1,) * stack + part), stack)
+                places[name] = StockPlace(key, shape, Region(offset, (1,) * stack + part), stack)
     return places
 
 
-def extra_states(places: Mapping[str, Place]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def extra_states(places: Mapping[str, StockPlace]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """What modules save beside weights: (key, stacked shape, offset) of each ``_extra_state``.
 
     They are empty without fp8, but a stock reader asks for those of all its modules: linear layers always, norms and
@@ -175,7 +175,7 @@ def _widened(shape: tuple[int, ...], halves: int) -> tuple[int, ...]:
     return (shape[0] * halves, *shape[1:]) if halves > 1 else shape
 
 
-def _check(places: Mapping[str, Place]) -> None:
+def _check(places: Mapping[str, StockPlace]) -> None:
     """Every stock tensor is filled by boxes of one shape, once; distinct names have distinct boxes."""
     filled, shapes = defaultdict(int), defaultdict(set)
     for place in places.values():

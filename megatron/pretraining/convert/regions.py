@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.pretraining.convert.contents import MASTER, Contents, whole_of
+from megatron.pretraining.convert.contents import MASTER, ConvertedState, whole_of
 from moc.state.region import Region, boxes_of_range
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry
@@ -60,7 +60,7 @@ def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
     return found
 
 
-def write_regions(path: Path, entries: Iterable[Entry], contents: Contents, advance: Advance) -> FileEntry:
+def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState, advance: Advance) -> FileEntry:
     """Writes a file of regions, one box after the other, durably; returns what a manifest says of it."""
     layout, digests = FileLayout(entries), []
     with open(path, "wb") as file:

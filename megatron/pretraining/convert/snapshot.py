@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.pretraining.convert.contents import Contents, Facts, count_elements, iteration_of
+from megatron.pretraining.convert.contents import ConvertedState, Facts, count_elements, iteration_of
 from megatron.pretraining.convert.regions import (
     Advance,
     cut,
@@ -19,12 +19,12 @@ from moc.state.region import Region
 from moc.store.durable import sync_directory
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
 
-class SnapshotContents(Contents):
+class SnapshotContents(ConvertedState):
     """A checkpoint of Format v1.  Its data are compared with their hashes when they are read.
 
     Args:
@@ -53,7 +53,7 @@ class SnapshotContents(Contents):
         self.tensors = whole_tensors(self._reader)
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`Contents`."""
+        """See :class:`ConvertedState`."""
         return read_region(self._reader, name, slot, region)
 
 
@@ -66,7 +66,7 @@ def _check_counts(manifest: Manifest, reader: RegionReader) -> None:
             raise CheckpointError(f"files hold {there} elements of {name}, and the manifest says {promised}")
 
 
-def write_snapshot(contents: Contents, root: Path, writers: int, advance: Advance) -> Path:
+def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: Advance) -> Path:
     """Writes Format v1.
 
     Args:

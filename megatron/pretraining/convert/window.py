@@ -25,7 +25,7 @@ from moc.recovery.sources import recoveries
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
 PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt_moe.py"
@@ -37,7 +37,7 @@ _PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
 
 
 @dataclass(frozen=True)
-class Window:
+class ConvertedWindow:
     """Snapshots whose iterations, computed again, lead to all of the state.
 
     Attributes:
@@ -54,7 +54,7 @@ class Window:
         return self.manifests[max(self.manifests)]
 
 
-def window_in(root: Path, iteration: int | None) -> Window:
+def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
     """The newest window in a directory, or the one that an iteration ends.
 
     Raises:
@@ -71,7 +71,7 @@ def window_in(root: Path, iteration: int | None) -> Window:
     if way is None:
         where = root / directory_of(iteration)
         raise CheckpointError(f"{where}: neither holds everything nor ends a window that is whole: name another one")
-    return Window(root, {moment.iteration: store.manifest(moment.iteration) for moment in way.moments})
+    return ConvertedWindow(root, {moment.iteration: store.manifest(moment.iteration) for moment in way.moments})
 
 
 def _operators(manifest: Manifest) -> list[Operator]:
@@ -82,7 +82,9 @@ def _operators(manifest: Manifest) -> list[Operator]:
         raise CheckpointError(f"the state of the snapshot of iteration {manifest.iteration} {error}") from None
 
 
-def compute_again(window: Window, flags: Sequence[str], workers: int | None, scratch: Path) -> tuple[Path, bool]:
+def compute_again(
+    window: ConvertedWindow, flags: Sequence[str], workers: int | None, scratch: Path
+) -> tuple[Path, bool]:
     """Runs the program, which computes the window again and saves the state at its end.
 
     Args:
@@ -130,7 +132,7 @@ def _run(command: Sequence[str]) -> str | None:
     return None
 
 
-def _config(run: Config, window: Window, scratch: Path) -> Config:
+def _config(run: Config, window: ConvertedWindow, scratch: Path) -> Config:
     passed_over = {flag.name for group in _PASSED_OVER for flag in flags_of(group_classes()[group])}
     its_own = dict(
         skip_train=True,

@@ -35,7 +35,7 @@ class BadText(ToolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DocumentPiece:
     """A document, or a part of one, as it stands in its file."""
 
     path: str
@@ -166,11 +166,11 @@ class Reader:
         """How many bytes of the files, as they lie on disk, were read so far."""
         return self._bytes_before + (self._raw.tell() if self._raw and self._raw.seekable() else 0)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[DocumentPiece]:
         for path in self._files:
             yield from self._pieces(path)
 
-    def _pieces(self, path: str) -> Iterator[Piece]:
+    def _pieces(self, path: str) -> Iterator[DocumentPiece]:
         line = 1
         try:
             with open(path, "rb", buffering=1 << 18) as self._raw:
@@ -183,12 +183,12 @@ class Reader:
         except (OSError, EOFError, zlib.error) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             where = f"{path}, at or after line {line}"
-            yield Piece(path, line, b"", error=f"{where}: cannot be read on ({reason}).")
+            yield DocumentPiece(path, line, b"", error=f"{where}: cannot be read on ({reason}).")
         finally:
             self._raw = None
             self._bytes_before += os.path.getsize(path) if os.path.isfile(path) else 0
 
-    def _cut(self, path: str, stream: BinaryIO) -> Iterator[Piece]:
+    def _cut(self, path: str, stream: BinaryIO) -> Iterator[DocumentPiece]:
         return _json_pieces(path, stream) if is_json(path) else _text_pieces(path, stream, self._split)
 
 
@@ -231,18 +231,18 @@ class _ZstdFile(io.RawIOBase):
         return count
 
 
-def _json_pieces(path: str, stream: BinaryIO) -> Iterator[Piece]:
+def _json_pieces(path: str, stream: BinaryIO) -> Iterator[DocumentPiece]:
     for number, line in enumerate(stream, start=1):
         if line.strip():
-            yield Piece(path, number, line, is_json=True)
+            yield DocumentPiece(path, number, line, is_json=True)
 
 
-def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterator[Piece]:
+def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterator[DocumentPiece]:
     pending, start, begun = bytearray(), 1, False
     for number, line, whole in _lines(stream):
         mark = split(line) if split and whole else None
         if mark and (pending or begun):
-            yield Piece(path, start, bytes(pending))
+            yield DocumentPiece(path, start, bytes(pending))
             pending, begun = bytearray(), False
         if mark == "drop":
             continue
@@ -250,10 +250,10 @@ def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterato
             start = number
         pending += line
         if len(pending) >= PIECE_BYTES:
-            yield Piece(path, start, bytes(pending), ends_document=False)
+            yield DocumentPiece(path, start, bytes(pending), ends_document=False)
             pending, start, begun = bytearray(), number, True
     if pending or begun:
-        yield Piece(path, start, bytes(pending))
+        yield DocumentPiece(path, start, bytes(pending))
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:

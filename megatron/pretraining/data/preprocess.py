@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from megatron.pretraining.data.documents import (
     BadText,
-    Piece,
+    DocumentPiece,
     Reader,
     ToolError,
     add_input_arguments,
@@ -203,7 +203,7 @@ class Encoder:
     def __init__(self, tokenizer, dtype, keys: tuple[str, ...], numbers: bool = False):
         self._tokenizer, self._dtype, self._keys, self._numbers = tokenizer, dtype, keys, numbers
 
-    def __call__(self, piece: Piece) -> Encoded:
+    def __call__(self, piece: DocumentPiece) -> Encoded:
         """Tokenizes one piece; what is wrong with it is returned, not raised."""
         try:
             tokens = {key: self._encode(piece, text) for key, text in piece.texts(self._keys).items()}
@@ -211,12 +211,12 @@ class Encoder:
             return Encoded({}, len(piece.data), piece.ends_document, str(error))
         return Encoded(tokens, len(piece.data), piece.ends_document)
 
-    def _parts(self, piece: Piece, text: str) -> Iterable[str]:
+    def _parts(self, piece: DocumentPiece, text: str) -> Iterable[str]:
         if self._numbers:
             return [" ".join(text.split())]
         return cut(text) if piece.is_json else [text]
 
-    def _encode(self, piece: Piece, text: str):
+    def _encode(self, piece: DocumentPiece, text: str):
         import numpy
 
         try:
@@ -269,7 +269,7 @@ def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -
         yield from waiting.popleft().result()
 
 
-def _batches(reader: Reader) -> Iterator[list[Piece]]:
+def _batches(reader: Reader) -> Iterator[list[DocumentPiece]]:
     batch, size = [], 0
     for piece in reader:
         batch.append(piece)
@@ -294,7 +294,7 @@ def _die_with(parent) -> None:
     os._exit(1)
 
 
-def _encode_batch(batch: list[Piece]) -> list[Encoded]:
+def _encode_batch(batch: list[DocumentPiece]) -> list[Encoded]:
     return [_encode(piece) for piece in batch]
 
 

@@ -66,7 +66,7 @@ class MockCorpus:
 
 
 @dataclass(frozen=True)
-class Source:
+class SplitSource:
     """What a split takes from one dataset.
 
     Attributes:
@@ -98,7 +98,7 @@ class Split:
     """
 
     name: str
-    sources: tuple[Source, ...]
+    sources: tuple[SplitSource, ...]
 
     def describe(self, seq_length: int) -> str:
         """Documents, tokens and epochs; of a blend, the epochs of the datasets that are read least and most often.
@@ -167,9 +167,9 @@ def _samples_of_each(wanted: int, datasets: int, weights: Sequence[float] | None
     return [wanted * weight / sum(weights) for weight in weights]
 
 
-def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: float | None) -> Source:
+def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: float | None) -> SplitSource:
     start, end = (int(round(share * corpus.documents)) for share in part)  # as megatron-core's builder rounds
-    return Source(prefix, corpus.documents, end - start, corpus.tokens(start, end), samples)
+    return SplitSource(prefix, corpus.documents, end - start, corpus.tokens(start, end), samples)
 
 
 def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
@@ -188,7 +188,7 @@ def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
             refuse(missing is not None, f"{_whose(split, source, config)} {missing}: {_remedy(split, config)}.")
 
 
-def _missing(source: Source, seq_length: int) -> str | None:
+def _missing(source: SplitSource, seq_length: int) -> str | None:
     if source.documents == 0:
         return f"has none of its {source.whole:,} documents" if source.whole else "has no document"
     if source.tokens == 0:
@@ -198,7 +198,7 @@ def _missing(source: Source, seq_length: int) -> str | None:
     return None
 
 
-def _whose(split: Split, source: Source, config: GPTDatasetConfig) -> str:
+def _whose(split: Split, source: SplitSource, config: GPTDatasetConfig) -> str:
     if config.blend_per_split:
         return f"--{split.name}-data-path {source.prefix}"
     return f"the {split.name} split ({config.split}) of {source.prefix or '--mock-data'}"

@@ -7,7 +7,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
 
-def forget_half_done(chunks: list[DistributedDataParallel]) -> None:
+def drop_unfinished_iteration(chunks: list[DistributedDataParallel]) -> None:
     """Brings everything but parameters and optimizer state back to where it is between two iterations.
 
     Gradients need nothing, since every iteration begins with zeros; random streams and data are functions of position.

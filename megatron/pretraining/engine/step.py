@@ -25,7 +25,7 @@ from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.schedule import Schedule
-from megatron.pretraining.engine.upstream import Boundaries
+from megatron.pretraining.engine.upstream import UpstreamTap
 from megatron.pretraining.process.initialize import seed_streams
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
@@ -55,7 +55,7 @@ class Stepper:
     params_norm: bool = False
     refuse_non_finite: bool = True
     participants: tuple[VoteParticipant, ...] = ()
-    boundaries: Boundaries = field(default_factory=Boundaries)
+    boundaries: UpstreamTap = field(default_factory=UpstreamTap)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
         """Computes iteration ``iteration`` (counted from 0) and commits it; :meth:`gather_weights` is to follow.

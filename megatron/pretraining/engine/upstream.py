@@ -31,7 +31,7 @@ from moc.runtime.world import World
 from moc.store.errors import CheckpointError, MissingRegionError
 
 
-class Boundaries:
+class UpstreamTap:
     """The boundaries of this worker's stage; here nothing happens but what megatron-core does."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
@@ -83,7 +83,7 @@ class Boundaries:
             CheckpointError: on all workers; something could not be logged.
         """
 
-    def stored(self, plan: SnapshotPlan) -> None:
+    def on_stored(self, plan: SnapshotPlan) -> None:
         """A snapshot is safe, and so are all that were taken before it."""
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Boundaries:
         yield
 
 
-class UpstreamLog(Boundaries):
+class UpstreamLog(UpstreamTap):
     """Logs what this worker sends to other stages.
 
     Args:
@@ -133,7 +133,7 @@ class UpstreamLog(Boundaries):
         self._directory: Path | None = None
 
     def open(self, memory: Path) -> None:
-        """See :class:`Boundaries`; what an earlier process of this rank has left is taken over."""
+        """See :class:`UpstreamTap`; what an earlier process of this rank has left is taken over."""
         stage, self._directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
         self._writer = LogWriter(
             self._directory,
@@ -146,12 +146,12 @@ class UpstreamLog(Boundaries):
 
     @property
     def feeds(self) -> dict[int, frozenset[int]]:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         return {stage: self._pipeline.feeds(stage) for stage in range(self._pipeline.stages)}
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[Recorder]:
-        """See :class:`Boundaries`; what is computed again is logged again."""
+        """See :class:`UpstreamTap`; what is computed again is logged again."""
         self._writer.begin(iteration)
         tap = self._core_config, self._pipeline, self._writer.write
         if self._replaying:
@@ -161,7 +161,7 @@ class UpstreamLog(Boundaries):
         self._writer.end()
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         if not self._replaying:
             super().reduce(chunks, tokens, known)
             return
@@ -172,7 +172,7 @@ class UpstreamLog(Boundaries):
 
     @contextlib.contextmanager
     def replaying(self, stages: Collection[int]) -> Iterator[None]:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         self._replaying = frozenset(stages)
         try:
             yield
@@ -180,11 +180,11 @@ class UpstreamLog(Boundaries):
             self._replaying = frozenset()
 
     def kept(self) -> list[int]:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         return LogReader(self._directory).iterations()
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         return [iteration for iteration, stages in served.items() if self._is_damaged(iteration, stages)]
 
     def _is_damaged(self, iteration: int, stages: Collection[int]) -> bool:
@@ -196,7 +196,7 @@ class UpstreamLog(Boundaries):
         return False
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """See :class:`Boundaries`; one message for all that goes to a stage in one direction."""
+        """See :class:`UpstreamTap`; one message for all that goes to a stage in one direction."""
         under_way = []
         for stage, tensors in self._sent_to(iteration, stages):
             packed = torch.stack(tensors).to(self._world.device)
@@ -227,7 +227,7 @@ class UpstreamLog(Boundaries):
         return received
 
     def ballot(self) -> dict[str, float]:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         return {
             "upstream_failed": float(self._writer.failure() is not None),
             "upstream_bytes": float(self._writer.bytes),
@@ -236,7 +236,7 @@ class UpstreamLog(Boundaries):
         }
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         if tally["upstream_failed"]:
             raise CheckpointError(first_reported(self._writer.failure()))
         if tally["upstream_given_up"] and not self._given_up:
@@ -250,24 +250,26 @@ class UpstreamLog(Boundaries):
             "upstream_log_iterations": tally["upstream_iterations"] / self._world.size,
         }
 
-    def stored(self, plan: SnapshotPlan) -> None:
-        """See :class:`Boundaries`; the last snapshot of a window supersedes what happened before its first."""
+    def on_stored(self, plan: SnapshotPlan) -> None:
+        """See :class:`UpstreamTap`; the last snapshot of a window supersedes what happened before its first."""
         if plan.ends_window:
             self._writer.collect(before=plan.since + 1)
 
     def close(self) -> None:
-        """See :class:`Boundaries`."""
+        """See :class:`UpstreamTap`."""
         if self._writer is not None:
             self._writer.close()
 
     def delete(self) -> None:
-        """See :class:`Boundaries`."""
-        self._writer.forget()
+        """See :class:`UpstreamTap`."""
+        self._writer.delete()
 
 
-def boundaries(config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]) -> Boundaries:
+def boundaries(
+    config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]
+) -> UpstreamTap:
     """What the flags ask for; see :class:`UpstreamLog`."""
-    return UpstreamLog(config, core_config, world, tell) if config.snapshot.upstream_logging else Boundaries()
+    return UpstreamLog(config, core_config, world, tell) if config.snapshot.upstream_logging else UpstreamTap()
 
 
 def _pipeline_group() -> dist.ProcessGroup:

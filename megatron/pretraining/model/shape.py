@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.pretraining.config import Moe, Network
+from megatron.pretraining.config import MoeFlags, NetworkFlags
 from moc.state.shape import ModelShape
 
 
-def model_shape(network: Network, moe: Moe, vocab_size: int) -> ModelShape:
+def model_shape(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> ModelShape:
     """The shape of the model that these flags describe.
 
     Args:

@@ -10,8 +10,8 @@ from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Work, estimate
-from moc.simulate.planner import Candidate, Limits, Plan, best_of
-from moc.simulate.running import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
+from moc.simulate.live_costs import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
+from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of
 from moc.simulate.sizes import StateBytes
 from moc.state.operators import Operator
 
@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def chosen(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
-) -> tuple[Running, Plan]:
+) -> tuple[Running, PolicyChoice]:
     """What is expected of a run, and what is chosen for it.
 
     Args:
@@ -62,7 +62,7 @@ def chosen(
     run, mtbf_s = _running(args, config, operators, layout, state), 3600 * args.mtbf_hours
     if args.replicas is not None and not 1 <= args.replicas < run.nodes:
         raise ValueError(f"--replicas must be from 1 to the {run.nodes - 1} other nodes, not {args.replicas}")
-    limits = Limits(
+    limits = PlanLimits(
         exact_only=args.exact_only,
         host_bytes=None if args.host_memory_gb is None else 1e9 * args.host_memory_gb,
         plt=PLT_LIMIT if args.plt_limit is None else args.plt_limit,
@@ -72,7 +72,7 @@ def chosen(
     return run, best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)
 
 
-def explained(run: Running, plan: Plan) -> str:
+def explained(run: Running, plan: PolicyChoice) -> str:
     """The choice and the runner-ups, for people."""
     lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.others)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
@@ -80,7 +80,7 @@ def explained(run: Running, plan: Plan) -> str:
     return "\n".join([*lines, "", plan.reason.replace(". ", ".\n"), "", f"{flags} {tier}"])
 
 
-def told(run: Running, plan: Plan) -> dict:
+def told(run: Running, plan: PolicyChoice) -> dict:
     """The same, for JSON."""
     found = {
         one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes} for one in (plan.best, *plan.others)

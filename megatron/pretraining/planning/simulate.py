@@ -14,14 +14,14 @@ from moc.sharding import Layout
 from moc.simulate import tables
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Timing, Work, estimate, measured_timing
-from moc.simulate.engine import Job, simulate
+from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults, read_trace
-from moc.simulate.planner import Limits, plan
+from moc.simulate.planner import PlanLimits, plan
 from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
 from moc.simulate.profile import read_profile
+from moc.simulate.program_recovery import RecoveryCosts
 from moc.simulate.recoveries import fitted
 from moc.simulate.result import Result, mean_of
-from moc.simulate.ways import Parts
 
 EPILOG = """\
 Flags of pretrain_gpt_moe.py that shape the model work here too, such as --num-layers or --num-experts.
@@ -206,11 +206,11 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
     chosen = None
     if args.policy == "auto":
         host = args.host_memory_gb and args.host_memory_gb * 1e9
-        chosen = plan(setup, options.mtbf_s, Limits(args.exact_only, host, args.plt_limit))
+        chosen = plan(setup, options.mtbf_s, PlanLimits(args.exact_only, host, args.plt_limit))
         runs = {found.name: (found.saving.name, found.options) for found in (chosen.best, *chosen.others)}
     else:
         runs = {name: (name, options) for name in _policies(args.policy)}
-    job = Job(
+    job = SimulatedJob(
         iteration_s=setup.timing.iteration_s,
         samples=setup.work.global_batch,
         nodes=setup.cluster.nodes,
@@ -230,7 +230,7 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
     tables.print_run(setup, faults, job, means, chosen, args.json)
 
 
-def _runs(setup: Setup, job: Job, faults: Faults, name: str, options: Options, count: int) -> list[Result]:
+def _runs(setup: Setup, job: SimulatedJob, faults: Faults, name: str, options: Options, count: int) -> list[Result]:
     policy = POLICIES[name]
     jobs = (dataclasses.replace(job, seed=job.seed + number) for number in range(count))
     return [simulate(one, faults, policy(setup, options)) for one in jobs]
@@ -268,7 +268,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     return Setup(operators, layout, cluster, timing, work, **own)
 
 
-def _program(args: argparse.Namespace) -> Parts | None:
+def _program(args: argparse.Namespace) -> RecoveryCosts | None:
     """What a recovery of our program takes, where policies are to come back as it does."""
     if args.ways == "papers":
         return None

@@ -11,7 +11,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice
 from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.presets import PRESETS
-from moc.policy.adaptive import Limits, candidates, choose
+from moc.policy.adaptive import TuningLimits, candidates, choose
 from moc.policy.sequential import sequential_experts
 from moc.sharding import (
     RULES,
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [plan.row(k) for k in plan.rows_wanted()]
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
         busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
-        choice = choose(measured(args, busiest), Limits(plt=args.plt_limit)) if args.explain_k else None
+        choice = choose(measured(args, busiest), TuningLimits(plt=args.plt_limit)) if args.explain_k else None
         policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
     except (ToolError, ValueError) as error:
         print(f"plan_checkpoint: {error}", file=sys.stderr)
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, model_flags: list[str]) -> Plan:
+def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     if args.fp32 and args.keep_master:
         raise ToolError("with --fp32 there are no master weights beside the weights: drop --keep-master")
     if args.checkpoint < 0:
@@ -136,7 +136,7 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> Plan:
     if args.experts or args.others:
         extra = Scheme(args.experts or "equal", args.others or "adaptive")
         schemes[f"{extra.experts}+{extra.others}"] = extra
-    return Plan(
+    return SizePlan(
         config=config,
         name=config.model or "model",
         operators=operators_of(config, args.vocab_size),
@@ -195,7 +195,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SizePlan:
     """A model, a layout, and what is saved of it."""
 
     config: Config
@@ -282,7 +282,7 @@ class Plan:
         }
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: SizePlan) -> str:
     facts, layout = plan.facts(), plan.layout
     count = facts["parameters"]
     return (
@@ -295,7 +295,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _equation_8(plan: Plan) -> str:
+def _equation_8(plan: SizePlan) -> str:
     """MoC's eq. 8 for what it was written for: data and expert parallelism alone."""
     layout, count = plan.layout, plan.facts()["parameters"]
     if layout.tp * layout.pp > 1 or not plan.num_experts:
@@ -318,7 +318,7 @@ def _cells(row: Row) -> list[str]:
     return [*cells, f"{row.over:.2f} %", "unequal" if row.unequal else ""]
 
 
-def _rank_table(plan: Plan, ranks: dict[str, list[int]]) -> str:
+def _rank_table(plan: SizePlan, ranks: dict[str, list[int]]) -> str:
     header = ["rank", *ranks]
     rows = [[str(rank), *(_mb(sizes[rank]) for sizes in ranks.values())] for rank in range(plan.layout.world)]
     return "MB that each rank saves with the K of --pec-k\n\n" + _aligned([header, *rows])

@@ -1,7 +1,7 @@
 """``--ckpt-policy auto``: which policy is in force, and when another one is to be.
 
     measure    a run begins with snapshots of everything, by which bandwidths become known
-    choose     the planner (:mod:`moc.simulate.planner`) compares what policies would cost (:mod:`moc.simulate.running`)
+    choose     the planner (:mod:`moc.simulate.planner`) compares what policies cost (:mod:`moc.simulate.live_costs`)
     switch     between two iterations: all of the state goes to storage, as at the end of a run, and workers begin again
                with the chosen flags, as survivors do when another worker was lost
     watch      a choice holds until what it was made from has changed by a factor of :data:`DRIFT`
@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import flags_of, refuse
-from megatron.pretraining.config.snapshot import Snapshot
+from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.session.settings import policy_of, settings_of
 from moc.policy import POLICIES, Observed, Policy, owners
@@ -35,8 +35,7 @@ from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings
 from moc.session.tiers import LOOKING_S, Tiers
-from moc.simulate.planner import Candidate, Limits, Plan, best_of, every_candidate, keeps_to, priced
-from moc.simulate.running import (
+from moc.simulate.live_costs import (
     NAMES,
     Running,
     Saved,
@@ -44,6 +43,7 @@ from moc.simulate.running import (
     host_bytes,
     options_of,
 )
+from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
 from moc.snapshot.background import within
 from moc.state.detail import Detail
 from moc.store.errors import CheckpointError
@@ -66,7 +66,7 @@ class PolicySwitched(Exception):
     """Another policy is in force from here on, for all workers alike: begin again with it."""
 
 
-class Auto:
+class AutoPolicy:
     """Measures, chooses, and remembers; all methods are for all workers alike.
 
     Args:
@@ -104,7 +104,7 @@ class Auto:
         self._flags = {}
         return in_force(self._asked, self._measuring())
 
-    def sized(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
+    def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Learns how large snapshots would be, as soon as that is asked for.
 
         Args:
@@ -239,9 +239,9 @@ class Auto:
         measured = {name: figures[name] for name in figures if name != "mtbf_s"}
         return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> PlanLimits:
         snapshot = self._asked.snapshot
-        return Limits(
+        return PlanLimits(
             exact_only=snapshot.exact_only,
             host_bytes=None if snapshot.host_memory_gb is None else 1e9 * snapshot.host_memory_gb,
             plt=snapshot.pec_plt_limit,
@@ -270,7 +270,7 @@ class Auto:
         self._tell(iteration, plan, now if stays else None, cause)
         return not stays
 
-    def _tell(self, iteration: int, plan: Plan, stays: Candidate | None, cause: str) -> None:
+    def _tell(self, iteration: int, plan: PolicyChoice, stays: Candidate | None, cause: str) -> None:
         reason = plan.reason
         if stays is not None:
             reason = f"{stays.name} stays in force, with an ETTR of {stays.ettr:.3f}; the best: {reason}"
@@ -305,7 +305,7 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
     Raises:
         ConfigError: the other flags do not allow it.
     """
-    policy, others = flags["ckpt_policy"], flags_of(Snapshot)
+    policy, others = flags["ckpt_policy"], flags_of(SnapshotFlags)
     unknown = flags.keys() - {spec.name for spec in others}  # of a policy that is not installed any more
     refuse(unknown, f"there is no {', '.join(sorted(unknown))}: install the policy that it is of.")
     plain = {spec.name: spec.default for spec in others if not _is_of(spec.name, policy, asked)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.pretraining.checkpoint.dense import Checkpoints
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.session.auto import Auto
+from megatron.pretraining.session.auto import AutoPolicy
 from megatron.pretraining.session.settings import policy_of, settings_of
 from moc.session import begin
 from moc.session.begin import NoRecoveryPoint
@@ -17,7 +17,12 @@ from moc.state.record import Position
 
 
 def begin_as_flagged(
-    config: Config, engine: Engine, checkpoints: Checkpoints, log: Log, remains: LocalRemains, auto: Auto | None = None
+    config: Config,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    log: Log,
+    remains: LocalRemains,
+    auto: AutoPolicy | None = None,
 ) -> tuple[Position, Snapshots | NoSnapshots]:
     """Brings all workers to the newest state that there is; see :func:`moc.session.begin.begin`."""
     if config.snapshot.ckpt_policy is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.pretraining.config import Config, ConfigError, train_iterations
-from moc.policy import Job, Policy, interval_named, policy_named
+from moc.policy import JobShape, Policy, interval_named, policy_named
 from moc.session.engine import Engine
 from moc.session.settings import Settings
 
@@ -40,7 +40,7 @@ def policy_of(config: Config, engine: Engine) -> Policy:
     snapshot = config.snapshot
     interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
     kind = policy_named(snapshot.ckpt_policy)
-    job = Job(config.parallel.expert_model_parallel_size, tuple(engine.stages))
+    job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
     try:
         return kind(engine.operators, interval, **kind.settings(snapshot, job))
     except ValueError as error:

@@ -10,16 +10,16 @@ from typing import NoReturn
 from moc.policy import Policy
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
-from moc.recovery.plan import Inventory, Plan, plans, reason
+from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, Recovery
+from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath
 from moc.runtime.agreement import gather, run_on_rank0
 from moc.session.engine import Engine, Listener
 from moc.session.resume.reading import Damage, Key, SnapshotReader
 from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
 from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer
-from moc.session.resume.survivors import Live, LocalRemains, Survivors
+from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
@@ -34,7 +34,7 @@ LIVE = "live"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ResumeResult:
     """Where a run goes on.
 
     Attributes:
@@ -44,10 +44,10 @@ class Loaded:
         held: the checkpoints that are still of use.
     """
 
-    plan: Plan
+    plan: RecoveryPlan
     position: Position
     record: StepRecord | None
-    held: Sequence[Held]
+    held: Sequence[AvailableCheckpoint]
 
 
 class SnapshotLoader:
@@ -89,7 +89,7 @@ class SnapshotLoader:
         self._damage: str | None = None
         self._unseen = False  # storage has not told what it has
 
-    def find(self, left: Survivors) -> list[Held]:
+    def find(self, left: Survivors) -> list[AvailableCheckpoint]:
         """The checkpoints that there are; what cannot be read of those in storage is said.
 
         Args:
@@ -101,11 +101,11 @@ class SnapshotLoader:
             self._note(problem)
         return held
 
-    def find_again(self) -> list[Held]:
+    def find_again(self) -> list[AvailableCheckpoint]:
         """The same, when what lost workers had not saved was saved again."""
         return self._in_memory() if self._unseen else self._look()[0]
 
-    def _look(self, left: Survivors | None = None) -> tuple[list[Held], list[str]]:
+    def _look(self, left: Survivors | None = None) -> tuple[list[AvailableCheckpoint], list[str]]:
         kept = self._in_memory()
         goes_on = left is not None and self.has_memory_of(left) and next(self._plans(kept, left), None) is not None
         stored, problems = self._in_storage(patient=not goes_on)
@@ -115,7 +115,7 @@ class SnapshotLoader:
         """Whether the job has trained before, and memory has what it saved last."""
         return left.again and self._memory is not None
 
-    def _in_memory(self) -> list[Held]:
+    def _in_memory(self) -> list[AvailableCheckpoint]:
         there = []
         for tier, store in ((MEMORY, self._memory), (BEFORE, self._tiers.before)):
             here = look(store)[0] if store is not None and self._leads_node else []
@@ -123,7 +123,7 @@ class SnapshotLoader:
             there += in_memory(nodes, self._policy.operators, tier)
         return there
 
-    def _in_storage(self, patient: bool) -> tuple[list[Held], list[str]]:
+    def _in_storage(self, patient: bool) -> tuple[list[AvailableCheckpoint], list[str]]:
         name = self._storage.place.name
         seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
         seen = run_on_rank0(seeing, f"cannot look for snapshots in {name}")
@@ -146,7 +146,9 @@ class SnapshotLoader:
             return [], [f"{self._storage.place.name} cannot be used ({error.strerror or error})"]
         return look(self._storage)
 
-    def load(self, held: list[Held], oldest: int | None, left: Survivors, mine: LocalRemains | None) -> Loaded | None:
+    def load(
+        self, held: list[AvailableCheckpoint], oldest: int | None, left: Survivors, mine: LocalRemains | None
+    ) -> ResumeResult | None:
         """Fills model, optimizer and schedule by the newest plan that works.
 
         Args:
@@ -179,8 +181,8 @@ class SnapshotLoader:
                 saved, bad = self._follow(plan, left)
             if not bad:
                 if mine is not None:  # should another worker be lost before training goes on
-                    mine.live = Live(position_of(saved), saved)
-                return Loaded(plan, position_of(saved), _record(saved), held)
+                    mine.live = LiveState(position_of(saved), saved)
+                return ResumeResult(plan, position_of(saved), _record(saved), held)
             self._rebuilder.tell(cut_off=True)
             for damage in bad.values():
                 self._note(damage.text)
@@ -195,7 +197,7 @@ class SnapshotLoader:
             self._forget_moments()
         return None
 
-    def _leave(self, plan: Plan, mine: LocalRemains | None) -> None:
+    def _leave(self, plan: RecoveryPlan, mine: LocalRemains | None) -> None:
         """What this worker has is about to be written over, unless it keeps it, or goes on with it."""
         course, progress = plan.course(self._stage), self._replayer.progress
         if course is None or not course.goes_on:
@@ -205,12 +207,12 @@ class SnapshotLoader:
         if mine is not None and self._world.rank not in plan.keep:
             mine.live = None
 
-    def _check_change(self, held: list[Held], iteration: int = -1) -> None:
+    def _check_change(self, held: list[AvailableCheckpoint], iteration: int = -1) -> None:
         if self._only is None and (why := refusal(held, self._policy, iteration)):
             raise CheckpointError(why)
 
-    def _refuse(self, held: list[Held]) -> NoReturn:
-        nothing, only = reason(Inventory(held), self._policy.operators), self._only
+    def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
+        nothing, only = reason(JobInventory(held), self._policy.operators), self._only
         if only is not None:
             path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
             nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
@@ -219,13 +221,13 @@ class SnapshotLoader:
             "--ckpt-dir"
         )
 
-    def _plans(self, held: list[Held], left: Survivors) -> Iterator[Plan]:
+    def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
         only = None if left.again else self._only
         return plans(
-            Inventory(held, left.live, left.pieces, left.logs), self._policy.operators, self._policy.exact, only
+            JobInventory(held, left.live, left.pieces, left.logs), self._policy.operators, self._policy.exact, only
         )
 
-    def _damaged_logs(self, plan: Plan) -> dict[int, list[int]]:
+    def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """By rank, iterations of which its log is there, but could not be served."""
         course = plan.course(self._stage)
         until = plan.iteration if course is None else course.begin
@@ -236,7 +238,9 @@ class SnapshotLoader:
             self._log.message(f"WARNING: upstream logs of workers {', '.join(map(str, told))} are damaged")
         return told
 
-    def _torn(self, plan: Plan, held: list[Held], left: Survivors) -> dict[int, Mapping[str, Detail]]:
+    def _torn(
+        self, plan: RecoveryPlan, held: list[AvailableCheckpoint], left: Survivors
+    ) -> dict[int, Mapping[str, Detail]]:
         """What was to be saved by the snapshots that are not whole, and come by when stages compute again alone."""
         tier = STORAGE if self._memory is None else MEMORY
         return {
@@ -247,7 +251,7 @@ class SnapshotLoader:
             and not any(one.has(iteration, tier, begun.operators) for one in held)
         }
 
-    def _follow(self, plan: Plan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
+    def _follow(self, plan: RecoveryPlan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
         """What of the state is not a tensor, once all is there; or by checkpoint what is wrong with it."""
         begun, amount, manifests = time.perf_counter(), 0, {}
         if plan.way is not None or plan.stages:
@@ -267,7 +271,7 @@ class SnapshotLoader:
         self._report(plan, amount, begun)
         return saved, {}
 
-    def _join(self, plan: Plan, left: Survivors) -> Mapping:
+    def _join(self, plan: RecoveryPlan, left: Survivors) -> Mapping:
         """Brings all workers to where those are who keep their state; what of it is not a tensor."""
         saved = left.states[plan.iteration]
         if self._world.rank in plan.complete:
@@ -282,7 +286,7 @@ class SnapshotLoader:
         for fragment in self._state.fragments(self._state.operators(), Detail.MOMENTS):
             fragment.view.zero_()
 
-    def _check_newest(self, held: list[Held]) -> None:
+    def _check_newest(self, held: list[AvailableCheckpoint]) -> None:
         """Another model is refused by name, before anybody wonders what of it is missing."""
         newest = max((one for one in held if one.tier == STORAGE), key=lambda one: one.iteration, default=None)
         if newest is not None:
@@ -292,7 +296,7 @@ class SnapshotLoader:
         self._damage = self._damage or problem
         self._log.message(f"WARNING: {problem}; an older snapshot is tried")
 
-    def _restore_from(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+    def _restore_from(self, way: RecoveryPath, manifests: dict[Key, Manifest]) -> None:
         base = manifests[way.base.key]
         self._restore(base.state, steps_of(base), base.policy, self._reader.where(way.base))
         if self._tokens is not None:
@@ -308,14 +312,14 @@ class SnapshotLoader:
             if saved.get("policy_state"):
                 self._policy.load_state_dict(saved["policy_state"])
 
-    def _count_lost_tokens(self, way: Recovery, manifests: dict[Key, Manifest]) -> None:
+    def _count_lost_tokens(self, way: RecoveryPath, manifests: dict[Key, Manifest]) -> None:
         mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
         has = gather(sorted(mine))  # in the memory of another node there may be ledgers that this one cannot read
         first = {tuple(key): rank for rank, keys in reversed(list(enumerate(has))) for key in keys}
         told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
         states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
         raised = self._tokens.recovered(way, states)
-        self._policy.recovered(raised.of_training)
+        self._policy.on_recovery(raised.of_training)
         by_layer = {str(layer): plt for layer, plt in self._tokens.plt_by_layer.items()}
         self._log.events.write(
             "lost",
@@ -329,7 +333,7 @@ class SnapshotLoader:
             f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised.so_far:.3%} by this recovery"
         )
 
-    def _report(self, plan: Plan, amount: int, begun: float) -> None:
+    def _report(self, plan: RecoveryPlan, amount: int, begun: float) -> None:
         seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
         self._log.events.write(
             "resume",

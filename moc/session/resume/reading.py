@@ -8,7 +8,16 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from moc.faults import reach
-from moc.recovery.sources import BEFORE, COMPUTE, MEMORY, STORAGE, Held, Moment, Recovery, part_of_slot
+from moc.recovery.sources import (
+    BEFORE,
+    COMPUTE,
+    MEMORY,
+    STORAGE,
+    AvailableCheckpoint,
+    RecoveryPath,
+    ReplayPoint,
+    part_of_slot,
+)
 from moc.session.engine import Engine
 from moc.session.resume.replay import record_of
 from moc.session.resume.tied_weights import saved_elsewhere
@@ -23,7 +32,7 @@ from moc.store.regions import MissingRegionError, RegionReader, read_sources
 from moc.store.store import Store, directory_of, file_of
 
 Key = tuple[int, str]
-"""Tells a checkpoint from the others: see :class:`Held`."""
+"""Tells a checkpoint from the others: see :class:`AvailableCheckpoint`."""
 
 Problem = tuple[Key, str, list[str] | None]
 """A checkpoint, what is wrong with it, and which operators are of no use for it; None for all."""
@@ -54,7 +63,7 @@ class SnapshotReader:
         self._engine, self._world, self._state, self._exact = engine, engine.world, engine.state, exact
         self._stores = {STORAGE: tiers.storage, MEMORY: tiers.memory, BEFORE: tiers.before}
 
-    def fragments(self, way: Recovery) -> dict[Key, list[Fragment]]:
+    def fragments(self, way: RecoveryPath) -> dict[Key, list[Fragment]]:
         """By checkpoint, what this worker takes from it; what other stages save they give it when they have it."""
         fragments: dict[Key, list[Fragment]] = defaultdict(list)
         for moment in way.moments:
@@ -65,12 +74,12 @@ class SnapshotReader:
                     fragments[moment.sources[fragment.operator, part].key].append(fragment)
         return fragments
 
-    def loaded_at(self, moment: Moment) -> Iterator[Fragment]:
+    def loaded_at(self, moment: ReplayPoint) -> Iterator[Fragment]:
         """What of this worker's state a moment of a window fills."""
         yield from self._state.fragments(moment.full, Detail.FULL)
         yield from self._state.fragments(moment.frozen, Detail.COMPUTE)
 
-    def manifests(self, way: Recovery, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], Problem | None]:
+    def manifests(self, way: RecoveryPath, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], Problem | None]:
         """Of what this worker reads; and what is wrong with a checkpoint, if anything is."""
         manifests, problem = {}, None
         needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
@@ -85,7 +94,7 @@ class SnapshotReader:
         return manifests, problem
 
     def fill(
-        self, moment: Moment, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
+        self, moment: ReplayPoint, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
     ) -> Problem | None:
         """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
         reach("loading")
@@ -97,7 +106,9 @@ class SnapshotReader:
                     return one.key, problem, None if self._exact else self._damaged(one, manifest)
         return None
 
-    def _fill_from(self, one: Held, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]) -> str | None:
+    def _fill_from(
+        self, one: AvailableCheckpoint, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]
+    ) -> str | None:
         try:
             for fragment in reading_ahead(fragments, reader):
                 self._state.load(fragment, values_for(fragment, reader))
@@ -109,7 +120,7 @@ class SnapshotReader:
             return f"{self.where(one)} cannot be read ({error.strerror or error})"
         return None
 
-    def _damaged(self, one: Held, manifest: Manifest) -> list[str] | None:
+    def _damaged(self, one: AvailableCheckpoint, manifest: Manifest) -> list[str] | None:
         """The operators that are not whole in this node's files; all hashes are compared."""
         whole: dict[str, Counter] = defaultdict(Counter)
         for name, entry in manifest.files.items():
@@ -120,21 +131,21 @@ class SnapshotReader:
         damaged = [name for name, entry in manifest.operators.items() if whole[name] != Counter(entry.elements)]
         return damaged or None
 
-    def _reader(self, one: Held, manifest: Manifest) -> RegionReader:
+    def _reader(self, one: AvailableCheckpoint, manifest: Manifest) -> RegionReader:
         mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
         names = sorted(manifest.files, key=lambda name: name != mine)
         blobs = (self.store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
         return RegionReader(blobs, verify=True, lazy=True)
 
-    def store(self, held: Held) -> Store:
+    def store(self, held: AvailableCheckpoint) -> Store:
         """Where a checkpoint is."""
         return self._stores[held.tier]
 
-    def where(self, held: Held) -> str:
+    def where(self, held: AvailableCheckpoint) -> str:
         """What to call it in a message."""
         return self.store(held).place.path(directory_of(held.iteration))
 
-    def check(self, held: Held, manifest: Manifest, window: bool = False) -> None:
+    def check(self, held: AvailableCheckpoint, manifest: Manifest, window: bool = False) -> None:
         """Refuses a checkpoint of another model, or of another optimizer, and a window of another precision.
 
         Raises:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from moc.recovery.going_on import Course
-from moc.recovery.plan import Plan
+from moc.recovery.plan import RecoveryPlan
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
 from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader
@@ -49,7 +49,7 @@ class Rebuilder:
         self._reader, self._replayer, self._records, self._repair = reader, replayer, records, repair
         self._log = log
 
-    def rebuild(self, plan: Plan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
+    def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
         """Loads what a plan has loaded, and computes again what it has computed again.
 
         Args:
@@ -112,13 +112,13 @@ class Rebuilder:
             self._state.set_steps({name: steps.get(name, latest) for name in operators})
         self._engine.load_scalars(saved, where)
 
-    def _courses(self, plan: Plan) -> list[Course]:
+    def _courses(self, plan: RecoveryPlan) -> list[Course]:
         """Of all stages, each once."""
         mine = plan.course(self._world.pipeline_rank)  # the same for all where no stage has one of its own
         return list(plan.courses.values()) or [mine] * (mine is not None)
 
     def _read(
-        self, plan: Plan, course: Course | None
+        self, plan: RecoveryPlan, course: Course | None
     ) -> tuple[dict[Key, Manifest], dict[Key, list[Fragment]], dict[Key, Damage]]:
         """Manifests, what this worker takes from which checkpoint, and by checkpoint what is wrong with it.
 
@@ -141,7 +141,7 @@ class Rebuilder:
             found[tuple(key)] = Damage(known.text, lost)
         return found
 
-    def _know_records(self, plan: Plan) -> None:
+    def _know_records(self, plan: RecoveryPlan) -> None:
         """Asks all for the records of iterations that are computed again by them; who knows one tells."""
         wanted = set(range(plan.begin, plan.iteration + 1))
         mine = wanted.intersection(self._records.iterations())
@@ -150,7 +150,7 @@ class Rebuilder:
 
     def _follow(
         self,
-        plan: Plan,
+        plan: RecoveryPlan,
         course: Course | None,
         manifests: dict[Key, Manifest],
         fragments: dict[Key, list[Fragment]],
@@ -177,7 +177,7 @@ class Rebuilder:
 
     def _load(
         self,
-        plan: Plan,
+        plan: RecoveryPlan,
         course: Course | None,
         iteration: int,
         manifests: dict[Key, Manifest],
@@ -197,7 +197,7 @@ class Rebuilder:
             self._state.activate(mine.full)
         return bad
 
-    def _go_by(self, plan: Plan, course: Course | None, iteration: int, manifests: dict[Key, Manifest]) -> None:
+    def _go_by(self, plan: RecoveryPlan, course: Course | None, iteration: int, manifests: dict[Key, Manifest]) -> None:
         """The iteration after one, once the state is that of the one."""
         stages = plan.computing(iteration + 1)
         if course is None or iteration < course.begin:

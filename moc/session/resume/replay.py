@@ -49,7 +49,7 @@ class Reached(NamedTuple):
 
 
 @dataclass
-class Progress:
+class ReplayProgress:
     """How far a worker has come with computing again: another stage may be lost meanwhile, and then it goes on there.
 
     Attributes:
@@ -118,7 +118,7 @@ class Replayer:
     """
 
     engine: Engine
-    progress: Progress = field(default_factory=Progress)
+    progress: ReplayProgress = field(default_factory=ReplayProgress)
 
     def complete(self, record: StepRecord) -> None:
         """Completes an iteration of which this worker has the reduced gradients, but not seen the vote."""

@@ -12,7 +12,7 @@ from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.world import World
 from moc.session.engine import Engine
 from moc.session.publishing import Publisher
-from moc.session.resume.replay import Progress
+from moc.session.resume.replay import ReplayProgress
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.state.record import Position, Records
@@ -22,7 +22,7 @@ _PROBLEM = "cannot publish what all workers had saved"
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveState:
     """The state that a worker has between two iterations, apart from its tensors.
 
     Attributes:
@@ -35,7 +35,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedSnapshot:
     """A snapshot of late, of which some worker may not have saved its part, or told.
 
     Attributes:
@@ -61,11 +61,11 @@ class LocalRemains:
     """
 
     trained: bool = False
-    live: Live | None = None
-    begun: Mapping[int, Begun] = field(default_factory=dict)
+    live: LiveState | None = None
+    begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)
     run: str | None = None
     records: Records = field(default_factory=Records)
-    progress: Progress = field(default_factory=Progress)
+    progress: ReplayProgress = field(default_factory=ReplayProgress)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Survivors:
         live: by rank the iteration that its state is at; new workers have none.
         states: by iteration, what is not a tensor, from the first worker that is there.
         begun: by iteration the last snapshots, some of which a lost worker may not have saved or published.
-        pieces: by rank and operator what it holds: see :class:`moc.recovery.plan.Inventory`.
+        pieces: by rank and operator what it holds: see :class:`moc.recovery.plan.JobInventory`.
         steps: by iteration and operator, the updates that its moments have seen.
         logs: of what passed between pipeline stages; None where nothing is logged.
     """
@@ -85,7 +85,7 @@ class Survivors:
     again: bool = False
     live: Mapping[int, int] = field(default_factory=dict)
     states: Mapping[int, dict] = field(default_factory=dict)
-    begun: Mapping[int, Begun] = field(default_factory=dict)
+    begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     steps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     logs: Logs | None = None
@@ -127,7 +127,7 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
     return Survivors(again, live, states, begun, dict(enumerate(gather(pieces(engine.state)))), steps, logs)
 
 
-def _of_first(mine: Mapping[int, Begun], world: World) -> dict[int, Begun]:
+def _of_first(mine: Mapping[int, StartedSnapshot], world: World) -> dict[int, StartedSnapshot]:
     """Of each iteration, what the first worker has that has something."""
     has = list(enumerate(gather(sorted(mine))))
     first = {iteration: rank for rank, iterations in reversed(has) for iteration in iterations}
@@ -135,7 +135,7 @@ def _of_first(mine: Mapping[int, Begun], world: World) -> dict[int, Begun]:
     return {iteration: begun for one in told for iteration, begun in one.items()}
 
 
-def _logs(engine: Engine, records: Records, progress: Progress) -> Logs:
+def _logs(engine: Engine, records: Records, progress: ReplayProgress) -> Logs:
     mine = engine.world.pipeline_rank, engine.tap.kept(), engine.reduced, progress.told, records.iterations()
     stages, kept, reduced, replayed, known = (dict(enumerate(told)) for told in zip(*gather(mine), strict=True))
     return Logs(

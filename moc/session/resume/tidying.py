@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from moc.recovery.carrying import Carrier
-from moc.session.snapshots import Start
+from moc.session.snapshots import ResumePoint
 from moc.session.tiers import Tiers
 
 
-def tidy_storage(tiers: Tiers, start: Start) -> None:
+def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
     """Takes out of the way what the run will take anew, and what killed jobs have left behind; on the first worker."""
     for newer in tiers.storage.iterations():
         if newer > start.position.iteration:
@@ -15,7 +15,7 @@ def tidy_storage(tiers: Tiers, start: Start) -> None:
     tiers.storage.clear_unpublished()
 
 
-def tidy_memory(tiers: Tiers, start: Start) -> None:
+def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
     """The same in the memory of this node."""
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
@@ -29,5 +29,5 @@ def tidy_memory(tiers: Tiers, start: Start) -> None:
                 tiers.memory.move(other, before)
             elif other not in (*start.in_memory, *start.experts):
                 tiers.memory.remove(other)
-        Carrier(tiers.memory, ()).forget()
+        Carrier(tiers.memory, ()).delete()
         tiers.memory.clear_unpublished()

@@ -7,8 +7,8 @@ from benchmarks.overhead import figures, methods, report
 from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers.rounds import WARM_UP, Plan
 from moc.store.manifest import FileEntry, Manifest
-from moc.store.places import LocalPlace
 from moc.store.runs import begin_run
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
 

@@ -12,8 +12,8 @@ import pytest
 from moc.inspect import memory
 from moc.store.claims import Claim
 from moc.store.leftovers import leftovers
-from moc.store.places import LocalPlace
 from moc.store.runs import Run, record_run
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
 from tests.unit.conftest import REPOSITORY
@@ -23,7 +23,7 @@ USES = {
     "has the place": """
 import sys, time
 from moc.store.claims import Claim
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 place = LocalPlace(sys.argv[1], claim=Claim("job", (0, 0), "run"))
 place.lock()
 print("uses it", flush=True)

@@ -182,5 +182,5 @@ def test_closing_leaves_what_is_whole_and_forgetting_nothing(make, directory):
     log(make(), 1).close()
     assert [path.name for path in directory.rglob("*") if path.is_file()] == [path_of(directory, 1).name]
     check(directory, 1)
-    make().forget()
+    make().delete()
     assert not directory.exists()

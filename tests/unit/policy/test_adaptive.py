@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.policy.adaptive import Limits, Measured, choose, uniform_plt
+from moc.policy.adaptive import Measured, TuningLimits, choose, uniform_plt
 from moc.policy.ledger import Ledger
 from moc.state.shape import ModelShape, model_operators
 
@@ -47,7 +47,7 @@ def possible(machine):
 @settings(deadline=None)
 @given(machines(), st.sampled_from([None, 0.0, 0.001, 0.0375, 0.5]))
 def test_nothing_is_better(machine, limit):
-    choice = choose(machine, Limits(limit))
+    choice = choose(machine, TuningLimits(limit))
     assert choice.k_persist <= choice.k_snapshot
     assert choice.interval * machine.iteration_s >= machine.persist_s(choice.k_persist) * (1 - 1e-12)
     assert choice.overhead_s == machine.overhead_s(choice.k_snapshot, choice.interval)
@@ -86,7 +86,7 @@ def test_experts_that_cost_no_time_are_taken():
 
 
 def test_a_limit_takes_more_experts():
-    free, limited = choose(MACHINE), choose(MACHINE, Limits(0.007))
+    free, limited = choose(MACHINE), choose(MACHINE, TuningLimits(0.007))
     assert free.plt > 0.007 >= limited.plt
     assert (free.k_persist, limited.k_persist) == (1, 2) and limited.interval > free.interval
 
@@ -94,17 +94,17 @@ def test_a_limit_takes_more_experts():
 def test_a_limit_may_be_kept_by_snapshots_that_are_more_frequent():
     """Nothing hides, and storage is quick: a snapshot costs 1 s and more, so that they are seldom without a limit."""
     machine = dataclasses.replace(MACHINE, forward_backward_s=0.5, persist_bandwidth=1e6)
-    free, limited = choose(machine), choose(machine, Limits(0.07))
+    free, limited = choose(machine), choose(machine, TuningLimits(0.07))
     assert (free.k_snapshot, free.interval) == (1, 22) and free.plt == pytest.approx(0.077)
     assert (limited.k_snapshot, limited.interval) == (1, 20)
 
 
 def test_a_limit_of_nothing_saves_everything():
-    strict = choose(MACHINE, Limits(0.0))
+    strict = choose(MACHINE, TuningLimits(0.0))
     assert (strict.k_snapshot, strict.k_persist, strict.plt) == (8, 8, 0)
     assert strict.overhead_s == strict.full_overhead_s
     with pytest.raises(ValueError, match="raise the limit"):
-        choose(MACHINE, Limits(0.1), lambda *_: 0.2)
+        choose(MACHINE, TuningLimits(0.1), lambda *_: 0.2)
 
 
 def test_equation_10():
@@ -131,8 +131,8 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
         ledger = ledger.after({0: [5] * 8})
         if (plan := policy.plan(iteration)) is None:
             continue
-        policy.taken(plan)
-        policy.stored(part := policy.for_storage(plan))
+        policy.on_snapshot(plan)
+        policy.on_stored(part := policy.for_storage(plan))
         saved = [[e for e in range(8) if f"layers.0.expert.{e}" in one.operators] for one in (plan, part)]
         ledger = ledger.begun({0: saved[0]}, {0: saved[1]}).snapshotted(iteration).persisted(iteration)
         if iteration > 200 * interval:
@@ -146,7 +146,7 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
 
 
 def test_the_reason_is_said():
-    said = choose(MACHINE, Limits(0.05)).reason
+    said = choose(MACHINE, TuningLimits(0.05)).reason
     assert "A snapshot of 4 experts hides: 3 s beside 3 s of forward and backward; one of 5 would take 3.5 s." in said
     assert "of at most 5 %" in said
     assert "training waits for 1 s" in choose(dataclasses.replace(MACHINE, forward_backward_s=0.5)).reason

@@ -23,11 +23,11 @@ def test_ages_are_those_of_the_policy(experts, k, k_persist, every, interval):
     for snapshot in range(1, 80 * every + 1):
         iteration = snapshot * interval
         plan = policy.plan(iteration)
-        policy.taken(plan)
+        policy.on_snapshot(plan)
         chosen = [name for name in plan.operators if ".expert." in name]
         memory |= dict.fromkeys(chosen, iteration)
         if plan.complete or snapshot % every == 0:
-            policy.stored(part := policy.for_storage(plan))
+            policy.on_stored(part := policy.for_storage(plan))
             storage |= dict.fromkeys((name for name in part.operators if ".expert." in name), iteration)
         if snapshot > 40 * every:
             seen[0].append([iteration - when for when in memory.values()])

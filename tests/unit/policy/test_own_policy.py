@@ -52,8 +52,8 @@ def test_it_is_simulated(env):
 def test_auto_chooses_among_its_settings(env):
     chosen = """
 from moc.simulate.planner import best_of, every_candidate, priced
-from moc.simulate.running import flags_of_candidate, options_of
-from tests.unit.simulate.test_running import LIMITS, running
+from moc.simulate.live_costs import flags_of_candidate, options_of
+from tests.unit.simulate.test_live_costs import LIMITS, running
 import dataclasses
 limits = dataclasses.replace(LIMITS, policies=("busier", "full"), plt=1.0)
 run = running(copy_s=60.0, write_s=60.0)

@@ -32,7 +32,7 @@ def saved(plan, detail=Detail.FULL) -> dict[int, list[int]]:
 
 def take(policy, iteration, load=None):
     plan = policy.plan(iteration, load)
-    policy.taken(plan, load)
+    policy.on_snapshot(plan, load)
     return plan
 
 
@@ -51,7 +51,7 @@ def test_the_first_snapshot_saves_everything_and_the_others_one_expert_of_each_l
 def test_asking_changes_nothing():
     policy = Pec(operators(), Every(1))
     assert policy.plan(1) == policy.plan(1) and policy.plan(2).complete
-    policy.taken(policy.plan(1))
+    policy.on_snapshot(policy.plan(1))
     assert policy.plan(2) == policy.plan(2) and not policy.plan(2).complete
 
 
@@ -71,7 +71,7 @@ def test_turns_are_counted_where_the_interval_is_tuned():
         plan = policy.plan(iteration)
         assert (plan is not None) == (iteration in clock.starts)
         if plan is not None:
-            policy.taken(plan)
+            policy.on_snapshot(plan)
             seen.append(saved(plan)[1])
     assert len(seen) > 5 and seen[1:] == [[turn % 3] for turn in range(len(seen) - 1)]
 
@@ -128,7 +128,7 @@ def test_no_expert_is_forgotten_in_memory_or_in_storage(data):
         in_memory |= {(layer, expert): number for layer, numbers in saved(plan).items() for expert in numbers}
         if number % every == 0:
             part = policy.for_storage(plan)
-            policy.stored(part)
+            policy.on_stored(part)
             if number:
                 assert part.operators.items() <= plan.operators.items()
                 assert all(len(numbers) == k_persist for numbers in saved(part).values())
@@ -163,7 +163,7 @@ def test_storage_needs_everything_once():
         policy.for_storage(partial)
     whole = policy.everything(3)
     assert policy.for_storage(whole) == whole
-    policy.stored(whole)
+    policy.on_stored(whole)
     assert saved(policy.for_storage(partial)).keys() == {1, 2}
     assert [len(numbers) for numbers in saved(policy.for_storage(partial)).values()] == [1, 1]
 
@@ -171,7 +171,7 @@ def test_storage_needs_everything_once():
 def test_memory_may_hold_all_where_storage_does_not():
     policy = Pec(operators(), Every(1), k=4, k_persist=1, target="optimizer")
     plan = take(policy, 1)
-    policy.stored(policy.for_storage(plan))
+    policy.on_stored(policy.for_storage(plan))
     part = policy.for_storage(take(policy, 2))
     assert not part.complete and [len(part.of(d)) for d in (Detail.FULL, Detail.MASTER)] == [len(part.operators) - 6, 6]
 
@@ -179,18 +179,18 @@ def test_memory_may_hold_all_where_storage_does_not():
 def test_everything_is_saved_again_when_memory_is_lost():
     policy = Pec(operators(), Every(1))
     take(policy, 1)
-    policy.found(in_memory=False, in_storage=True)
+    policy.on_resume(in_memory=False, in_storage=True)
     assert take(policy, 2).complete and not take(policy, 3).complete
 
 
 def test_everything_goes_to_storage_again_when_the_first_could_not():
     policy = Pec(operators(), Every(1), 2, 1)
     first = take(policy, 1)
-    policy.stored(policy.for_storage(first))
+    policy.on_stored(policy.for_storage(first))
     policy.storage_lost()
     second = take(policy, 2)
     assert second.complete and policy.for_storage(second) is second
-    policy.stored(second)
+    policy.on_stored(second)
     third = take(policy, 3)
     assert not third.complete and not policy.for_storage(third).complete
 
@@ -206,25 +206,25 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been(snapshots, selection, d
         for iteration, load in enumerate(loads, start=first):
             done.append(take(policy, iteration, load))
             done.append(policy.for_storage(done[-1]))
-            policy.stored(done[-1])
+            policy.on_stored(done[-1])
         return done
 
     rows = st.lists(st.integers(0, 99), min_size=5, max_size=5)
     loads = data.draw(st.lists(st.fixed_dictionaries({1: rows, 2: rows}), min_size=12, max_size=12))
     one, other = made(), made()
     go_on(one, 1, loads[:snapshots])
-    one.recovered(data.draw(st.sampled_from([0.0, 0.011, 0.05])))
+    one.on_recovery(data.draw(st.sampled_from([0.0, 0.011, 0.05])))
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert go_on(other, 20, loads[snapshots:]) == go_on(one, 20, loads[snapshots:])
 
 
 def test_a_fault_that_loses_nothing_pins_nothing():
     policy = Pec(operators(experts=16), Every(1), k=4, plt_limit=0.05)
-    policy.recovered(0.0)
+    policy.on_recovery(0.0)
     other = Pec(operators(experts=16), Every(1), k=1, plt_limit=0.05)
     other.load_state_dict(policy.state_dict())
     assert other.k_to_persist == 1
-    policy.recovered(0.04)
+    policy.on_recovery(0.04)
     raised, fixed = (Pec(operators(experts=16), Every(1), k=1, plt_limit=limit) for limit in (0.05, 0.0))
     for one in (raised, fixed):
         one.load_state_dict(policy.state_dict())
@@ -236,13 +236,13 @@ def test_faults_raise_both_numbers():
     policy = Pec(operators(experts=16), Every(1), k=4, k_persist=1, plt_limit=0.05)  # five shares of one percent
     numbers = []
     for plt in (0.009, -0.5, 0.002, 0.01, 0.01, 0.01, 0.01):
-        policy.recovered(plt)
+        policy.on_recovery(plt)
         numbers.append((policy.k_to_snapshot, policy.k_to_persist))
     assert numbers == [(4, 1), (4, 1), (8, 2), (16, 4), (16, 8), (16, 16), (16, 16)]
     take(policy, 1)
     assert take(policy, 2).complete
     fixed = Pec(operators(experts=16), Every(1), k=4, k_persist=1)
-    fixed.recovered(0.9)
+    fixed.on_recovery(0.9)
     assert (fixed.k_to_snapshot, fixed.k_to_persist) == (4, 1)
 
 

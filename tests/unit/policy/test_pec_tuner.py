@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, IntervalTuner, Observed, Transfer
-from moc.policy.adaptive import Limits, Measured, choose
+from moc.policy.adaptive import Measured, TuningLimits, choose
 from moc.policy.interval import PROFILE_BLOCKS, WARM_UP
 from moc.policy.pec import Pec
 from moc.state.detail import Detail
@@ -30,7 +30,7 @@ def machine(compute_s=3.0, iteration_s=4.0, copy=100.0, write=10.0) -> Measured:
 
 def made(interval=None, **settings) -> Pec:
     policy = Pec(OPERATORS, interval or IntervalTuner(), auto=True, mtbf_s=DAY, **settings)
-    policy.sized(busiest)
+    policy.on_sizes(busiest)
     return policy
 
 
@@ -57,9 +57,9 @@ class Trainer:
         stall_s, copied, written = 0.0, Transfer(), Transfer()
         if plan is not None:
             assert self._left_s <= 0, "a snapshot starts while one is on its way to storage"
-            self.policy.taken(plan)
+            self.policy.on_snapshot(plan)
             part = self.policy.for_storage(plan)
-            self.policy.stored(part)
+            self.policy.on_stored(part)
             k = self.sizes[self.iteration] = sum(".expert." in name for name in plan.operators)
             stall_s, copied = at.save_s(k), Transfer(at.busiest[k], at.snapshot_s(k))
             to_storage = sum(".expert." in name for name in part.operators)
@@ -80,7 +80,7 @@ machines = st.builds(
 @given(machines, st.booleans())
 def test_the_choice_is_that_for_the_machine(at, one_level):
     trainer = Trainer(made(one_level=one_level, auto_plt_limit=1.0), at).run(300)
-    choice = choose(at, Limits(1.0, one_level=one_level))
+    choice = choose(at, TuningLimits(1.0, one_level=one_level))
     iterations, sizes = list(trainer.sizes), list(trainer.sizes.values())
     assert sizes[0] == EXPERTS and iterations[0] > WARM_UP + PROFILE_BLOCKS
     assert set(sizes[1:]) <= {choice.k_snapshot} and trainer.policy.k_to_persist == choice.k_persist
@@ -119,7 +119,7 @@ def test_faults_are_heeded():
     policy = made(plt_limit=0.01)
     trainer = Trainer(policy, machine()).run(200)
     assert (policy.k_to_snapshot, policy.k_to_persist) == (2, 1)
-    policy.recovered(0.006)
+    policy.on_recovery(0.006)
     assert policy.k_to_persist == 4 and policy.k_to_snapshot >= 4
     assert set(list(trainer.run(500).sizes.values())[-2:]) == {policy.k_to_snapshot}
 
@@ -128,7 +128,7 @@ def test_a_fault_that_loses_nothing_leaves_the_choice_free():
     policy = made(plt_limit=0.01)
     trainer = Trainer(policy, machine(write=1e6)).run(200)
     assert policy.k_to_persist > 1
-    policy.recovered(0.0)
+    policy.on_recovery(0.0)
     trainer.at = machine()
     trainer.run(400)
     assert policy.k_to_persist == 1

@@ -24,7 +24,7 @@ def run(policy: Sparse, iterations, loads=lambda iteration: None) -> list:
     for iteration in iterations:
         plan = policy.plan(iteration, loads(iteration))
         if plan is not None:
-            policy.taken(plan, loads(iteration))
+            policy.on_snapshot(plan, loads(iteration))
         plans.append(plan)
     return plans
 
@@ -97,7 +97,7 @@ def test_a_small_change_leaves_the_order_alone():
 def test_orders_differ_in_what_they_look_at():
     def least(order, **more):
         policy = Sparse(OPERATORS, None, window=len(OPERATORS), order=order, **more)
-        policy.routed({0: [9, 9, 1, 9], 2: [9, 9, 9, 9]})
+        policy.on_routing({0: [9, 9, 1, 9], 2: [9, 9, 9, 9]})
         loads = {1: {0: [90, 50, 60, 70], 2: [99] * 4}, 2: {0: [91, 150, 160, 170], 2: [199] * 4}}
         run(policy, [1], loads.get)
         return first_experts(policy, 2, loads[2])[0]
@@ -181,7 +181,7 @@ def test_the_last_snapshot_of_a_window_supersedes_what_was_before_it():
 def test_everything_ends_a_window():
     policy = Sparse(OPERATORS, None, window=4)
     run(policy, range(1, 4))
-    policy.taken(policy.everything(3))
+    policy.on_snapshot(policy.everything(3))
     other = Sparse(OPERATORS, None, window=4)
     other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert policy.window_length == other.window_length == 1
@@ -213,7 +213,7 @@ def measured(policy: Sparse, seconds: float, bandwidth: float, iterations: int) 
     for iteration in range(1, iterations + 1):
         plan = policy.plan(iteration)
         if plan is not None:
-            policy.taken(plan)
+            policy.on_snapshot(plan)
         amount = 0 if plan is None else busiest(plan.operators)
         copied = Transfer(amount, amount / bandwidth)
         policy.interval.observe(Observed(2 * seconds, forward_backward_s=seconds, copied=copied))
@@ -223,7 +223,7 @@ def measured(policy: Sparse, seconds: float, bandwidth: float, iterations: int) 
 
 def test_a_window_that_finds_itself():
     policy, dense = Sparse(OPERATORS, None), busiest(dict.fromkeys(NAMES, Detail.FULL))
-    policy.sized(busiest)
+    policy.on_sizes(busiest)
     taken = measured(policy, seconds=1.0, bandwidth=dense / 2, iterations=40)
     assert taken == [False] * (WARM_UP + BLOCK) + [True] * (40 - WARM_UP - BLOCK)
     length = policy.gauges()["sparse_window"]
@@ -231,7 +231,7 @@ def test_a_window_that_finds_itself():
     plans = run(policy, range(41, 41 + 2 * length))
     assert max(busiest(plan.operators) for plan in plans) <= dense / 2
     other = Sparse(OPERATORS, None)
-    other.sized(busiest)
+    other.on_sizes(busiest)
     other.interval.load_state_dict(json.loads(json.dumps(policy.interval.state_dict())))
     other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert other.plan(1) is not None and not other.plan(1).complete
@@ -239,7 +239,7 @@ def test_a_window_that_finds_itself():
 
 def test_a_fast_machine_takes_everything_each_time():
     policy = Sparse(OPERATORS, None)
-    policy.sized(busiest)
+    policy.on_sizes(busiest)
     measured(policy, seconds=1.0, bandwidth=1e12, iterations=30)
     assert policy.gauges()["sparse_window"] == 1 and policy.plan(31).complete
 

@@ -12,16 +12,16 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron.pretraining.config import ConfigError, compose  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
-from megatron.pretraining.session.auto import DRIFT, HOLDS, Auto, changed  # noqa: E402
+from megatron.pretraining.session.auto import DRIFT, HOLDS, AutoPolicy, changed  # noqa: E402
 from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
-from moc.session.resume.survivors import Live, LocalRemains  # noqa: E402
+from moc.session.resume.survivors import LiveState, LocalRemains  # noqa: E402
 from moc.session.tiers import Tiers  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402
-from moc.store.places import LocalPlace  # noqa: E402
+from moc.store.storage import LocalPlace  # noqa: E402
 from moc.store.store import Store  # noqa: E402
 
 MODEL = dict(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=8, moe_ffn_hidden_size=64, seq_length=8)
@@ -52,8 +52,10 @@ class Run:
     def __init__(self, directory, state=None, nodes=("a",), may_replay=True, **flags):
         self.config = compose(MODEL | TRAINING | AUTO | flags)
         self.log = Log(directory)
-        self.auto, self.iteration = Auto(self.config, self.log), 0
-        left = None if state is None else LocalRemains(live=Live(Position(), {"auto": json.loads(json.dumps(state))}))
+        self.auto, self.iteration = AutoPolicy(self.config, self.log), 0
+        left = (
+            None if state is None else LocalRemains(live=LiveState(Position(), {"auto": json.loads(json.dumps(state))}))
+        )
         self._tiers = Tiers(Store(LocalPlace(directory)), None, nodes, True, (0,), None, 2)
         self.in_force = self.auto._chosen(self._tiers, left, first=True).snapshot
         operators = model_operators(model_shape(self.config.network, self.config.moe, 10))
@@ -63,7 +65,7 @@ class Run:
         def busiest(plan):
             return sum(BYTES[detail] * parameters[name] for name, detail in plan.items())
 
-        self.auto.sized(busiest, SimpleNamespace(operators=operators, stages=(0, 0)), lambda: may_replay)
+        self.auto.on_sizes(busiest, SimpleNamespace(operators=operators, stages=(0, 0)), lambda: may_replay)
 
     def train(self, iterations, iteration_s=1.0, copy_s=2.0, write_s=4.0):
         """Whether, and when, it began again under another policy; times are those of a snapshot of everything."""

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from moc.policy import Every, policy_named
 from moc.recovery.carrying import CARRIED, Carrier, file_of_operator
 from moc.recovery.inventory import in_memory, look
-from moc.recovery.sources import MEMORY, Held, recoveries
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.detail import Detail
 from moc.state.operators import Operator, operator_of
 from moc.state.region import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.places import LocalPlace
 from moc.store.regions import Entry, FileLayout, RegionReader, digest_of
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
 EXPERTS, ROWS = 8, 64
@@ -53,7 +53,7 @@ def save(store: Store, iteration: int, operators: dict[str, Detail], ranks: int 
 
 
 def held_of(iteration, operators):
-    return Held(iteration, MEMORY, {name: detail.value for name, detail in operators.items()})
+    return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in operators.items()})
 
 
 def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail]) -> int:
@@ -130,7 +130,7 @@ def test_what_is_carried_is_what_the_next_snapshot_lacks(store, k):
     expert, moved, partial = 2 * ROWS * 2 * 4, [], False
     for iteration in range(1, 2 * EXPERTS):
         plan = policy.plan(iteration)
-        policy.taken(plan)
+        policy.on_snapshot(plan)
         moved.append(take(store, carrier, iteration, dict(plan.operators)) // (expert + 4096))  # files with headers
         partial |= not plan.complete
     if k == EXPERTS:
@@ -185,7 +185,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
         for name in ("replace", "unlink"):
             monkeypatch.setattr(os, name, getattr(os, name))
         monkeypatch.undo()
-        Carrier(store, NAMES).forget()
+        Carrier(store, NAMES).delete()
         return {int(name.split(".")[-1]): of[0] for name, of in newest(store).items() if name in NAMES}
 
     before = {0: 2, 1: 2, 2: 3, 3: 3} | dict.fromkeys(range(4, 8), 1)
@@ -214,7 +214,7 @@ def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     carrier.carry(held_of(2, in_full(0, 1)))
     again = Carrier(store, NAMES)
-    again.forget()
+    again.delete()
     assert CARRIED not in store.place.names(directory_of(1))
     take(store, again, 2, in_full(6, 7))  # other experts than before
     assert newest(store)["layers.0.expert.0"] == (1, 1)

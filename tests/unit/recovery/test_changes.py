@@ -5,7 +5,7 @@ import pytest
 from moc.policy import Every, policy_named
 from moc.recovery.changes import in_storage_alone, is_of, refusal
 from moc.recovery.retention import Experts, experts_staying
-from moc.recovery.sources import BEFORE, MEMORY, STORAGE, Held, recoveries
+from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recoveries
 from moc.state.shape import ModelShape, model_operators
 
 OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256))
@@ -19,9 +19,9 @@ def saved(name, tier, upto):
     policy, held = kind(OPERATORS, Every(1), **settings), []
     for iteration in range(1, upto + 1):
         plan = policy.plan(iteration)
-        policy.taken(plan)
+        policy.on_snapshot(plan)
         details = {operator: detail.value for operator, detail in plan.operators.items()}
-        held.append(Held(iteration, tier, details, name))
+        held.append(AvailableCheckpoint(iteration, tier, details, name))
     return held
 
 
@@ -43,18 +43,24 @@ def test_there_is_a_way_on_or_a_sentence(old, new, tier):
 
 def test_everything_that_a_partial_policy_saved_last_is_no_reason_to_refuse():
     everything = dict.fromkeys((one.name for one in OPERATORS), "full")
-    held = [*saved("pec", STORAGE, 5), Held(6, STORAGE, everything, "pec")]
+    held = [*saved("pec", STORAGE, 5), AvailableCheckpoint(6, STORAGE, everything, "pec")]
     assert refusal(held, POLICIES["full"], 6) is None
 
 
 def test_experts_in_memory_stay_and_newer_ones_make_room():
-    used = [Held(6, STORAGE, {}), Held(4, MEMORY, {}), Held(6, MEMORY, {}), Held(9, MEMORY, {}), Held(8, BEFORE, {})]
+    used = [
+        AvailableCheckpoint(6, STORAGE, {}),
+        AvailableCheckpoint(4, MEMORY, {}),
+        AvailableCheckpoint(6, MEMORY, {}),
+        AvailableCheckpoint(9, MEMORY, {}),
+        AvailableCheckpoint(8, BEFORE, {}),
+    ]
     assert experts_staying(used, in_memory=(), iteration=6) == Experts((4, 6), (9,), (8,))
     assert experts_staying(used, in_memory=(6,), iteration=6) == Experts((4,), (9,), (8,))
 
 
 def test_damage_takes_what_is_damaged():
-    held = Held(3, MEMORY, {"a": "full", "b": "full"})
-    assert held.without({"a"}) == Held(3, MEMORY, {"b": "full"})
+    held = AvailableCheckpoint(3, MEMORY, {"a": "full", "b": "full"})
+    assert held.without({"a"}) == AvailableCheckpoint(3, MEMORY, {"b": "full"})
     assert held.without(None) is held.without({"a", "b"}) is None
     assert held.without({"c"}) is None  # what nobody can name is not tried for ever

@@ -1,7 +1,7 @@
 """What the memory of several nodes holds together."""
 
 from moc.recovery.inventory import Summary, in_memory
-from moc.recovery.sources import MEMORY, Held
+from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.state.operators import Operator
 
 OPERATORS = [Operator("output", "output", None, None, 10), Operator("layers.0.router", "router", 0, None, 6)]
@@ -17,8 +17,8 @@ def full(elements):
 
 def test_all_parts_are_a_whole():
     nodes = [node(1, output=("compute", {"param": 4})), node(2, output=("compute", {"param": 6}))]
-    assert in_memory(nodes, OPERATORS) == [Held(3, MEMORY, {"output": "compute"})]
-    assert in_memory(nodes[:1], OPERATORS) == [Held(3, MEMORY, {})]
+    assert in_memory(nodes, OPERATORS) == [AvailableCheckpoint(3, MEMORY, {"output": "compute"})]
+    assert in_memory(nodes[:1], OPERATORS) == [AvailableCheckpoint(3, MEMORY, {})]
 
 
 def test_what_a_lost_node_had_nothing_of_is_whole_at_each_detail():

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.lost_nodes import Inventory, Part, Restore, to_restore
+from moc.recovery.lost_nodes import NodeInventory, NodePart, Restore, to_restore
 from moc.state.operators import Operator
 
 FILES = {"a": 1, "b": 2, "c": 3}
@@ -16,11 +16,13 @@ FIRST, SECOND = {NAMES[0]: "full", NAMES[1]: "compute", NAMES[2]: "compute"}, di
 
 
 def parts(node, iterations, holding=lambda iteration: EVERYTHING):
-    return tuple(Part(iteration, WRITERS, FILES[node], holding(iteration)) for iteration in iterations)
+    return tuple(NodePart(iteration, WRITERS, FILES[node], holding(iteration)) for iteration in iterations)
 
 
 def has(node, own, holding=lambda iteration: EVERYTHING, **copies):
-    return Inventory(parts(node, own, holding), {other: parts(other, its, holding) for other, its in copies.items()})
+    return NodeInventory(
+        parts(node, own, holding), {other: parts(other, its, holding) for other, its in copies.items()}
+    )
 
 
 def back(nodes, spoilt=(), exact=True):
@@ -50,7 +52,7 @@ def test_two_lost_nodes():
 
 
 def test_parts_of_different_jobs_are_not_mixed():
-    other = Inventory((Part(9, 2, 1, EVERYTHING),), {})
+    other = NodeInventory((NodePart(9, 2, 1, EVERYTHING),), {})
     assert back({"a": other, "b": has("b", [9], a=[9]), "c": has("c", [9])}) == [Restore("a", "b", 9)]
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.plan import Copy, Inventory, plans, reason
-from moc.recovery.sources import MEMORY, STORAGE, Held
+from moc.recovery.plan import JobInventory, RankCopy, plans, reason
+from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
 
 OPERATORS = [Operator("embedding", "embedding", 0, None, 10), Operator("layers.0.expert.0", "expert", 0, 0, 10)]
@@ -14,8 +14,8 @@ ALIKE = dict.fromkeys(NAMES, "same")
 """What two data-parallel ranks hold."""
 
 
-def holds(iteration: int, tier: str = MEMORY, names=NAMES) -> Held:
-    return Held(iteration, tier, dict.fromkeys(names, "full"))
+def holds(iteration: int, tier: str = MEMORY, names=NAMES) -> AvailableCheckpoint:
+    return AvailableCheckpoint(iteration, tier, dict.fromkeys(names, "full"))
 
 
 def sharded(size: int) -> dict:
@@ -23,66 +23,69 @@ def sharded(size: int) -> dict:
     return {rank: dict.fromkeys(NAMES, str(rank)) for rank in range(size)}
 
 
-def first(inventory: Inventory, exact: bool = True, only=None):
+def first(inventory: JobInventory, exact: bool = True, only=None):
     return next(plans(inventory, OPERATORS, exact, only), None)
 
 
 def test_survivors_keep_their_state_and_the_new_worker_loads():
-    plan = first(Inventory([holds(4), holds(5)], {0: 5, 2: 5}, sharded(3)))
+    plan = first(JobInventory([holds(4), holds(5)], {0: 5, 2: 5}, sharded(3)))
     assert plan.iteration == 5 and plan.keep == {0, 2} and plan.way.base.iteration == 5
 
 
 def test_without_a_snapshot_of_their_iteration_all_go_back():
-    plan = first(Inventory([holds(4)], {0: 5, 2: 5}, sharded(3)))
+    plan = first(JobInventory([holds(4)], {0: 5, 2: 5}, sharded(3)))
     assert plan.iteration == 4 and not plan.keep and plan.way is not None
 
 
 def test_a_replica_gives_what_it_has():
-    plan = first(Inventory([holds(4)], {0: 7, 1: 7}, dict.fromkeys(range(3), ALIKE)))
+    plan = first(JobInventory([holds(4)], {0: 7, 1: 7}, dict.fromkeys(range(3), ALIKE)))
     assert plan.iteration == 7 and plan.way is None
-    assert plan.copies == (Copy(NAMES[0], 0, 2), Copy(NAMES[1], 1, 2))  # each of them gives a part
+    assert plan.copies == (RankCopy(NAMES[0], 0, 2), RankCopy(NAMES[1], 1, 2))  # each of them gives a part
 
 
 def test_a_replica_of_half_of_the_state_is_not_enough():
     pieces = {0: ALIKE, 1: ALIKE | {NAMES[1]: "another"}}
-    assert first(Inventory([], {0: 7}, pieces)) is None
-    assert first(Inventory([holds(7, STORAGE)], {0: 7}, pieces)).way is not None
+    assert first(JobInventory([], {0: 7}, pieces)) is None
+    assert first(JobInventory([holds(7, STORAGE)], {0: 7}, pieces)).way is not None
 
 
 def test_memory_before_replicas_before_storage():
     live, pieces = {0: 7}, dict.fromkeys(range(2), ALIKE)
-    assert first(Inventory([holds(7, MEMORY)], live, pieces)).way is not None
-    assert first(Inventory([holds(7, STORAGE)], live, pieces)).way is None
+    assert first(JobInventory([holds(7, MEMORY)], live, pieces)).way is not None
+    assert first(JobInventory([holds(7, STORAGE)], live, pieces)).way is None
 
 
 def test_whoever_has_not_seen_the_vote_rolls_forward_to_a_replica():
-    plan = first(Inventory([holds(6)], {0: 7, 1: 6}, dict.fromkeys(range(3), ALIKE)))
+    plan = first(JobInventory([holds(6)], {0: 7, 1: 6}, dict.fromkeys(range(3), ALIKE)))
     assert plan.iteration == 7 and plan.keep == {0} and {copy.target for copy in plan.copies} == {1, 2}
 
 
 def test_whoever_has_seen_it_goes_back_where_there_is_none():
-    plan = first(Inventory([holds(6)], {0: 7, 1: 6}, sharded(3)))
+    plan = first(JobInventory([holds(6)], {0: 7, 1: 6}, sharded(3)))
     assert plan.iteration == 6 and plan.keep == {1} and plan.way is not None
 
 
 def test_nobody_is_lost():
-    plan = first(Inventory([], {0: 7, 1: 7}, sharded(2)))
+    plan = first(JobInventory([], {0: 7, 1: 7}, sharded(2)))
     assert (plan.iteration, plan.keep, plan.copies, plan.way) == (7, {0, 1}, (), None)
 
 
 @pytest.mark.parametrize("exact, only", [(False, None), (True, 4)])
 def test_live_state_is_left_alone(exact, only):
     """Of partial snapshots, whose losses are counted by checkpoints; and where the user names an iteration."""
-    plan = first(Inventory([holds(4)], {0: 5, 1: 5}, sharded(2)), exact, only)
+    plan = first(JobInventory([holds(4)], {0: 5, 1: 5}, sharded(2)), exact, only)
     assert plan.iteration == 4 and not plan.keep
 
 
 def test_what_is_missing_is_named():
-    assert reason(Inventory([]), OPERATORS) == "there is none"
+    assert reason(JobInventory([]), OPERATORS) == "there is none"
     assert (
-        reason(Inventory([holds(4), holds(5, names=NAMES[:1])]), OPERATORS) == "that of iteration 5 lacks " + NAMES[1]
+        reason(JobInventory([holds(4), holds(5, names=NAMES[:1])]), OPERATORS)
+        == "that of iteration 5 lacks " + NAMES[1]
     )
-    assert "weights or moments" in reason(Inventory([Held(5, STORAGE, dict.fromkeys(NAMES, "compute"))]), OPERATORS)
+    assert "weights or moments" in reason(
+        JobInventory([AvailableCheckpoint(5, STORAGE, dict.fromkeys(NAMES, "compute"))]), OPERATORS
+    )
 
 
 @st.composite
@@ -94,7 +97,7 @@ def inventories(draw):
     )
     live = draw(st.dictionaries(st.integers(0, size - 1), st.integers(1, 4), max_size=size))
     named = st.fixed_dictionaries({name: st.sampled_from("ab") for name in NAMES})
-    return Inventory(held, live, {rank: draw(named) for rank in range(size)})
+    return JobInventory(held, live, {rank: draw(named) for rank in range(size)})
 
 
 @settings(deadline=None, max_examples=300)

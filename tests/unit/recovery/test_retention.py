@@ -4,7 +4,7 @@ import pytest
 
 from moc.policy.plan import SnapshotPlan
 from moc.recovery.retention import Staying, staying
-from moc.recovery.sources import MEMORY, STORAGE, Held
+from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -14,7 +14,7 @@ TURNS = [{"a": "full", "b": "compute", "c": "compute"}, {"b": "full", "c": "comp
 
 def held(*iterations, tier=MEMORY):
     """Snapshots of windows of three, which begin with 1, 4, ..."""
-    return [Held(iteration, tier, TURNS[(iteration - 1) % 3]) for iteration in iterations]
+    return [AvailableCheckpoint(iteration, tier, TURNS[(iteration - 1) % 3]) for iteration in iterations]
 
 
 def under_way(start, upto):
@@ -32,7 +32,7 @@ def stays(there, iteration, plans=(), tier=MEMORY):
 def test_at_the_end_of_a_window_nothing_else_stays():
     assert stays(held(1, 2, 3, 4, 5, 6, 7), 6) == Staying(6, (4, 5, 6))
     assert stays(held(1, 2, 3, 4, 5, 6, 7), 3) == Staying(3, (1, 2, 3))
-    assert stays([Held(7, MEMORY, dict.fromkeys("abc", "full")), *held(4, 5, 6)], 7) == Staying(7, (7,))
+    assert stays([AvailableCheckpoint(7, MEMORY, dict.fromkeys("abc", "full")), *held(4, 5, 6)], 7) == Staying(7, (7,))
     assert stays([], 7) == Staying(goes_on=False)
 
 
@@ -46,7 +46,7 @@ def test_the_snapshot_of_where_the_run_is_can_be_taken_again():
     plans = under_way(7, 8)
     assert stays(held(4, 5, 6, 7), 8, plans) == Staying(6, (4, 5, 6, 7), again=plans[-1])
     assert stays(held(4, 5, 6), 7, plans[:1]) == Staying(6, (4, 5, 6), again=plans[0])
-    partly = Held(8, MEMORY, {"b": "full"})  # a node is lost, and with it what it had of an operator
+    partly = AvailableCheckpoint(8, MEMORY, {"b": "full"})  # a node is lost, and with it what it had of an operator
     assert stays([*held(4, 5, 6, 7), partly], 8, plans) == Staying(6, (4, 5, 6, 7), again=plans[-1])
 
 

@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.logs.crossings import Pipeline
-from moc.recovery.plan import Inventory, plans
+from moc.recovery.plan import JobInventory, plans
 from moc.recovery.scope import Logs, Replayed, scope
-from moc.recovery.sources import STORAGE, Held
+from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
 
 OPERATORS = [Operator("embedding", "embedding", 0, None, 10), Operator("layers.0.expert.0", "expert", 0, 0, 10)]
 NAMES = tuple(operator.name for operator in OPERATORS)
-FIRST = Held(5, STORAGE, {NAMES[0]: "full", NAMES[1]: "compute"})
-WINDOW = [FIRST, Held(6, STORAGE, {NAMES[1]: "full"})]
+FIRST = AvailableCheckpoint(5, STORAGE, {NAMES[0]: "full", NAMES[1]: "compute"})
+WINDOW = [FIRST, AvailableCheckpoint(6, STORAGE, {NAMES[1]: "full"})]
 NEWEST = 8
 
 
@@ -30,8 +30,8 @@ def logs(pipeline: Pipeline, width: int = 1, **more) -> Logs:
     return Logs(stages, feeds, kept, **{"records": range(1, NEWEST + 1)} | more)
 
 
-def inventory(live: dict, of: Logs, held=WINDOW) -> Inventory:
-    return Inventory(held, live, {rank: dict.fromkeys(NAMES, str(rank)) for rank in of.stages}, of)
+def inventory(live: dict, of: Logs, held=WINDOW) -> JobInventory:
+    return JobInventory(held, live, {rank: dict.fromkeys(NAMES, str(rank)) for rank in of.stages}, of)
 
 
 def first(*args, **kwargs):

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.sources import COMPUTE, MASTER, MEMORY, MOMENTS, PARTS, STORAGE, Held, needed, recoveries
+from moc.recovery.sources import (
+    COMPUTE,
+    MASTER,
+    MEMORY,
+    MOMENTS,
+    PARTS,
+    STORAGE,
+    AvailableCheckpoint,
+    needed,
+    recoveries,
+)
 from moc.state.operators import Operator
 
 DENSE = ("embedding", "layers.0.router", "output")
@@ -20,10 +30,10 @@ def operator(name: str) -> Operator:
 OPERATORS = [operator(name) for name in (*DENSE, *EXPERTS)]
 
 
-def holds(iteration: int, tier: str = STORAGE, experts=range(4), dense=True, detail="full") -> Held:
+def holds(iteration: int, tier: str = STORAGE, experts=range(4), dense=True, detail="full") -> AvailableCheckpoint:
     """A checkpoint with all that is not an expert, if wanted, and some experts."""
     names = [*(DENSE if dense else ()), *(EXPERTS[e] for e in experts)]
-    return Held(iteration, tier, dict.fromkeys(names, detail))
+    return AvailableCheckpoint(iteration, tier, dict.fromkeys(names, detail))
 
 
 def experts_from(recovery) -> list[tuple[int, str]]:
@@ -69,7 +79,7 @@ def test_figure_8_of_moc_system():
 
 def test_the_base_is_what_every_node_can_read():
     """A node is lost; what is left in memory has all of some operators, and storage has the same iteration."""
-    left = Held(20, MEMORY, {DENSE[0]: "full", EXPERTS[3]: "full"})
+    left = AvailableCheckpoint(20, MEMORY, {DENSE[0]: "full", EXPERTS[3]: "full"})
     for exact in (True, False):
         way = next(recoveries([left, holds(20)], OPERATORS, exact))
         assert way.sources[DENSE[0], MASTER].key == (20, MEMORY) and way.base.key == (20, STORAGE)
@@ -88,9 +98,9 @@ def test_weights_and_moments_may_come_from_different_checkpoints():
     assert way.sources[EXPERTS[1], MOMENTS].key == (20, MEMORY)
 
 
-def sparse(iteration: int, full, compute=(), tier: str = STORAGE) -> Held:
+def sparse(iteration: int, full, compute=(), tier: str = STORAGE) -> AvailableCheckpoint:
     """A checkpoint of a window."""
-    return Held(iteration, tier, dict.fromkeys(full, "full") | dict.fromkeys(compute, "compute"))
+    return AvailableCheckpoint(iteration, tier, dict.fromkeys(full, "full") | dict.fromkeys(compute, "compute"))
 
 
 FIRST, SECOND, THIRD = EXPERTS[:2], EXPERTS[2:], DENSE
@@ -127,7 +137,7 @@ def test_the_newest_window_and_dense_checkpoints_together():
     assert [way.iteration for way in recoveries(FIGURE_8 + later, OPERATORS, exact=True, only=12)] == [12]
 
 
-def _parts(held: Held):
+def _parts(held: AvailableCheckpoint):
     return ([name for name, detail in held.operators.items() if detail == kind] for kind in ("full", "compute"))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.runtime.hangs import CAPS, FACTOR, FLOOR_S, Limits, limit, parse_caps
+from moc.runtime.hangs import CAPS, FACTOR, FLOOR_S, HangLimits, limit, parse_caps
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_mistake_in_caps_is_named(text, complaint):
 
 
 def test_what_takes_as_long_each_time_is_learned_and_the_rest_is_not():
-    limits = Limits(dict(CAPS))
+    limits = HangLimits(dict(CAPS))
     limits.learn({"step": 30.0, "save": 0.1, "setup": 1.0})
     limits.learn({"step": 8.0})
     assert limits.of("step", waits=False) == 300.0
@@ -43,7 +43,7 @@ def test_what_takes_as_long_each_time_is_learned_and_the_rest_is_not():
 
 
 def test_who_waits_for_others_has_the_time_of_what_they_may_be_in():
-    limits = Limits(CAPS | {"save": 5000.0})
+    limits = HangLimits(CAPS | {"save": 5000.0})
     limits.learn({"step": 1.0})
     assert limits.of("step", waits=True) == 5000.0
     assert limits.of("a section of somebody's own", waits=False) == 5000.0

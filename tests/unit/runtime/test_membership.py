@@ -18,7 +18,7 @@ from moc.runtime.membership import (
     Go,
     Kill,
     Membership,
-    Start,
+    StartWorker,
     Worker,
 )
 
@@ -29,7 +29,7 @@ def begun(size=SIZE, per_node=PER_NODE, max_restarts=1000):
     membership, orders = Membership(size, per_node, max_restarts), []
     for node in range(size // per_node):
         orders += membership.joined(node)
-    return membership, [order.worker for order in orders if isinstance(order, Start)]
+    return membership, [order.worker for order in orders if isinstance(order, StartWorker)]
 
 
 def running(**how):
@@ -65,7 +65,7 @@ def test_who_builds_in_step_with_a_lost_one_is_replaced_too():
         membership.here(name, 0)
     orders = membership.ended(names[0], -9)
     assert [order.worker for order in orders if isinstance(order, Kill)] == names[1:]
-    assert [order.rank for order in orders if isinstance(order, Start) and order.together] == [0, 1, 2, 3]
+    assert [order.rank for order in orders if isinstance(order, StartWorker) and order.together] == [0, 1, 2, 3]
     assert membership.ended(names[1], -9) == []  # it was told to die
 
 
@@ -86,7 +86,7 @@ def test_a_node_that_is_lost_is_waited_for():
     assert orders == [Abort(1, "node 1 is lost")]
     assert [membership.here(name, 1) for name in names[:2]] == [[], []]
     orders = membership.joined(1)
-    assert [order.rank for order in orders if isinstance(order, Start)] == [2, 3]
+    assert [order.rank for order in orders if isinstance(order, StartWorker)] == [2, 3]
 
 
 def test_a_spare_takes_the_place_of_a_lost_node_and_that_one_becomes_a_spare():
@@ -103,7 +103,7 @@ def test_a_spare_that_comes_late_takes_the_place_of_a_lost_node():
     membership, names = running()
     membership.left(1)
     assert membership.waits_for() == [1]
-    assert [order.node for order in membership.joined(2) if isinstance(order, Start)] == [2, 2]
+    assert [order.node for order in membership.joined(2) if isinstance(order, StartWorker)] == [2, 2]
 
 
 def test_a_spare_does_not_take_the_place_of_a_node_that_is_yet_to_come():
@@ -171,7 +171,7 @@ def test_memory_stays_if_the_job_goes_on_or_does_not_end_well():
     assert membership.ended(names[1], 3, "", "/dev/shm/moc-0/run")[0].gives_back is None
     membership, names = running()
     membership.ended(names[0], 0, "", "/dev/shm/moc-0/run")
-    starts = [order for order in membership.ended(names[1], -9) if isinstance(order, Start)]
+    starts = [order for order in membership.ended(names[1], -9) if isinstance(order, StartWorker)]
     membership.left(1)
     assert starts and membership.gives_up("nobody has come")[0] == membership.end
     assert membership.end.code == SAVED and membership.end.gives_back is None
@@ -230,7 +230,7 @@ def test_a_controller_that_is_started_again_learns_what_it_must_know():
     told = [Worker(f"5.{rank}", rank // PER_NODE, rank, True, True, here=5, met=5) for rank in range(SIZE)]
     assert membership.joined(1, told[2:], 5) == [] == membership.joined(0, told[:2], 5)
     assert membership.running and membership.generation == 5
-    assert [type(order) for order in membership.ended("5.3", -9)] == [Abort, Start]
+    assert [type(order) for order in membership.ended("5.3", -9)] == [Abort, StartWorker]
 
 
 def test_whom_an_earlier_controller_may_not_have_told_to_go_begins_a_generation():
@@ -278,7 +278,7 @@ def test_who_is_lost_when_others_are_done_brings_them_back():
     membership, names = running()
     membership.ended(names[0], 0)
     orders = membership.ended(names[1], -9)
-    assert [order.rank for order in orders if isinstance(order, Start)] == [0, 1]
+    assert [order.rank for order in orders if isinstance(order, StartWorker)] == [0, 1]
 
 
 def test_who_loses_connections_again_and_again_ends_the_job():
@@ -379,7 +379,7 @@ class Job(RuleBasedStateMachine):
     def obey(self, orders):
         self.kept = json.loads(json.dumps(self.membership.state_dict()))
         for order in orders:
-            if isinstance(order, Start):
+            if isinstance(order, StartWorker):
                 taken = {w.rank for node in self.connected for w in self.agents[node].values()}
                 assert order.rank not in taken and order.worker not in self.names
                 assert order.node == self.membership.places.filler(order.rank // PER_NODE)

@@ -41,13 +41,13 @@ def test_another_tier_has_no_peers():
 
 
 def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
-    monkeypatch.delenv(environment.KEEPER, raising=False)
+    monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     with pytest.raises(SettingsError, match="python -m moc.launch"):
         join_peers(PEERS, tiers("0", "1"), FULL, Said(), again=False)
 
 
 def test_one_node_has_no_peers_and_that_is_said_once(monkeypatch):
-    monkeypatch.setenv(environment.KEEPER, "unix:nowhere")
+    monkeypatch.setenv(environment.REPLICA_SERVER, "unix:nowhere")
     said = Said()
     for again in (False, True):
         assert join_peers(PEERS, tiers("0", "0"), FULL, said, again) is None

@@ -12,7 +12,7 @@ from moc.state.fragments import Fragment
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 TORN = {5: {"output": Detail.FULL}, 6: {"output": Detail.FULL}}

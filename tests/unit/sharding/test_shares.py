@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.sharding import RULES, SCHEMES, Scheme, ShardingError
-from moc.sharding.shares import Holding, Part, Stage, describe, pack, share_of, shares, unpack
+from moc.sharding.shares import ByteRange, Holding, StageHoldings, describe, pack, share_of, shares, unpack
 from tests.unit.sharding.fragment_worlds import (
     NAMES,
     SLOTS,
@@ -36,7 +36,7 @@ def told(world: World) -> dict[int, list[Holding]]:
 @settings(max_examples=60, deadline=None)
 @given(worlds(), plans())
 def test_every_element_is_saved_once_with_its_value(world, plan):
-    stage = Stage(told(world))
+    stage = StageHoldings(told(world))
     for scheme in {*EVERY_SCHEME, *SCHEMES.values()}:
         parts = shares(stage, plan, scheme)
         assert set(parts) <= set(world.ranks)
@@ -68,14 +68,14 @@ def test_every_rank_finds_the_same(world, plan, scheme):
     here = told(world)
     elsewhere = {rank: unpack(pack(holdings)) for rank, holdings in reversed(here.items())}
     backwards = dict(reversed(plan.items()))
-    assert shares(Stage(here), plan, scheme) == shares(Stage(elsewhere), backwards, scheme)
+    assert shares(StageHoldings(here), plan, scheme) == shares(StageHoldings(elsewhere), backwards, scheme)
 
 
 @settings(max_examples=30, deadline=None)
 @given(worlds(), plans())
 def test_a_rank_saves_as_many_bytes_as_the_rules_counted(world, plan):
     """So what ZeRO gives to one rank alone is load to them."""
-    stage, scheme = Stage(told(world)), SCHEMES["AE+AN"]
+    stage, scheme = StageHoldings(told(world)), SCHEMES["AE+AN"]
     items, counted = stage.items(plan), dict.fromkeys(world.ranks, 0)
     for item in items:
         if stage.copy(item, plan[item.operator]) is None:
@@ -106,7 +106,7 @@ FULL = {"layers.0.attention": Detail.FULL}
 
 
 def test_slices_and_what_is_not_sliced_are_items_with_the_holders_of_their_own():
-    items = Stage(told(world(tp=2, dp=2))).items(FULL)
+    items = StageHoldings(told(world(tp=2, dp=2))).items(FULL)
     assert {(i.slice, i.nbytes, i.holders) for i in items} == {
         (None, 6 * 12, (0, 1, 2, 3)), (0, 1500 * 12, (0, 2)), (1, 1500 * 12, (1, 3))
     }  # fmt: skip
@@ -115,12 +115,12 @@ def test_slices_and_what_is_not_sliced_are_items_with_the_holders_of_their_own()
 
 def test_a_large_operator_is_cut_and_the_parts_of_a_rank_are_joined():
     here = world(dp=2)
-    parts = shares(Stage(told(here)), FULL, SCHEMES["EE+EN"])
+    parts = shares(StageHoldings(told(here)), FULL, SCHEMES["EE+EN"])
     by_rank = [share_of(here.fragments(rank, FULL), parts[rank]) for rank in (0, 1)]
     assert abs(nbytes(by_rank[0]) - nbytes(by_rank[1])) <= 4096 + 12
     for mine in by_rank:  # an element's master and moments stay together
         assert len({tuple((f.name, f.region) for f in mine if f.slot == slot) for slot in SLOTS[Detail.FULL]}) == 1
-    everything = shares(Stage(told(here)), FULL, SCHEMES["baseline"])
+    everything = shares(StageHoldings(told(here)), FULL, SCHEMES["baseline"])
     whole = share_of(here.fragments(0, FULL), everything[0])
     assert [f.region for f in whole if f.slot == "master"] == [
         f.region for name in (NORM, ATTENTION) for f in here.fragments(0, FULL) if (f.name, f.slot) == (name, "master")
@@ -144,17 +144,17 @@ def test_only_copies_on_the_first_stage_that_holds_any_are_candidates(sharded):
 def test_holdings_that_do_not_fit_together_are_refused():
     everyone = told(world(tp=2))
     with pytest.raises(ShardingError, match=r"layers.0.attention does not fit together .*18000 of 36000 bytes"):
-        Stage({rank: everyone[rank] for rank in (0, 2)})  # the first slice alone
+        StageHoldings({rank: everyone[rank] for rank in (0, 2)})  # the first slice alone
     other = told(world(tp=1))
     with pytest.raises(ShardingError, match="layers.0.attention does not fit together"):
-        Stage({0: other[0], 1: [h._replace(copy="something else") for h in other[1]]})
+        StageHoldings({0: other[0], 1: [h._replace(copy="something else") for h in other[1]]})
 
 
 def test_a_part_of_what_was_not_described_is_refused():
     fragments = world().fragments(0, FULL)
     with pytest.raises(ShardingError, match="part of layers.9.mlp which is not among its fragments"):
-        share_of(fragments, [Part("layers.9.mlp", "abc", 0, 8)])
-    parts = shares(Stage(told(world())), FULL, SCHEMES["baseline"])[0]
+        share_of(fragments, [ByteRange("layers.9.mlp", "abc", 0, 8)])
+    parts = shares(StageHoldings(told(world())), FULL, SCHEMES["baseline"])[0]
     with pytest.raises(ShardingError, match="not among its fragments"):
         share_of(world().fragments(0, {"layers.0.attention": Detail.COMPUTE}), parts)
 
@@ -164,11 +164,11 @@ def test_the_order_of_items_does_not_depend_on_the_way_of_the_holdings():
     biases = [Holding(f"layers.{n}.router", "full", "weights", f"copy {n}", 4, 4) for n in (1, 2)]
     here = {0: [Holding("layers.2.router", "full", "optimizer", "", 8, 0), *biases], 1: biases}
     plan = {f"layers.{n}.router": Detail.FULL for n in (1, 2)}
-    items = Stage(here).items(plan)
-    assert items == Stage({rank: unpack(pack(holdings)) for rank, holdings in here.items()}).items(plan)
+    items = StageHoldings(here).items(plan)
+    assert items == StageHoldings({rank: unpack(pack(holdings)) for rank, holdings in here.items()}).items(plan)
     assert [item.operator for item in items if item.slot == "weights"] == ["layers.1.router", "layers.2.router"]
 
 
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ShardingError, match="no sharding rule 'x': choose one of .*adaptive.*, baseline.*, equal"):
-        shares(Stage(told(world())), FULL, Scheme("equal", "x"))
+        shares(StageHoldings(told(world())), FULL, Scheme("equal", "x"))

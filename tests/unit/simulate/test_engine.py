@@ -10,19 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.simulate.closed_form import expected_ettr
-from moc.simulate.engine import Job, _Run, simulate
+from moc.simulate.engine import SimulatedJob, _Run, simulate
 from moc.simulate.failures import Event, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.saving import Saving, Strategy
+from moc.simulate.policy_costs import PolicyCosts, Strategy
 from tests.unit.simulate.setups import small_setup
 
-DENSE = Saving("full", interval=10, restart_s=5, replay_s=1)
-WINDOW = Saving("sparse", 4, lag=4, restart_s=2, replay_s=0.5, conversion_s=0.4, conversion=4, local=True)
+DENSE = PolicyCosts("full", interval=10, restart_s=5, replay_s=1)
+WINDOW = PolicyCosts("sparse", 4, lag=4, restart_s=2, replay_s=0.5, conversion_s=0.4, conversion=4, local=True)
 
 
-def run(saving: Saving, *events: Event, wall_s: float = 100, **job):
+def run(saving: PolicyCosts, *events: Event, wall_s: float = 100, **job):
     trace = events or (Event(10**9, lost=1),)
-    return simulate(Job(**{"iteration_s": 1.0, "nodes": 4, "wall_s": wall_s, **job}), Faults(trace=trace), saving)
+    return simulate(
+        SimulatedJob(**{"iteration_s": 1.0, "nodes": 4, "wall_s": wall_s, **job}), Faults(trace=trace), saving
+    )
 
 
 def assert_adds_up(result):
@@ -72,7 +74,7 @@ def test_stages_beside_each_other_start_over_together_and_others_replay_at_the_s
     trace = Faults(trace=(first, second, Event(12.5, lost=1)))
     found = set()
     for seed in range(30):
-        state = _Run(Job(1.0, nodes=4, stages=8, wall_s=13, seed=seed), trace, Strategy(WINDOW))
+        state = _Run(SimulatedJob(1.0, nodes=4, stages=8, wall_s=13, seed=seed), trace, Strategy(WINDOW))
         while state.now < 13:
             state.step()
         found.add(len(state.segments))
@@ -82,7 +84,7 @@ def test_stages_beside_each_other_start_over_together_and_others_replay_at_the_s
 
 
 def test_more_nodes_at_once_than_memory_survives_come_back_from_storage():
-    storage = Saving("full", interval=25, restart_s=20, replay_s=1)
+    storage = PolicyCosts("full", interval=25, restart_s=20, replay_s=1)
     saving = dataclasses.replace(WINDOW, survives=2, beyond=storage)
     assert run(saving, Event(31.0, lost=2)).replayed == 31 - 24
     far = run(saving, Event(31.0, lost=3))
@@ -90,7 +92,7 @@ def test_more_nodes_at_once_than_memory_survives_come_back_from_storage():
 
 
 def test_while_everybody_replays_one_more_failure_makes_all_of_them_start_over():
-    storage = Saving("full", interval=25, restart_s=20, replay_s=1)
+    storage = PolicyCosts("full", interval=25, restart_s=20, replay_s=1)
     saving = dataclasses.replace(WINDOW, survives=2, beyond=storage)
     result = run(saving, Event(31.0, lost=3), Event(54.0, lost=1))
     assert result.recovery_s == pytest.approx(20 + 3 + 20 + 6) and result.failures == 2
@@ -104,12 +106,12 @@ def test_without_spares_the_job_waits_for_a_node():
 
 
 def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
-    elastic = Saving("elastic", interval=1, restart_s=5, replay_s=1, elastic=1)
+    elastic = PolicyCosts("elastic", interval=1, restart_s=5, replay_s=1, elastic=1)
     result = run(elastic, Event(20.0, lost=1), Event(65.0, gained=1), available=4)
     assert result.idle_s == 0 and result.recovery_s == pytest.approx(5 + 5, abs=1.4)
     assert result.samples == pytest.approx(512 * (20 + 40 * 3 / 4 + 30), rel=0.01)
     # A node that comes while it replays from storage does not make it forget that.
-    lost = dataclasses.replace(elastic, beyond=Saving("full", interval=100, restart_s=5, replay_s=1))
+    lost = dataclasses.replace(elastic, beyond=PolicyCosts("full", interval=100, restart_s=5, replay_s=1))
     result = run(lost, Event(20.0, lost=1), Event(30.0, gained=1), available=4)
     assert result.recovery_s == pytest.approx(10 + 5 + 20 - int((30 - 25) * 3 / 4), abs=0.01)
     pairs = dataclasses.replace(elastic, elastic=2)
@@ -118,7 +120,7 @@ def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
 
 def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
     """So a job that goes on with half of its nodes is not as good as one that has all of them."""
-    elastic = Saving("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, elastic=1)
+    elastic = PolicyCosts("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, elastic=1)
     halved = run(elastic, Event(0.0, lost=2), available=4, wall_s=1000)
     whole = run(elastic, wall_s=1000)
     assert whole.slower_s == 0 and whole.useful_s == pytest.approx(1000 / 1.2)
@@ -131,7 +133,7 @@ def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
 
 def test_lost_nodes_come_back_after_repair():
     faults = Faults(trace=(Event(10**9, lost=1),))
-    one = Job(1.0, nodes=4, wall_s=1000, spares=0, repair_s=50, seed=3)
+    one = SimulatedJob(1.0, nodes=4, wall_s=1000, spares=0, repair_s=50, seed=3)
     result = simulate(one, Faults(300.0), DENSE)
     assert result.failures > 1 and result.idle_s == pytest.approx(50 * result.failures, rel=0.4)
     assert simulate(one, faults, DENSE).ettr == 1
@@ -150,7 +152,7 @@ def test_lost_nodes_come_back_after_repair():
 )
 def test_time_is_neither_lost_nor_made(name, mtbf_s, evenly, together, while_training, spares, repair_s, seed):
     setup = small_setup()
-    job = Job(2.0, nodes=4, stages=4, wall_s=20_000, spares=spares, repair_s=repair_s, seed=seed)
+    job = SimulatedJob(2.0, nodes=4, stages=4, wall_s=20_000, spares=spares, repair_s=repair_s, seed=seed)
     faults = Faults(mtbf_s, evenly, together, while_training=while_training)
     result = simulate(job, faults, POLICIES[name](setup, Options(mtbf_s=mtbf_s)))
     assert_adds_up(result)
@@ -167,7 +169,7 @@ def test_time_is_neither_lost_nor_made(name, mtbf_s, evenly, together, while_tra
 def test_traces_add_up_too(name, gaps, changes, available):
     times = itertools.accumulate(gaps)
     events = [Event(at, max(0, -n), max(0, n)) for at, n in zip(times, changes, strict=False)]
-    job = Job(2.0, nodes=4, stages=4, wall_s=20_000, available=available)
+    job = SimulatedJob(2.0, nodes=4, stages=4, wall_s=20_000, available=available)
     result = simulate(job, Faults(trace=tuple(events)), POLICIES[name](small_setup(), Options()))
     assert_adds_up(result)
     assert result.useful_s == pytest.approx(2.0 * result.samples / 512, abs=1e-6)
@@ -176,7 +178,7 @@ def test_traces_add_up_too(name, gaps, changes, available):
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_the_same_seed_gives_the_same_run(name):
     def once(seed):
-        job = Job(2.0, nodes=4, stages=4, seed=seed, spares=2, repair_s=900)
+        job = SimulatedJob(2.0, nodes=4, stages=4, seed=seed, spares=2, repair_s=900)
         return simulate(job, Faults(900.0), POLICIES[name](small_setup(), Options()))
 
     assert once(1) == once(1) != once(2)
@@ -187,7 +189,7 @@ def test_rarer_failures_leave_more_time(name):
     ettr = [
         fmean(
             simulate(
-                Job(2.0, nodes=4, stages=4, seed=seed, wall_s=50_000),
+                SimulatedJob(2.0, nodes=4, stages=4, seed=seed, wall_s=50_000),
                 Faults(mtbf_s),
                 POLICIES[name](small_setup(), Options(mtbf_s=mtbf_s)),
             ).ettr
@@ -202,7 +204,7 @@ def test_rarer_failures_leave_more_time(name):
 def test_without_failures_the_overhead_alone_is_lost(name):
     strategy = POLICIES[name](small_setup(), Options(mtbf_s=900))
     stall_s = strategy.saving.per_iteration_s()
-    result = simulate(Job(2.0, nodes=4), Faults(math.inf), strategy)
+    result = simulate(SimulatedJob(2.0, nodes=4), Faults(math.inf), strategy)
     assert result.ettr == pytest.approx(2 / (2 + stall_s)) and result.failures == 0
     assert result.overhead == pytest.approx(stall_s / 2)
 
@@ -211,7 +213,7 @@ def test_without_failures_the_overhead_alone_is_lost(name):
 def test_failures_in_training_time_come_to_the_closed_form(saving):
     saving = dataclasses.replace(saving, replay_s=saving.replay_s + (0 if saving.local else saving.per_iteration_s()))
     faults = Faults(100.0, while_training=True)
-    ettr = fmean(simulate(Job(1.0, nodes=4, wall_s=200_000, seed=s), faults, saving).ettr for s in range(5))
+    ettr = fmean(simulate(SimulatedJob(1.0, nodes=4, wall_s=200_000, seed=s), faults, saving).ettr for s in range(5))
     assert ettr == pytest.approx(expected_ettr(saving, 1.0, 100.0), abs=0.01)
 
 
@@ -219,7 +221,9 @@ def test_the_work_follows_from_the_failures_alone():
     """So twelve hours of 16,384 GPUs take as long as of 16."""
 
     def steps(iteration_s, nodes):
-        state = _Run(Job(iteration_s, nodes=nodes), Faults(600.0), Strategy(dataclasses.replace(DENSE, restart_s=1)))
+        state = _Run(
+            SimulatedJob(iteration_s, nodes=nodes), Faults(600.0), Strategy(dataclasses.replace(DENSE, restart_s=1))
+        )
         for count in itertools.count():
             if state.now >= state.job.wall_s:
                 return count, state.failures
@@ -232,11 +236,11 @@ def test_the_work_follows_from_the_failures_alone():
 
 def test_k_rises_when_failures_have_cost_its_share():
     options = Options(k=1, plt_limit=0.01, interval=5)
-    result = simulate(Job(2.0, nodes=4), Faults(600.0), POLICIES["pec"](small_setup(), options))
+    result = simulate(SimulatedJob(2.0, nodes=4), Faults(600.0), POLICIES["pec"](small_setup(), options))
     assert result.k > 1 and 0 < result.plt <= 0.01
     assert list(result.ks) == sorted(result.ks) and list(result.plts) == sorted(result.plts)
     fixed = dataclasses.replace(options, dynamic=False)
-    constant = simulate(Job(2.0, nodes=4), Faults(600.0), POLICIES["pec"](small_setup(), fixed))
+    constant = simulate(SimulatedJob(2.0, nodes=4), Faults(600.0), POLICIES["pec"](small_setup(), fixed))
     assert constant.k == 1 and constant.plt > 0.01
     assert constant.saving_s <= result.saving_s
 
@@ -246,12 +250,12 @@ def test_k_rises_when_failures_have_cost_its_share():
 )
 def test_a_job_that_cannot_be_is_refused(change):
     with pytest.raises(ValueError, match="must be above 0|cannot be"):
-        Job(**{"iteration_s": 1.0, **change})
+        SimulatedJob(**{"iteration_s": 1.0, **change})
 
 
 def test_a_trace_in_training_time_names_places_of_the_run():
     places = (Event(27.5, lost=1), Event(28.25, lost=1), Event(0.0, lost=1, after_s=2.0), Event(40.5, lost=1))
-    result = simulate(Job(1.0, nodes=4, wall_s=100), Faults(trace=places, while_training=True), DENSE)
+    result = simulate(SimulatedJob(1.0, nodes=4, wall_s=100), Faults(trace=places, while_training=True), DENSE)
     # In the middle of the 28th iteration; when that is done, and a quarter of the next; 2 s later, while that recovers;
     # and in the middle of the 41st, which is a place behind the checkpoint of 40.
     lost = (0.5 + 5 + 7) + (0.25 + 2 + 5 + 8) + (0.5 + 5)

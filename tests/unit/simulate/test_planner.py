@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from moc.simulate.engine import Job, simulate
+from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
-from moc.simulate.planner import Limits, every_candidate, keeps_to, plan
+from moc.simulate.planner import PlanLimits, every_candidate, keeps_to, plan
 from moc.simulate.policies import POLICIES
 from tests.unit.simulate.setups import small_setup
 
@@ -16,7 +16,7 @@ from tests.unit.simulate.setups import small_setup
 def measured(setup, mtbf_s, found, seeds=2):
     runs = (
         simulate(
-            Job(setup.timing.iteration_s, nodes=4, stages=4, seed=seed, wall_s=100 * mtbf_s),
+            SimulatedJob(setup.timing.iteration_s, nodes=4, stages=4, seed=seed, wall_s=100 * mtbf_s),
             Faults(mtbf_s),
             POLICIES[found.saving.name](setup, found.options),
         )
@@ -40,7 +40,7 @@ def scenario(number):
     setup = small_setup(
         iteration_s, snapshot_s=iteration_s * rng.uniform(0.3, 6), restart_s=rng.choice([0.0, 30.0, 150.0])
     )
-    limits = Limits(exact_only=rng.random() < 0.5, replicas=(rng.choice([1, 2]),))
+    limits = PlanLimits(exact_only=rng.random() < 0.5, replicas=(rng.choice([1, 2]),))
     return setup, rng.choice([600.0, 1800.0, 7200.0]), limits
 
 
@@ -61,14 +61,14 @@ def test_the_choice_is_within_a_point_of_the_best_of_all_settings(number):
 
 def test_only_exact_policies_where_nothing_may_be_lost():
     setup = small_setup()
-    limits = Limits(policies=("full", "pec"))
+    limits = PlanLimits(policies=("full", "pec"))
     assert plan(setup, 600.0, limits).best.saving.name == "pec"
     exact = plan(setup, 600.0, dataclasses.replace(limits, exact_only=True))
     assert exact.best.saving.name == "full" and not exact.others
 
 
 def test_a_limit_on_host_memory_takes_fewer_replicas():
-    setup, limits = small_setup(), Limits(policies=("full",))
+    setup, limits = small_setup(), PlanLimits(policies=("full",))
     two = next(found for found in every_candidate(setup, 600.0, limits) if found.options.replicas == 2)
     found = plan(setup, 600.0, dataclasses.replace(limits, host_bytes=0.9 * two.host_bytes)).best
     assert found.options.replicas == 1
@@ -78,13 +78,13 @@ def test_a_limit_on_host_memory_takes_fewer_replicas():
 
 def test_of_equal_ones_the_one_that_survives_most():
     setup = small_setup(inter_bandwidth=1e15)
-    found = plan(setup, 600.0, Limits(policies=("full",), replicas=(1, 2)))
+    found = plan(setup, 600.0, PlanLimits(policies=("full",), replicas=(1, 2)))
     assert found.best.options.replicas == 2 and found.best.survives == 2
 
 
 def test_a_limit_on_lost_tokens_takes_more_experts():
     setup = small_setup(iteration_s=1.0, snapshot_s=10.0)  # even one expert of each layer does not hide
-    free, limited = (plan(setup, 7200.0, Limits(policies=("pec",), plt=limit)).best for limit in (1.0, 0.01))
+    free, limited = (plan(setup, 7200.0, PlanLimits(policies=("pec",), plt=limit)).best for limit in (1.0, 0.01))
     assert 1 < free.options.k < limited.options.k and free.saving.interval > 1
     assert free.ettr > limited.ettr and limited.plt <= 0.01 < free.plt
 
@@ -94,4 +94,4 @@ def test_the_reason_names_what_decided():
     assert found.best.name in found.reason and found.others[0].name in found.reason
     assert f"{found.best.ettr:.3f}" in found.reason
     with pytest.raises(ValueError, match="no policy 'sparze'"):
-        Limits(policies=("sparze",))
+        PlanLimits(policies=("sparze",))

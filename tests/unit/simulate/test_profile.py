@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moc.simulate.profile import read_profile
-from moc.simulate.ways import Parts
+from moc.simulate.program_recovery import RecoveryCosts
 
 
 def write(path, *events):
@@ -43,7 +43,7 @@ def test_what_a_snapshot_and_a_recovery_take(tmp_path):
     found = read_profile(path)
     assert found.mean_iteration_s == pytest.approx(1.5)  # of 6 to 19; what follows a recovery is no usual iteration
     assert found.usable_s == 0.875
-    assert found.recoveries == ((1, Parts(0.0, 1.5, 0.5, 3.5 - 1.5)),)
+    assert found.recoveries == ((1, RecoveryCosts(0.0, 1.5, 0.5, 3.5 - 1.5)),)
 
 
 def test_where_every_iteration_saves_their_stalls_are_left_out(tmp_path):

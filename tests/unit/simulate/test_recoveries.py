@@ -1,7 +1,7 @@
 """What a recovery was made of, from events."""
 
+from moc.simulate.program_recovery import RecoveryCosts
 from moc.simulate.recoveries import Recovered, faults, fitted, recovered, stretches
-from moc.simulate.ways import Parts
 
 
 def event(kind, time, **fields):
@@ -18,7 +18,7 @@ RESUME = event("resume", 13.0, iteration=8, seconds=1.0)
 START = event("start", 13.25, iteration=8)
 RECOVERY = [KILL, GENERATION, RESUME, START, iteration(9, 15.5)]
 BEFORE, AFTER = [iteration(7, 8.5), iteration(8, 9.5)], [iteration(10, 16.5)]
-FOUND = Parts(detect_s=0.25, regroup_s=1.75, transfer_s=1.0, warm_up_s=1.5)
+FOUND = RecoveryCosts(detect_s=0.25, regroup_s=1.75, transfer_s=1.0, warm_up_s=1.5)
 
 
 def test_a_recovery_is_cut_out_and_taken_apart():
@@ -61,7 +61,7 @@ def test_without_an_injector_the_news_of_the_loss_is_its_moment():
     _, parts = recovered(RECOVERY[1:], 1.0)
     assert parts.detect_s == 0.125 and parts.regroup_s == FOUND.regroup_s
     new = event("generation", 11.5, noticed_s=0.0, met_s=0.25)  # of a first worker that took the lost one's place
-    assert recovered([KILL, new, *RECOVERY[2:]], 1.0).parts == Parts(0.0, 2.0, 1.0, 1.5)
+    assert recovered([KILL, new, *RECOVERY[2:]], 1.0).parts == RecoveryCosts(0.0, 2.0, 1.0, 1.5)
     assert recovered([new, *RECOVERY[2:]], 1.0) is None
 
 
@@ -93,11 +93,11 @@ def test_kills_at_once_are_one_fault():
 
 
 def test_the_mean_of_several_is_a_line_over_what_they_have_lost():
-    other = Parts(0.75, 3.25, 3.0, 2.5, frozen_s=2.0)  # 5 s longer, with two more that were lost
+    other = RecoveryCosts(0.75, 3.25, 3.0, 2.5, frozen_s=2.0)  # 5 s longer, with two more that were lost
     fit = fitted([Recovered(1, FOUND), Recovered(3, other)])
-    assert fit == Parts(0.5, 2.5 - 2.5, 2.0, 2.0, frozen_s=2.0, more_s=2.5)
+    assert fit == RecoveryCosts(0.5, 2.5 - 2.5, 2.0, 2.0, frozen_s=2.0, more_s=2.5)
     assert fitted([Recovered(2, FOUND)] * 2) == FOUND
-    unseen = Parts(detect_s=0.0, regroup_s=2.0, transfer_s=1.0, warm_up_s=1.5)  # the same, and nobody told
+    unseen = RecoveryCosts(detect_s=0.0, regroup_s=2.0, transfer_s=1.0, warm_up_s=1.5)  # the same, and nobody told
     assert fitted([Recovered(1, FOUND), Recovered(1, unseen)]) == FOUND
     less = fitted([Recovered(1, other), Recovered(2, FOUND)])
     assert less.more_s == 0 and less.restart_s == (FOUND.restart_s + other.restart_s) / 2

@@ -262,7 +262,7 @@ def _lacks_before(state: State, setting: Setting, number: int, coming: int) -> b
 
 
 def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, State]]:
-    """The keeper of a node copies what its leader wants, as soon as the node before it has published that."""
+    """The replica server of a node copies what its leader wants, as soon as the node before it has published that."""
     wanted, before = state.ranks[setting.nodes[node][0]].replicating, (node - 1) % len(setting.nodes)
     number = next((taken.number for taken in wanted if taken.number not in state.copies[node]), None)
     files = next((one.files for one in state.manifests[before] if one.number == number), None)

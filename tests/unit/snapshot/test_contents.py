@@ -25,7 +25,7 @@ from moc.sharding.shares import Stage, describe
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 names = {name for both in NAMES.values() for name in both}  # a set: its order follows the seed of hashes

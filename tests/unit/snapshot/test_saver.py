@@ -15,8 +15,8 @@ from moc.state.fragments import Fragment
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
-from moc.store.places import LocalPlace
 from moc.store.regions import LocalBlob, RegionReader, digest_of, read_sources
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 CPU = torch.device("cpu")

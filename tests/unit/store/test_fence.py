@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from moc.store import fence as fences
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError, SupersededError
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from tests.unit.store.test_store import assert_whole, file_parts, publish, saved, written
 from tests.unit.store.turns import Actor, in_turns
@@ -175,7 +175,7 @@ STALLS = """
 import os, signal, sys
 from moc.store import durable
 from moc.store.claims import Claim
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.unit.store.test_store import publish
 replace = os.replace
@@ -214,7 +214,7 @@ def test_a_process_that_is_stopped_between_look_and_rename_publishes_nothing(pri
 LIVES = """
 import sys, time
 from moc.store.claims import Claim
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 place = LocalPlace(sys.argv[1], claim=Claim(sys.argv[2], (0, int(sys.argv[3]))))
 place.lock()
 print("has it", flush=True)

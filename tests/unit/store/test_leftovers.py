@@ -7,8 +7,8 @@ import pytest
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import give_back
-from moc.store.places import LocalPlace
 from moc.store.runs import Run, record_run
+from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_home, memory_of_run, memory_place
 from tests.unit.store.test_store import saved

@@ -9,7 +9,7 @@ import pytest
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
 from moc.store.objects import ObjectPlace
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 
 ROOT = Path(__file__).parents[3]
 

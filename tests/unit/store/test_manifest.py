@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry, Part, merge
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport, merge
 
 COUNT = st.integers(0, 2**62)
 NAME = st.text(max_size=12)
@@ -41,9 +41,9 @@ def test_what_is_written_is_read(manifest):
     assert Manifest.from_json(manifest.to_json(), "manifest.json") == manifest
 
 
-@given(st.builds(Part, NAME, st.builds(FileEntry, COUNT, COUNT, NAME), OPERATORS))
+@given(st.builds(RankReport, NAME, st.builds(FileEntry, COUNT, COUNT, NAME), OPERATORS))
 def test_what_a_rank_says_is_read(part):
-    assert Part.from_json(part.to_json()) == part
+    assert RankReport.from_json(part.to_json()) == part
 
 
 @pytest.mark.parametrize("character", ["0", "9", "a", '"', "{", "}", ",", "\\", "é", "\0"])
@@ -103,7 +103,7 @@ def test_sizes_and_completeness():
 
 
 def part(rank, **operators):
-    return Part(f"rank_{rank}", FileEntry(rank, 1, "aa"), operators)
+    return RankReport(f"rank_{rank}", FileEntry(rank, 1, "aa"), operators)
 
 
 def test_parts_add_up():

@@ -4,7 +4,7 @@ import pytest
 
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, OperatorEntry, Part
+from moc.store.manifest import FileEntry, OperatorEntry, RankReport
 from moc.store.publish import assemble, joined
 
 EXPERT = Operator("layers.0.expert.1", "expert", 0, 1, parameters=10)
@@ -14,7 +14,7 @@ FULL = {"master": 5, "exp_avg": 5, "exp_avg_sq": 5}
 
 def part(rank, **entries):
     named = {"expert": EXPERT.name, "router": ROUTER.name}
-    return Part(f"rank_{rank}", FileEntry(4, 2, "aa"), {named[name]: entry for name, entry in entries.items()})
+    return RankReport(f"rank_{rank}", FileEntry(4, 2, "aa"), {named[name]: entry for name, entry in entries.items()})
 
 
 def full(**elements):

@@ -13,9 +13,9 @@ import torch
 from moc.state.region import Region
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry, Part
-from moc.store.places import LocalPlace
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport
 from moc.store.regions import DamagedRegionError, FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.unit.store.kills import kills
 
@@ -35,7 +35,9 @@ def file_parts(iteration, rank):
     layout, data = FileLayout([tensor.entry]), bytes_of(tensor.values)
     header = layout.header([digest_of(data)])
     operators = {"output": OperatorEntry("full", iteration, {"master": tensor.values.numel()})}
-    return [header, data], Part(file_of(rank), FileEntry(layout.nbytes, len(header), digest_of(header)), operators)
+    return [header, data], RankReport(
+        file_of(rank), FileEntry(layout.nbytes, len(header), digest_of(header)), operators
+    )
 
 
 def slowly(parts):

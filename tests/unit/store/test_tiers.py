@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from moc.store.errors import CheckpointError
-from moc.store.places import LocalPlace
 from moc.store.runs import begin_run, run_of
+from moc.store.storage import LocalPlace
 from moc.store.tiers import memory_found, memory_of_other_runs, memory_place
 from tests.unit.store.turns import in_turns
 

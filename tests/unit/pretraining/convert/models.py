@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-from megatron.pretraining.convert.contents import Contents, Facts, whole_of
+from megatron.pretraining.convert.contents import ConvertedState, Facts, whole_of
 from moc.inspect.coverage import operator_or_other
 from moc.state.region import Region
 from moc.store.regions import Entry
@@ -46,7 +46,7 @@ def shapes(hidden: int = HIDDEN, width: int = WIDTH, layers: int = LAYERS) -> di
     return found | {"decoder.final_layernorm.weight": (hidden,), "output_layer.weight": (VOCABULARY, hidden)}
 
 
-class Model(Contents):
+class Model(ConvertedState):
     """Contents whose values are made when they are asked for.
 
     Args:
@@ -73,7 +73,7 @@ class Model(Contents):
         self.operators = {name: ("full", (steps or {}).get(name, 2)) for name in names}
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`Contents`."""
+        """See :class:`ConvertedState`."""
         shape = next(tensor.global_shape for tensor in self.tensors if tensor.name == name)
         seed = torch.Generator().manual_seed(zlib.crc32(f"{name} {slot}".encode()))
         return torch.randn(shape, generator=seed)[region.slices()].contiguous()

@@ -14,7 +14,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from megatron.pretraining.checkpoint.contents import shape as shape_of  # noqa: E402
 from megatron.pretraining.config import compose  # noqa: E402
-from megatron.pretraining.convert.names import Place, extra_states, stacks_layers, stock_places, unpartitioned_places  # noqa: E402
+from megatron.pretraining.convert.names import (  # noqa: E402
+    StockPlace,
+    extra_states,
+    stacks_layers,
+    stock_places,
+    unpartitioned_places,
+)
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.state.region import Region  # noqa: E402
@@ -69,7 +75,7 @@ def described(model) -> tuple[dict[tuple, tuple], set[str]]:
                 continue
             assert isinstance(part, ShardedTensor)
             region = Region(tuple(part.global_offset), (1,) * part.prepend_axis_num + tuple(part.local_shape))
-            boxes[Place(part.key, tuple(part.global_shape), region, part.prepend_axis_num)] = memory(part.data)
+            boxes[StockPlace(part.key, tuple(part.global_shape), region, part.prepend_axis_num)] = memory(part.data)
     return boxes, objects
 
 

@@ -5,7 +5,7 @@ nothing.  It has two doors:
 
 * a Unix socket, for workers of this node: an *offer* of a directory in memory, which ends what was under way for that
   node, and orders to *pull* a snapshot into it; and for its agent, who *asks* whether it is well;
-* a port, for the keepers of other nodes: reads of files of snapshots in what has been offered, and of nothing else.
+* a port, for the replica servers of other nodes: reads of snapshot files in what has been offered, and nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HANGS_S = 15.0
 _log = logging.getLogger("moc")
 
 
-class Keeper:
+class ReplicaServer:
     """Answers reads, and follows orders, each node's one after the other.
 
     Args:
@@ -53,7 +53,7 @@ class Keeper:
         self._turns: dict[str, asyncio.Lock] = {}
 
     async def serve_reads(self, connection: wire.AsyncConnection) -> None:
-        """Answers another keeper."""
+        """Answers another replica server."""
         while True:
             await connection.send(self._read((await connection.recv()).header))
 
@@ -123,7 +123,7 @@ class Keeper:
         except FileNotFoundError:
             return Message({"kind": "absent"})
         except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
-            _log.warning("the keeper of copies has refused to read: %s", error)
+            _log.warning("the replica server of copies has refused to read: %s", error)
             return Message({"kind": "refused", "why": str(error)})
 
 
@@ -136,7 +136,7 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
 
 
 async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
-    """Has a keeper as a process of its own, which dies with this one, and starts it again where it was when it dies.
+    """Runs a replica server as a child process, and restarts it at the same address when it dies.
 
     Args:
         controllers: addresses; reads are answered on the interface from which the first is reached that is known.
@@ -149,7 +149,7 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
     """
     listen = f"{await _interface_towards(controllers)}:0"
     while True:
-        command = "moc.runtime.keeper", "--listen", listen, "--orders", orders
+        command = "moc.runtime.replica_server", "--listen", listen, "--orders", orders
         process = await children.start(*command, stdout=subprocess.PIPE)
         try:
             address = (await process.stdout.readline()).decode().strip()
@@ -168,7 +168,7 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
 
 
 async def _end(process: asyncio.subprocess.Process, orders: str, token: bytes, hangs_s: float) -> str:
-    """Waits until a keeper has died, or hangs; which of them."""
+    """Waits until a replica server has died, or hangs; which of them."""
     died = asyncio.create_task(process.wait())
     while not (await asyncio.wait([died], timeout=min(_ASK_S, hangs_s)))[0]:
         try:
@@ -197,19 +197,19 @@ async def _interface_towards(controllers: list[str]) -> str:
 
 
 async def _serve(listen: str, orders: str, token: bytes) -> None:
-    keeper = Keeper(token)
+    replica_server = ReplicaServer(token)
     # beyond loopback if, and only if, the interface that the job was given is
     async with (
-        await wire.serve(listen, token, keeper.serve_reads, beyond_loopback=True) as reads,
-        await wire.serve(orders, token, keeper.serve_orders),
+        await wire.serve(listen, token, replica_server.serve_reads, beyond_loopback=True) as reads,
+        await wire.serve(orders, token, replica_server.serve_orders),
     ):
-        keeper.address = reads.address
+        replica_server.address = reads.address
         print(reads.address, flush=True)
         await asyncio.Event().wait()
 
 
 def main() -> None:
-    """Runs a keeper as a process of its own."""
+    """Runs a replica server as a process of its own."""
     children.belong()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--listen", required=True)

@@ -1,10 +1,10 @@
 """Places and the nodes that fill them."""
 
-from moc.runtime.places import Places
+from moc.runtime.assignment import NodeAssignment
 
 
 def filled(count=2):
-    places = Places(count)
+    places = NodeAssignment(count)
     assert [places.comes(node, None) for node in range(count)] == list(range(count))
     return places
 
@@ -29,12 +29,12 @@ def test_a_node_that_comes_back_prefers_the_place_that_it_had_then_that_of_its_n
 
 
 def test_workers_that_are_there_tell_the_place_to_one_who_has_not_seen_them_come():
-    places = Places(2)
+    places = NodeAssignment(2)
     assert places.comes(2, 1) == 1 and places.comes(1, None) is None and places.comes(0, 0) == 0
     assert places.complete
 
 
 def test_a_spare_leaves_the_places_of_those_that_are_yet_to_come():
-    places = Places(2)
+    places = NodeAssignment(2)
     assert places.comes(2, None) is None and places.missing() == [0, 1]
     assert places.goes(2) == (None, None)

@@ -13,17 +13,17 @@ import psutil
 import pytest
 
 from moc.runtime import environment, job_token, pull
-from moc.runtime import keeper as keeper_module
+from moc.runtime import replica_server as replica_server_module
 from moc.runtime.connections import connect
-from moc.runtime.keeper import Keeper
-from moc.runtime.keeper_client import KeeperClient
 from moc.runtime.message import Message
 from moc.runtime.pull import CHUNK, Wanted
+from moc.runtime.replica_client import ReplicaClient
+from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.wire import WireError
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.slow_way import SlowWay
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
@@ -35,11 +35,11 @@ LARGE = 2 * CHUNK + 5, CHUNK, 100
 
 
 class Keeping:
-    """A keeper in a process of its own."""
+    """A replica server in a process of its own."""
 
     def __init__(self, directory: Path, listen: str = "127.0.0.1:0"):
         self.orders = f"unix:{directory}/orders"
-        command = [sys.executable, "-m", "moc.runtime.keeper", "--listen", listen, "--orders", self.orders]
+        command = [sys.executable, "-m", "moc.runtime.replica_server", "--listen", listen, "--orders", self.orders]
         self.process = subprocess.Popen(command, cwd=ROOT, env=with_token(), stdout=subprocess.PIPE, text=True)
         self.address = self.process.stdout.readline().strip()
 
@@ -54,12 +54,12 @@ def with_token():
 
 
 @pytest.fixture(scope="module")
-def keepers(tmp_path_factory):
+def replica_servers(tmp_path_factory):
     """Of two nodes."""
-    both = [Keeping(tmp_path_factory.mktemp("keeper")) for _ in range(2)]
+    both = [Keeping(tmp_path_factory.mktemp("replica_server")) for _ in range(2)]
     yield both
-    for keeper in both:
-        keeper.end()
+    for replica_server in both:
+        replica_server.end()
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def lead(monkeypatch, tmp_path):
     monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
     clients = []
 
-    def offer(keeper: Keeping, node: str) -> KeeperClient:
-        monkeypatch.setenv(environment.KEEPER, keeper.orders)
-        clients.append(KeeperClient.connect(node, tmp_path / node))
-        assert clients[-1].address == keeper.address
+    def offer(replica_server: Keeping, node: str) -> ReplicaClient:
+        monkeypatch.setenv(environment.REPLICA_SERVER, replica_server.orders)
+        clients.append(ReplicaClient.connect(node, tmp_path / node))
+        assert clients[-1].address == replica_server.address
         return clients[-1]
 
     yield offer
@@ -104,50 +104,50 @@ def content(root: Path, manifest: Manifest) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes()[: entry.bytes] for name, entry in manifest.files.items()}
 
 
-def of_a(keepers, iteration, **how) -> Wanted:
-    return Wanted(iteration, "a", "a", keepers[0].address, **how)
+def of_a(replica_servers, iteration, **how) -> Wanted:
+    return Wanted(iteration, "a", "a", replica_servers[0].address, **how)
 
 
-def test_a_copy_is_what_was_published(keepers, lead, tmp_path):
-    lead(keepers[0], "a")
-    b = lead(keepers[1], "b")
+def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    b = lead(replica_servers[1], "b")
     manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (CHUNK + 7)})
-    assert b.pull(of_a(keepers, 3))[0] == manifest.bytes == sum(LARGE)
+    assert b.pull(of_a(replica_servers, 3))[0] == manifest.bytes == sum(LARGE)
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
-    assert b.pull(of_a(keepers, 3))[0] == 0  # it is here
+    assert b.pull(of_a(replica_servers, 3))[0] == 0  # it is here
     assert not snapshots(tmp_path / "b").iterations()
 
 
-def test_a_copy_of_a_lost_node_becomes_its_own_again(keepers, lead, tmp_path):
+def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_path):
     manifest = publish(tmp_path / "a", 3)
-    lead(keepers[0], "a")
-    lead(keepers[1], "b").pull(of_a(keepers, 3))
+    lead(replica_servers[0], "a")
+    lead(replica_servers[1], "b").pull(of_a(replica_servers, 3))
     before = content(tmp_path / "a", manifest)
     snapshots(tmp_path / "a").clear()
-    lead(keepers[0], "a").pull(Wanted(3, "a", "b", keepers[1].address))
+    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
     assert content(tmp_path / "a", manifest) == before
 
 
-def test_copies_take_no_more_memory_than_what_is_kept(keepers, lead, tmp_path):
-    lead(keepers[0], "a")
-    b, copies = lead(keepers[1], "b"), tmp_path / "b" / "of_a"
+def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for iteration in range(1, 7):
         publish(tmp_path / "a", iteration)
-        b.pull(of_a(keepers, iteration))
+        b.pull(of_a(replica_servers, iteration))
         snapshots(copies).remove_before(iteration - 1)
     slots = {path.stat().st_ino for path in (copies / "slots").iterdir()}
     named = {path.stat().st_ino for path in copies.glob("iter_*/rank_*")}
     assert len(slots) == 3 * len(SIZES) and named < slots and len(named) == 2 * len(SIZES)
 
 
-def test_who_is_patient_gets_what_is_published_later(keepers, lead, tmp_path):
-    lead(keepers[0], "a")
-    b = lead(keepers[1], "b")
+def test_who_is_patient_gets_what_is_published_later(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    b = lead(replica_servers[1], "b")
     with pytest.raises(CheckpointError, match="node a does not have the snapshot of iteration 3"):
-        b.pull(of_a(keepers, 3))
+        b.pull(of_a(replica_servers, 3))
     (tmp_path / "a").mkdir(exist_ok=True)
     orders = b._connection
-    orders.send(Message({"kind": "pull", "wanted": vars(of_a(keepers, 3, patient=True))}))
+    orders.send(Message({"kind": "pull", "wanted": vars(of_a(replica_servers, 3, patient=True))}))
     with pytest.raises(TimeoutError):
         orders.recv(timeout=0.1)
     manifest = publish(tmp_path / "a", 3)
@@ -159,88 +159,90 @@ def assert_nothing_is_published(copies: Path) -> None:
 
 
 @pytest.mark.parametrize("truncated", [True, False], ids=["truncated", "damaged"])
-def test_a_file_that_is_not_as_it_was_written_is_named(truncated, keepers, lead, tmp_path):
-    lead(keepers[0], "a")
+def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3)
     path = tmp_path / "a" / directory_of(3) / file_of(1)
     path.write_bytes(path.read_bytes()[:99] if truncated else b"?" + path.read_bytes()[1:])
     with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*(truncated|does not match)"):
-        lead(keepers[1], "b").pull(of_a(keepers, 3, patient=True))
+        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
-def test_no_room_is_an_error_with_the_remedy(keepers, lead, tmp_path):
-    lead(keepers[0], "a")
+def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3)
     files = {file_of(0): FileEntry(1 << 62, HEADER, "")}
     snapshots(tmp_path / "a").publish(Manifest(3, "full", 1, files, {}, state=manifest.state))
     with pytest.raises(CheckpointError, match="no room.*--replicas"):
-        lead(keepers[1], "b").pull(of_a(keepers, 3, patient=True))
+        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
-def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_asked_again(keepers, lead, tmp_path):
+def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_asked_again(
+    replica_servers, lead, tmp_path
+):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
-    keeper = Keeping(tmp_path / "x")
-    lead(keeper, "a")
+    replica_server = Keeping(tmp_path / "x")
+    lead(replica_server, "a")
     manifest = publish(tmp_path / "a", 3, LARGE)
-    b, copies = lead(keepers[1], "b"), tmp_path / "b" / "of_a"
+    b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for patient, rate in ((False, 1e6), (True, 5e6)):  # so slow that it is killed midway on a busy machine too
-        wanted = Wanted(3, "a", "a", keeper.address, rate=rate, patient=patient)
+        wanted = Wanted(3, "a", "a", replica_server.address, rate=rate, patient=patient)
         b._connection.send(Message({"kind": "pull", "wanted": vars(wanted)}))
         while not list(copies.glob("slots/*")):
             time.sleep(0.01)
-        keeper.end()
+        replica_server.end()
         assert_nothing_is_published(copies)
         if not patient:
             assert b._connection.recv().kind == "failed"
             assert_nothing_is_published(copies)
-        keeper = Keeping(tmp_path / "y", keeper.address)
-        lead(keeper, "a")
+        replica_server = Keeping(tmp_path / "y", replica_server.address)
+        lead(replica_server, "a")
     assert b._connection.recv().header["bytes"] == manifest.bytes
     assert content(copies, manifest) == content(tmp_path / "a", manifest)
-    keeper.end()
+    replica_server.end()
 
 
-def test_nothing_is_under_way_for_one_who_offers_again(keepers, lead, tmp_path):
-    lead(keepers[0], "a")
+def test_nothing_is_under_way_for_one_who_offers_again(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
-    b, copies = lead(keepers[1], "b"), tmp_path / "b" / "of_a"
-    b._connection.send(Message({"kind": "pull", "wanted": vars(of_a(keepers, 3, rate=1e4))}))
+    b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
+    b._connection.send(Message({"kind": "pull", "wanted": vars(of_a(replica_servers, 3, rate=1e4))}))
     while not list(copies.glob("slots/*")):
         time.sleep(0.01)
-    b = lead(keepers[1], "b")  # the one before may have been killed, and its end not been noticed
+    b = lead(replica_servers[1], "b")  # the one before may have been killed, and its end not been noticed
     publish(tmp_path / "a", 4)
-    b.pull(of_a(keepers, 4))
+    b.pull(of_a(replica_servers, 4))
     assert snapshots(copies).iterations() == [4]
 
 
-def test_a_rate_is_kept(keepers, lead, tmp_path):
-    lead(keepers[0], "a")
+def test_a_rate_is_kept(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
-    amount, seconds = lead(keepers[1], "b").pull(of_a(keepers, 3, rate=50e6))
+    amount, seconds = lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, rate=50e6))
     assert seconds >= 0.95 * amount / 50e6
 
 
-def test_who_sends_slowly_is_not_gone(keepers, lead, tmp_path, monkeypatch):
+def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypatch):
     monkeypatch.setattr(pull, "SILENCE_S", 2.0)
-    lead(keepers[0], "a")
+    lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, (240_000,))
-    way = SlowWay(keepers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
+    way = SlowWay(replica_servers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
     wanted = Wanted(3, "a", "a", way.address)
     assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")) == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
-def test_who_sends_nothing_any_more_is_named_and_asked_again(keepers, lead, tmp_path, monkeypatch, caplog):
+def test_who_sends_nothing_any_more_is_named_and_asked_again(replica_servers, lead, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(pull, "SILENCE_S", 0.5)
-    monkeypatch.setattr(keeper_module, "_TELL_S", 0.0)
-    lead(keepers[0], "a")
+    monkeypatch.setattr(replica_server_module, "_TELL_S", 0.0)
+    lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, LARGE)
-    way = SlowWay(keepers[0].address, stalls_after=CHUNK)
-    with serving(Keeper(TOKEN, "x").serve_orders, f"unix:{tmp_path}/orders") as b:
-        client = KeeperClient(connect(b.address, TOKEN), "b", tmp_path / "b")
+    way = SlowWay(replica_servers[0].address, stalls_after=CHUNK)
+    with serving(ReplicaServer(TOKEN, "x").serve_orders, f"unix:{tmp_path}/orders") as b:
+        client = ReplicaClient(connect(b.address, TOKEN), "b", tmp_path / "b")
         client._connection.send(Message({"kind": "pull", "wanted": vars(Wanted(3, "a", "a", way.address, None, True))}))
         while "node b waits for the snapshot of node a: node a has sent nothing" not in caplog.text:
             time.sleep(0.01)
@@ -251,8 +253,8 @@ def test_who_sends_nothing_any_more_is_named_and_asked_again(keepers, lead, tmp_
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
-def ask(keeper, **what):
-    with connect(keeper.address, TOKEN) as connection:
+def ask(replica_server, **what):
+    with connect(replica_server.address, TOKEN) as connection:
         connection.send(Message({"kind": "read", "start": 0, "bytes": 100} | what))
         return connection.recv(timeout=60)
 
@@ -280,33 +282,33 @@ ASKED = {"node": "a", "of": "a", "iteration": 3, "file": "rank_00000.safetensors
     ],
     ids=str,
 )
-def test_nothing_but_snapshots_is_read(what, keepers, lead, tmp_path):
-    lead(keepers[0], "a")
+def test_nothing_but_snapshots_is_read(what, replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3)
     for path in (tmp_path / "secret", tmp_path / "a" / "secret"):
         path.write_text("secret")
     (tmp_path / "a" / directory_of(3) / file_of(7)).symlink_to(tmp_path / "secret")
-    assert ask(keepers[0], **ASKED).kind == "data"
-    answer = ask(keepers[0], **ASKED | what)
+    assert ask(replica_servers[0], **ASKED).kind == "data"
+    answer = ask(replica_servers[0], **ASKED | what)
     assert answer.kind == "refused" and not answer.body
 
 
-def test_what_nobody_has_offered_is_absent(keepers, lead, tmp_path):
-    lead(keepers[0], "a")
+def test_what_nobody_has_offered_is_absent(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3)
     for what in ({"node": "c"}, {"node": ["a"]}, {"of": "b"}, {"iteration": 4}, {"file": "rank_00009.safetensors"}):
-        assert ask(keepers[0], **ASKED | what).kind == "absent"
+        assert ask(replica_servers[0], **ASKED | what).kind == "absent"
 
 
-def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(keepers):
-    for address in (keepers[0].address, keepers[0].orders):
+def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(replica_servers):
+    for address in (replica_servers[0].address, replica_servers[0].orders):
         with pytest.raises(WireError, match="token"):
             connect(address, OTHER_TOKEN)
 
 
 def test_it_is_started_again_where_it_was_and_dies_with_its_agent(tmp_path):
     keep = f"keep(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, hangs_s=1.0)"
-    code = f"import asyncio; from moc.runtime.keeper import keep; asyncio.run({keep})"
+    code = f"import asyncio; from moc.runtime.replica_server import keep; asyncio.run({keep})"
     agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_token())
     killed, addresses = [], []
     for number in (signal.SIGKILL, signal.SIGSTOP, None):

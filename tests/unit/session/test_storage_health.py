@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from moc.events import EventLog
-from moc.session.storage import Storage, tolerable
+from moc.session.storage_health import StorageHealth, tolerable
 from moc.snapshot.background import Background
 from moc.store.errors import CheckpointError, TakenError
 
@@ -21,9 +21,9 @@ class Log:
         self.events.write = lambda kind, **fields: self.told.append((kind, fields))
 
 
-def storage(log: Log, prepare=None, **changes) -> Storage:
+def storage(log: Log, prepare=None, **changes) -> StorageHealth:
     told = dict(name="disk", every=10, late_after=10, newest=None, log=log, prepare=prepare)
-    return Storage(**told | changes)
+    return StorageHealth(**told | changes)
 
 
 def failed_with(error: BaseException) -> Future:
@@ -43,7 +43,7 @@ def test_what_is_under_way_for_too_long_is_told_once_and_counted():
     assert [fields["iteration"] for kind, fields in log.told if kind == "save_skipped"] == [22, 32, 42]
     assert len(log.said) == 1 and "disk is slow" in log.said[0] and "iteration 12" in log.said[0]
     assert disk.late and disk.gauges == {"saves_skipped": 3.0}
-    disk.stored(12)
+    disk.on_stored(12)
     assert not disk.late and disk.newest == 12 and "had been slow" in log.said[1]
     disk.passes(60, under_way=None)
     assert disk.skipped == 3
@@ -59,7 +59,7 @@ def test_what_fails_is_told_once_tried_again_later_and_counted():
     assert [fields["failures"] for kind, fields in log.told] == [1, 2]
     assert len(log.said) == 1 and "no room" in log.said[0] and "iteration 7" in log.said[0]
     disk.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
-    disk.stored(22)
+    disk.on_stored(22)
     assert not disk.rests and "can be saved again" in log.said[1]
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from moc.store.errors import CheckpointError
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 from tests.unit.store.kills import kills
 
 ROOT = Path(__file__).parents[3]
 TAKES = """
 import os, sys, time
-from moc.store.places import LocalPlace
+from moc.store.storage import LocalPlace
 place = LocalPlace(sys.argv[1], patience=0)
 place.lock()
 if "forks" in sys.argv:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moc.policy.window import generate_schedule
-from moc.recovery.plan import Inventory, plans
-from moc.recovery.sources import STORAGE, Held
-from moc.simulate.saving import Saving
+from moc.recovery.plan import JobInventory, plans
+from moc.recovery.sources import STORAGE, AvailableCheckpoint
+from moc.simulate.policy_costs import PolicyCosts
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -19,7 +19,7 @@ _SURVIVOR, _LOST = 0, 1
 
 
 @dataclass(frozen=True)
-class Parts:
+class RecoveryCosts:
     """What a recovery is made of, in seconds, as a run has measured it (:mod:`moc.simulate.profile`).
 
     Attributes:
@@ -56,7 +56,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class ProgramSaving(Saving):
+class ProgramSaving(PolicyCosts):
     """A policy of which :func:`moc.recovery.plan.plans` says where the program goes on.
 
     One worker stands for those that are left and one for those that are lost.  A snapshot of W in a window begins with
@@ -78,23 +78,23 @@ class ProgramSaving(Saving):
         return self.conversion + 1
 
     def restored(self, iterations: float) -> int:
-        """As :meth:`Saving.restored`: where the window begins that is loaded, or what those that are left keep."""
+        """As :meth:`PolicyCosts.restored`: where the window begins that is loaded, or what those that are left keep."""
         operators = [Operator(f"layers.{n}.mlp", "mlp", n, None, 1) for n in range(self.window)]
         alike = {_SURVIVOR: "a", _LOST: "a" if self.replicas else "b"}
         pieces = {rank: dict.fromkeys((one.name for one in operators), piece) for rank, piece in alike.items()}
         live = {_SURVIVOR: math.floor(iterations + _SLACK)}
-        left = Inventory(list(self._held(operators, iterations + _SLACK)), live, pieces)
+        left = JobInventory(list(self._held(operators, iterations + _SLACK)), live, pieces)
         plan = next(plans(left, operators, self.exact), None)
         if plan is None:
             return 0
         return plan.way.moments[0].iteration if plan.way else plan.iteration
 
-    def way_back(self, nodes: int, chance: float) -> Saving:
-        """As :meth:`Saving.way_back`."""
+    def way_back(self, nodes: int, chance: float) -> PolicyCosts:
+        """As :meth:`PolicyCosts.way_back`."""
         way = super().way_back(nodes, chance)
         return dataclasses.replace(way, restart_s=way.restart_s + self.more_s * (nodes - 1))
 
-    def _held(self, operators: list[Operator], iterations: float) -> Iterator[Held]:
+    def _held(self, operators: list[Operator], iterations: float) -> Iterator[AvailableCheckpoint]:
         """The snapshots that can be used, from the newest window on that is whole; the state at the start is one."""
         turns = generate_schedule([operator.name for operator in operators], 1)
         delay = self.lag - self.conversion
@@ -102,10 +102,12 @@ class ProgramSaving(Saving):
             for at, turn in enumerate(turns, begin):
                 if at + delay <= iterations or at == 0:
                     details = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
-                    yield Held(at, STORAGE, {name: detail.value for name, detail in details.items()})
+                    yield AvailableCheckpoint(at, STORAGE, {name: detail.value for name, detail in details.items()})
 
 
-def program_way(saving: Saving, parts: Parts, iteration_s: float, lag: float, sparse: bool = False) -> ProgramSaving:
+def program_way(
+    saving: PolicyCosts, parts: RecoveryCosts, iteration_s: float, lag: float, sparse: bool = False
+) -> ProgramSaving:
     """The same policy, as the program comes back.
 
     With full snapshots those that are left keep their state where the lost worker's is there of the same iteration;
@@ -122,7 +124,7 @@ def program_way(saving: Saving, parts: Parts, iteration_s: float, lag: float, sp
     window = saving.interval if sparse else 1
     local = parts.alone_s is not None
     replay_s = parts.alone_s if local else iteration_s + saving.per_iteration_s()
-    own = {field.name: getattr(saving, field.name) for field in dataclasses.fields(Saving)}
+    own = {field.name: getattr(saving, field.name) for field in dataclasses.fields(PolicyCosts)}
     own |= dict(lag=window - 1 + lag, restart_s=parts.restart_s, replay_s=replay_s)
     own |= dict(conversion=window - 1, conversion_s=replay_s if parts.frozen_s is None else parts.frozen_s, local=local)
     return ProgramSaving(**own, more_s=parts.more_s)

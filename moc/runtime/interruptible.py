@@ -11,7 +11,7 @@ class CalledAway(Exception):
     """The deputy was left behind, in the middle of something."""
 
 
-class Deputy:
+class InterruptibleThread:
     """Does what may block where no exception reaches it.
 
     The thread starts with the first task and ends when it is left behind and has finished what it was doing.

@@ -8,22 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.recovery.placement import place, survival
-from moc.simulate.engine import Job, simulate
+from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.saving import Saving
-from moc.simulate.ways import Parts, program_way
+from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.program_recovery import RecoveryCosts, program_way
 from tests.unit.simulate.setups import small_setup
 
-PARTS = Parts(detect_s=0.5, regroup_s=1.5, transfer_s=2.0, warm_up_s=1.0, frozen_s=0.75)
-EACH = program_way(Saving("full", interval=1), PARTS, iteration_s=1.0, lag=0.25)
-EIGHTH = program_way(Saving("full", interval=8, stall_s=0.8), PARTS, iteration_s=1.0, lag=1.5)
-WINDOW = program_way(Saving("sparse", interval=3), PARTS, iteration_s=1.0, lag=0.25, sparse=True)
+PARTS = RecoveryCosts(detect_s=0.5, regroup_s=1.5, transfer_s=2.0, warm_up_s=1.0, frozen_s=0.75)
+EACH = program_way(PolicyCosts("full", interval=1), PARTS, iteration_s=1.0, lag=0.25)
+EIGHTH = program_way(PolicyCosts("full", interval=8, stall_s=0.8), PARTS, iteration_s=1.0, lag=1.5)
+WINDOW = program_way(PolicyCosts("sparse", interval=3), PARTS, iteration_s=1.0, lag=0.25, sparse=True)
 
 
 def run(saving, *at, wall_s=100.0):
     faults = Faults(trace=tuple(Event(when, lost=1) for when in at))
-    return simulate(Job(1.0, nodes=4, stages=4, wall_s=wall_s), faults, saving)
+    return simulate(SimulatedJob(1.0, nodes=4, stages=4, wall_s=wall_s), faults, saving)
 
 
 def assert_adds_up(result):
@@ -55,7 +55,7 @@ def test_a_window_is_computed_again_by_all():
 
 def test_the_stage_of_what_was_lost_computes_it_again_by_itself():
     parts = dataclasses.replace(PARTS, alone_s=0.5)
-    alone = program_way(Saving("sparse", interval=3), parts, 1.0, 0.25, sparse=True)
+    alone = program_way(PolicyCosts("sparse", interval=3), parts, 1.0, 0.25, sparse=True)
     assert alone.local and not WINDOW.local
     assert run(alone, 10.5).recovery_s == pytest.approx(0.5 + PARTS.restart_s + 2 * 0.75 + 2 * 0.5)
     # Who is beside it joins it, and who is not replays at the same time: see test_engine.
@@ -65,7 +65,7 @@ def test_the_stage_of_what_was_lost_computes_it_again_by_itself():
 def test_each_further_worker_that_is_lost_at_once_takes_its_time():
     saving = dataclasses.replace(EACH, more_s=2.0)
     faults = Faults(trace=(Event(27.5, lost=3),))
-    assert simulate(Job(1.0, nodes=4, wall_s=100), faults, saving).recovery_s == pytest.approx(0.5 + 5 + 2 * 2)
+    assert simulate(SimulatedJob(1.0, nodes=4, wall_s=100), faults, saving).recovery_s == pytest.approx(0.5 + 5 + 2 * 2)
     assert run(saving, 27.5).recovery_s == pytest.approx(0.5 + 5)
 
 
@@ -83,9 +83,9 @@ def test_replicas_give_what_they_hold_and_nothing_is_computed_again():
     exact=st.booleans(),
 )
 def test_the_plan_function_goes_on_where_the_formula_says(interval, lag, iterations, sparse, exact):
-    saving = program_way(Saving("any", interval=interval, exact=exact), PARTS, 1.0, lag, sparse=sparse)
+    saving = program_way(PolicyCosts("any", interval=interval, exact=exact), PARTS, 1.0, lag, sparse=sparse)
     if exact or not sparse:  # no policy is both
-        assert saving.restored(iterations) == Saving.restored(saving, iterations)
+        assert saving.restored(iterations) == PolicyCosts.restored(saving, iterations)
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,12 +94,12 @@ def test_the_plan_function_goes_on_where_the_formula_says(interval, lag, iterati
     mtbf_s=st.floats(30, 1e5),
     together=st.integers(1, 4),
     spares=st.sampled_from([None, 0, 1]),
-    parts=st.builds(Parts, *[st.floats(0, 60)] * 4, *[st.one_of(st.none(), st.floats(0, 5))] * 2),
+    parts=st.builds(RecoveryCosts, *[st.floats(0, 60)] * 4, *[st.one_of(st.none(), st.floats(0, 5))] * 2),
     seed=st.integers(0, 10**6),
 )
 def test_time_is_neither_lost_nor_made(name, mtbf_s, together, spares, parts, seed):
     setup = dataclasses.replace(small_setup(), program=parts)
-    job = Job(2.0, nodes=4, stages=4, wall_s=20_000, spares=spares, repair_s=600.0, seed=seed)
+    job = SimulatedJob(2.0, nodes=4, stages=4, wall_s=20_000, spares=spares, repair_s=600.0, seed=seed)
     result = simulate(job, Faults(mtbf_s, together=together), POLICIES[name](setup, Options(mtbf_s=mtbf_s)))
     assert_adds_up(result)
     assert 0 <= result.ettr <= 1
@@ -114,7 +114,7 @@ def test_policies_come_back_as_the_program_does_where_that_is_wanted(name):
     assert program.restart_s == PARTS.restart_s != papers.restart_s
     assert (program.exact, program.stall_s > 0) == (papers.exact, papers.stall_s > 0)
     assert papers.local == (name == "sparse") and not program.local
-    few = simulate(Job(2.0, nodes=4), Faults(math.inf), program)
+    few = simulate(SimulatedJob(2.0, nodes=4), Faults(math.inf), program)
     assert few.ettr == pytest.approx(2 / (2 + program.per_iteration_s()))
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from moc.policy.window import OperatorBytes
 from moc.sharding import Layout
-from moc.simulate.engine import Job, simulate
+from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
-from moc.simulate.planner import Limits, best_of, keeps_to
-from moc.simulate.running import (
+from moc.simulate.live_costs import (
     NAMES,
     Running,
     Saved,
@@ -23,7 +22,8 @@ from moc.simulate.running import (
     saved_by_rules,
     shortest_interval,
 )
-from moc.simulate.saving import Strategy
+from moc.simulate.planner import PlanLimits, best_of, keeps_to
+from moc.simulate.policy_costs import Strategy
 from moc.simulate.sizes import full_sizes
 from tests.unit.simulate.setups import OPERATORS
 
@@ -33,7 +33,7 @@ SAVED = Saved(
     {k: REST + k * EXPERT for k in range(1, EXPERTS + 1)},
     [[OperatorBytes(EXPERT, EXPERT / 6)] * EXPERTS + [OperatorBytes(REST / 4, REST / 24)] * 4],
 )
-LIMITS = Limits(policies=NAMES, plt=0.0375, replicas=(1, 2))
+LIMITS = PlanLimits(policies=NAMES, plt=0.0375, replicas=(1, 2))
 
 
 def running(tier="disk", copy_s=2.0, write_s=8.0, iteration_s=1.0, nodes=4, **changes) -> Running:
@@ -58,7 +58,7 @@ def chosen(run, mtbf_s=3600.0, **limits):
 
 
 def measured(run, mtbf_s, found, seeds=2):
-    jobs = (Job(run.iteration_s, nodes=4, stages=1, seed=seed, wall_s=100 * mtbf_s) for seed in range(seeds))
+    jobs = (SimulatedJob(run.iteration_s, nodes=4, stages=1, seed=seed, wall_s=100 * mtbf_s) for seed in range(seeds))
     return fmean(simulate(job, Faults(mtbf_s), Strategy(found.saving)).ettr for job in jobs)
 
 

@@ -15,7 +15,7 @@ from moc.store.durable import sync_directory, temporary_of, write_parts_durably
 from moc.store.fence import Fence
 
 
-class Place(ABC):
+class Storage(ABC):
     """A tree of files, of which paths are relative and use slashes.  All methods may raise OSError."""
 
     name: str
@@ -99,7 +99,7 @@ class Place(ABC):
         """
 
 
-class LocalPlace(Place):
+class LocalPlace(Storage):
     """A directory of this machine.
 
     Args:
@@ -115,7 +115,7 @@ class LocalPlace(Place):
         self._fence = claim and Fence(self.root, claim, patience)
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
-        """See :class:`Place`; who has the place is asked when all is written (:mod:`moc.store.fence`)."""
+        """See :class:`Storage`; who has the place is asked when all is written (:mod:`moc.store.fence`)."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._noticing_losses():
@@ -124,7 +124,7 @@ class LocalPlace(Place):
             sync_directory(self.root)  # of which the directory may be new
 
     def create(self, path: str, parts: Iterable) -> bool:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         whole = temporary_of(target, self._tag)
@@ -140,21 +140,21 @@ class LocalPlace(Place):
         return True
 
     def read(self, path: str) -> bytes:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         return (self.root / path).read_bytes()
 
     def blob(self, path: str) -> Blob:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         return LocalBlob(self.root / path, self._in_memory)
 
     def names(self, directory: str = "") -> list[str]:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self.root / directory))
         return []
 
     def remove(self, path: str) -> None:
-        """See :class:`Place`; what begins it is durable."""
+        """See :class:`Storage`; what begins it is durable."""
         target = self.root / path
         if target.is_dir():
             while target.exists():
@@ -167,7 +167,7 @@ class LocalPlace(Place):
         sync_directory(target.parent)
 
     def discard(self, directory: str, first: str, mark: str) -> None:
-        """See :class:`Place`.
+        """See :class:`Storage`.
 
         The mark gets its name as publications do.  All else is done to the directory that was open before that, so
         that it cannot concern another one that somebody has made of the same name since.
@@ -189,18 +189,18 @@ class LocalPlace(Place):
         sync_directory(self.root)
 
     def free_bytes(self) -> int:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
 
     def lock(self) -> None:
-        """See :class:`Place`; that this process lives is not inherited by those that it forks."""
+        """See :class:`Storage`; that this process lives is not inherited by those that it forks."""
         self._fence = self._fence or Fence(self.root, Claim.of_process(), self._patience)
         self._fence.take()
         self.taken = True
 
     def check_owner(self) -> None:
-        """See :class:`Place`."""
+        """See :class:`Storage`."""
         if self._fence is not None:
             self._fence.check()
 

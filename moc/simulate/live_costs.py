@@ -23,7 +23,7 @@ from moc.simulate.planner import Candidate
 from moc.simulate.planner import every_candidate as every_candidate
 from moc.simulate.planner import priced as priced
 from moc.simulate.policies import Options, Weighed, sparse_replay
-from moc.simulate.saving import Saving, Traffic
+from moc.simulate.policy_costs import PolicyCosts, Traffic
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
 from moc.simulate.stages import split_stages
 from moc.state.operators import Operator
@@ -207,13 +207,13 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
     return basic.with_settings(settings)
 
 
-def _at_interval(run: Running, name: str, options: Options) -> tuple[Saving, float]:
+def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
     """Everything, or some experts of each layer, every so many iterations; and the PLT to expect."""
     price = run.price(name, options)
     nbytes, fewer = price.size.busiest, price.k is not None and price.k < max(run.saved.by_k)
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     stall_s = max(0.0, copy_s - run.forward_backward_s)
-    saving = Saving(
+    saving = PolicyCosts(
         name=name,
         interval=1,
         stall_s=stall_s,
@@ -246,7 +246,7 @@ def shortest_interval(run: Running, name: str, options: Options) -> int:
     return run.iterations(safe_s if price.k is None else max(safe_s, write_s))
 
 
-def _windows(run: Running, name: str, options: Options) -> Saving:
+def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
     """Each operator once in a window, some of them in each iteration; all workers replay (MoEvement, section 3.3)."""
     price = run.price(name, options)
     window, snapshots, nbytes = price.length, price.snapshots, price.size.busiest
@@ -254,7 +254,7 @@ def _windows(run: Running, name: str, options: Options) -> Saving:
     safe_s = run.safe_s(nbytes, options.replicas)
     stall_s = max(copying_s, safe_s - window * run.iteration_s)
     last_s = snapshots[-1] / run.copy_rate + run.safe_s(snapshots[-1], options.replicas)
-    saving = Saving(
+    saving = PolicyCosts(
         name=name,
         stall_s=stall_s,
         restart_s=_load_s(run, nbytes),
@@ -273,12 +273,12 @@ def _traffic(run: Running, price: Price, replicas: int) -> Traffic:
     return Traffic(host=total, network=replicas * total, storage=total if run.tier == "disk" else 0.0)
 
 
-def _of_rank(run: Running, saving: Saving) -> float:
+def _of_rank(run: Running, saving: PolicyCosts) -> float:
     """Bytes of a checkpoint of one rank; of a window, of all of its snapshots."""
     return saving.traffic.host / (run.ranks * run.nodes)
 
 
-def _persist_interval(run: Running, saving: Saving) -> int | None:
+def _persist_interval(run: Running, saving: PolicyCosts) -> int | None:
     """With a tier above storage: snapshots go there as often as it can follow."""
     if run.tier == "disk":
         return None
@@ -286,7 +286,7 @@ def _persist_interval(run: Running, saving: Saving) -> int | None:
     return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval
 
 
-def _from_storage(run: Running, saving: Saving, every: int | None) -> Saving | None:
+def _from_storage(run: Running, saving: PolicyCosts, every: int | None) -> PolicyCosts | None:
     """How the run comes back where memory is lost; None where it always comes back from storage."""
     if every is None:
         return None

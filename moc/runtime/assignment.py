@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Places:
+class NodeAssignment:
     """Places are numbered from 0, and the ranks of workers follow from them; a node keeps its number wherever it is.
 
     Attributes:

@@ -25,7 +25,7 @@ def tolerable(future: Future) -> BaseException | None:
     return error if is_storage else None
 
 
-class Storage:
+class StorageHealth:
     """How it fares.
 
     Args:
@@ -146,7 +146,7 @@ class Storage:
                 f"{self._newest_there()}"
             )
 
-    def stored(self, iteration: int) -> None:
+    def on_stored(self, iteration: int) -> None:
         """A snapshot is there."""
         if self._failing:
             self._log.message(

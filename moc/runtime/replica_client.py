@@ -1,4 +1,4 @@
-"""A worker's side of the keeper of its node."""
+"""A worker's side of the replica server of its node."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from moc.runtime.wire import PeerGoneError
 from moc.store.errors import CheckpointError
 
 PATIENCE_S = 60.0
-"""How long a keeper may take to start; or, one that hangs, to be started again."""
+"""How long a replica server may take to start; or, one that hangs, to be started again."""
 
 
-class KeeperClient:
+class ReplicaClient:
     """Gives orders for one node; one thread at a time.  Whatever is under way when it is closed, is given up.
 
     Args:
-        connection: to the keeper.
+        connection: to the replica server.
         node: name of the node that this worker leads.
         root: its memory.
 
     Attributes:
-        address: where keepers of other nodes read.
+        address: where replica servers of other nodes read.
     """
 
     def __init__(self, connection: Connection, node: str, root: Path):
@@ -37,13 +37,13 @@ class KeeperClient:
         self.address: str = connection.recv().header["address"]
 
     @classmethod
-    def connect(cls, node: str, root: Path) -> KeeperClient:
-        """Offers a node's memory to the keeper that the environment names; nothing is under way for it then.
+    def connect(cls, node: str, root: Path) -> ReplicaClient:
+        """Offers a node's memory to the replica server that the environment names; nothing is under way for it then.
 
         Raises:
             PeerGoneError: there is none.
         """
-        address, deadline = os.environ[environment.KEEPER], time.monotonic() + PATIENCE_S
+        address, deadline = os.environ[environment.REPLICA_SERVER], time.monotonic() + PATIENCE_S
         while True:
             try:
                 return cls(connect(address, token_from_environment()), node, root)
@@ -60,7 +60,7 @@ class KeeperClient:
 
         Raises:
             CheckpointError: it cannot be had.
-            PeerGoneError: the keeper is gone, or this was closed.
+            PeerGoneError: the replica server is gone, or this was closed.
         """
         self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(wanted)}))
         answer = self._connection.recv().header

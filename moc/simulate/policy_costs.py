@@ -31,7 +31,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Saving:
+class PolicyCosts:
     """A policy at work.
 
     One checkpoint begins every ``interval`` iterations and can be restored from ``lag`` iterations later, which need
@@ -68,7 +68,7 @@ class Saving:
     local: bool = False
     survives: int = 0
     copies: Placement | None = None
-    beyond: Saving | None = None
+    beyond: PolicyCosts | None = None
     elastic: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     host_bytes: float = 0.0
@@ -89,7 +89,7 @@ class Saving:
         """
         return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
 
-    def way_back(self, nodes: int, chance: float) -> Saving:
+    def way_back(self, nodes: int, chance: float) -> PolicyCosts:
         """What a recovery goes by when so many nodes are lost at once.
 
         Args:
@@ -129,7 +129,7 @@ class Strategy:
     plt = 0.0
     k: int | None = None
 
-    def __init__(self, saving: Saving):
+    def __init__(self, saving: PolicyCosts):
         self.saving = saving
 
     def failed(self, iterations: int) -> None:
@@ -143,7 +143,9 @@ class PecStrategy(Strategy):
     says ``moc.policy.dynamic_k``.
     """
 
-    def __init__(self, by_k: Mapping[int, Saving], dynamic: DynamicK, lost_share: float, total: int, *, fixed: bool):
+    def __init__(
+        self, by_k: Mapping[int, PolicyCosts], dynamic: DynamicK, lost_share: float, total: int, *, fixed: bool
+    ):
         """Starts a run.
 
         Args:

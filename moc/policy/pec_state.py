@@ -12,7 +12,7 @@ Counts = dict[int, list[int]]
 
 
 @dataclass
-class Turns:
+class PecState:
     """Whose turn it is; changed only by what the policy is told.
 
     Attributes:
