@@ -179,10 +179,10 @@ def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
 def from_outside(chance: random.Random, layout: str, tier: str, iterations: int) -> tuple[Outside, ...]:
     """What is done to a run from outside, and when; not in its last iterations, so that it comes to pass."""
     actions = ["controller", "agent", "node"] + (
-        ["replica server"] if "peers" in tier and nodes_of(layout, tier) > 1 else []
+        ["replica_server"] if "peers" in tier and nodes_of(layout, tier) > 1 else []
     )
     return tuple(
-        Outside(action, chance.randint(2, iterations - 5), chance.choice((0, 1)) if action == "replica server" else -1)
+        Outside(action, chance.randint(2, iterations - 5), chance.choice((0, 1)) if action == "replica_server" else -1)
         for action in actions
     )
 

@@ -10,6 +10,7 @@ docs/how-to/own-engine.md goes through it.
 
 import argparse
 import hashlib
+import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -19,18 +20,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, softmax
 
+from moc import (
+    CheckpointError,
+    LocalRemains,
+    NoRecoveryPoint,
+    NoTap,
+    ReplicatedState,
+    Session,
+    Settings,
+    StepRecord,
+    World,
+    join_job,
+    sum_over_workers,
+)
 from moc.events import EventLog
-from moc.policy import interval_named, policy_named
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import join_job
-from moc.runtime.world import World
-from moc.session.begin import NoRecoveryPoint, begin
-from moc.session.resume.survivors import LocalRemains
-from moc.session.settings import Settings
-from moc.session.tap import NoTap
-from moc.state.record import StepRecord
-from moc.state.replicated import ReplicatedState
-from moc.store.errors import CheckpointError
 
 VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8
 
@@ -120,21 +123,20 @@ class Engine:
         return loss.item()
 
 
-def train(engine, position, snapshots, records, iterations):
-    """The loop: gradients, vote, update, snapshot."""
+def train(engine, session, iterations):
+    """The loop: gradients, vote, update, commit, snapshot."""
+    position, mean = session.resume(), None
     while position.iteration < iterations:
         begun = time.perf_counter()
         loss = engine.gradients(position.iteration)
-        vote = sum_over_workers({"loss": loss, **snapshots.ballot()}, engine.world)  # from here on all can update
+        vote = sum_over_workers({"loss": loss, **session.ballot()}, engine.world)  # from here on all can update
         mean, batch = vote["loss"] / engine.world.size, BATCH * engine.world.size
         record = StepRecord(position.iteration + 1, mean, 0.0, 1.0, False, batch * (SEQUENCE - 2), 1e-3, batch)
-        snapshots.on_vote(vote)  # waits for copies of what the update is about to change
+        session.on_vote(vote)  # waits for copies of what the update is about to change
         engine.optimizer.step()
-        position = position.after(record)
-        records.add(record)
-        snapshots.completed(position, record, begun)  # from here on a lost worker does not undo the iteration
-        snapshots.take()
-    snapshots.flush(position)
+        position = session.completed(record, begun)  # from here on a lost worker does not undo the iteration
+        session.take()
+    session.flush()
     return position, mean
 
 
@@ -157,8 +159,8 @@ def main():
     parser.add_argument("--iterations", type=int, default=400)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    settings = Settings(asked.ckpt_dir, asked.iterations, tier="memory")
-    job, remains, engine, snapshots = join_job(), LocalRemains(), None, None
+    settings = Settings(asked.ckpt_dir, asked.iterations, policy="full", tier="memory")
+    job, remains, engine, session = join_job(), LocalRemains(), None, None
     log = Log(job.rank, asked.log_dir)
     while True:
         try:
@@ -166,24 +168,23 @@ def main():
                 job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
                 engine = Engine(job)
             job.built()
-            policy = policy_named("full")(engine.operators, interval_named("1", None))
-            position, snapshots = begin(engine, settings, policy, log, remains)
-            remains.trained = True
-            position, loss = train(engine, position, snapshots, remains.records, asked.iterations)
+            session = Session(engine, settings, log, remains)
+            position, loss = train(engine, session, asked.iterations)
             digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in engine.model.parameters()))
             log.message(f"iteration {position.iteration}: loss {loss}, weights {digest.hexdigest()[:16]}")
-            snapshots.close()
+            session.close()
             return job.leave()
         except NoRecoveryPoint:
             job.start_over()
         except Exception as error:
             loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
             log.message(f"generation {loss.generation}: {loss.reason}")
-        if snapshots is not None:
-            remains.live, remains.begun = snapshots.live, snapshots.begun
-            snapshots.close()
-            snapshots = None
+        if session is not None:
+            session.interrupt()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (CheckpointError, ValueError) as error:  # one sentence that says what to do
+        sys.exit(f"pure_torch: {error}")

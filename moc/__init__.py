@@ -1,3 +1,35 @@
-"""Fault tolerance for Mixture-of-Experts training; imports nothing of megatron.pretraining."""
+"""Fault tolerance for Mixture-of-Experts training; imports nothing of megatron.pretraining.
+
+The public names are found here, and imported when they are first used: readers of checkpoints need no torch.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "moc.store.errors",
+    "Engine": "moc.session.engine",
+    "LocalRemains": "moc.session.resume.survivors",
+    "NoRecoveryPoint": "moc.session.resume.point",
+    "NoTap": "moc.session.tap",
+    "Policy": "moc.policy",
+    "Position": "moc.state.record",
+    "ReplicatedState": "moc.state.replicated",
+    "Session": "moc.session.session",
+    "Settings": "moc.session.settings",
+    "SnapshotPlan": "moc.policy",
+    "StepRecord": "moc.state.record",
+    "TrainingState": "moc.state.interface",
+    "World": "moc.runtime.world",
+    "join_job": "moc.runtime.job",
+    "sum_over_workers": "moc.runtime.agreement",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

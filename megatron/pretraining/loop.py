@@ -18,7 +18,7 @@ from megatron.pretraining.session.auto import PolicySwitched
 from megatron.pretraining.setup import Providers, TrainingRun, build, start
 from moc.runtime.job import join_job
 from moc.runtime.progress import progress
-from moc.session.begin import NoRecoveryPoint
+from moc.session.resume.point import NoRecoveryPoint
 from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord
 from moc.store.tiers import memory_of_run
@@ -95,13 +95,11 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
-    run.position = run.position.after(record)
-    run.records.add(record)
-    run.snapshots.completed(run.position, record, begun)  # from here on a lost worker does not undo the iteration
+    run.session.completed(record, begun)  # the commit: from here on a lost worker does not undo the iteration
     run.stepper.gather_weights()
     progress("save")
-    run.snapshots.take()
-    run.log.iteration(record, run.position.consumed_samples, run.snapshots.gauges)
+    run.session.take()
+    run.log.iteration(record, run.position.consumed_samples, run.session.gauges)
     run.checkpoints.poll()
     if due(run.config.training.manual_gc_interval, run):
         gc.collect()
@@ -114,7 +112,7 @@ def plan_anew(run: TrainingRun) -> None:
     Raises:
         PolicySwitched: it is so, on all workers alike.
     """
-    if run.auto is None or run.snapshots.storage_fails or not run.auto.plans_anew(run.position.iteration):
+    if run.auto is None or run.session.storage_fails or not run.auto.plans_anew(run.position.iteration):
         return
     run.auto.ends()
     progress("save")
@@ -195,9 +193,9 @@ def secure(run: TrainingRun) -> None:
     failed = [problem for problem in problems if problem]
     if failed and len(failed) == sum(asked):
         raise CheckpointError(failed[0])
-    if run.snapshots.memory_is_free and not problems[0]:
+    if run.session.memory_is_free and not problems[0]:
         flags = run.config.snapshot.ckpt_memory_dir, run.config.snapshot_dir
-        run.world.job.gives_back(memory_of_run(*flags, run.snapshots.run).absolute())
+        run.world.job.gives_back(memory_of_run(*flags, run.session.run).absolute())
     for problem in failed:
         run.log.message(
             f"WARNING: {problem}; the last state is safe all the same, in the other place: start again there"
@@ -207,7 +205,7 @@ def secure(run: TrainingRun) -> None:
 def secured(run: TrainingRun) -> str:
     """Why the last snapshot is not in storage; nothing if it is."""
     try:
-        run.snapshots.flush(run.position)
+        run.session.flush()
     except CheckpointError as error:
         if run.config.checkpoint.save_failure == "stop":
             raise
@@ -229,7 +227,7 @@ def last_checkpoint(run: TrainingRun) -> str:
 
 def wait_for_saves(run: TrainingRun) -> None:
     """Waits until all that is being saved is saved."""
-    run.snapshots.finish()
+    run.session.finish()
     run.checkpoints.finish()
 
 

@@ -25,16 +25,15 @@ from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.session.auto import AutoPolicy
-from megatron.pretraining.session.begin import begin_as_flagged
+from megatron.pretraining.session.settings import settings_of
 from moc.faults import reach
 from moc.policy import AUTO
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Interruption
 from moc.runtime.world import World
 from moc.session.resume.survivors import LocalRemains
-from moc.session.snapshots import Snapshots
-from moc.session.without import NoSnapshots
-from moc.state.record import Position, Records
+from moc.session.session import Session
+from moc.state.record import Position
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ class WorkerParts:
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
         auto: what chooses the policy, with ``--ckpt-policy auto``.
-        saving: what saves the state, once training has started.
+        session: of the last generation, once it has begun.
+        checkpoints: dense checkpoints of ``--save``, likewise.
         remains: what it has left when another one is lost.
     """
 
@@ -79,7 +79,8 @@ class WorkerParts:
     vocab_size: int
     log: Log
     auto: AutoPolicy | None
-    saving: tuple[Checkpoints, Snapshots | NoSnapshots] | None = None
+    session: Session | None = None
+    checkpoints: Checkpoints | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
 
     def log_interruption(self, loss: Interruption | None) -> None:
@@ -91,12 +92,11 @@ class WorkerParts:
     def go_on_after(self, loss: Interruption) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
         self.log_interruption(loss)
-        if self.saving is not None:
-            checkpoints, snapshots = self.saving
-            self.remains.live, self.remains.begun = snapshots.live, snapshots.begun
-            checkpoints.close()
-            snapshots.close()
-            self.saving = None
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        if self.session is not None:
+            self.session.interrupt()
+        self.session = self.checkpoints = None
         drop_unfinished_iteration(self.chunks)
 
 
@@ -110,23 +110,24 @@ class TrainingRun:
         splits: the splits that have data, the same on all workers.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
-        position: iterations and samples completed.
-        records: what iterations of late decided; with what snapshots and logs hold it makes them repeatable.
     """
 
     config: Config
     world: World
     stepper: Stepper
     checkpoints: Checkpoints
-    snapshots: Snapshots | NoSnapshots
+    session: Session
     auto: AutoPolicy | None
     log: Log
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
     vocab_size: int
-    position: Position
-    records: Records
+
+    @property
+    def position(self) -> Position:
+        """Iterations and samples completed."""
+        return self.session.position
 
     def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
         """This worker's micro batches of a split from a position on; None on stages that read no data."""
@@ -205,11 +206,12 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         boundaries=crossing,
     )
     engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size)
-    position, snapshots = begin_as_flagged(config, engine, checkpoints, log, parts.remains, parts.auto)
-    stepper = replace(stepper, participants=(snapshots,))
-    log.catch_up(snapshots.record, position.consumed_samples, snapshots.gauges)
-    parts.saving, parts.remains.trained = (checkpoints, snapshots), position.iteration > 0
-    parts.remains.progress.move_to(None)
+    session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
+    position = session.resume()
+    stepper = replace(stepper, participants=(session,))
+    log.catch_up(session.record, position.consumed_samples, session.gauges)
+    parts.session, parts.checkpoints = session, checkpoints
+    parts.remains.trained = position.iteration > 0  # until set-up is over, a model as it was built may be built again
     reach("loaded")
     stop.check_set_up(world)
     phases.done("load")
@@ -221,7 +223,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     log.events.write(
         "start",
         iteration=position.iteration,
-        run=snapshots.run,
+        run=session.run,
         job=world.job.id,
         term=world.job.term,
         world_size=world.size,
@@ -229,9 +231,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         startup_s=phases.seconds,
     )
     parts.remains.trained = True
-    saving, sizes = (checkpoints, snapshots, parts.auto), (parts.train_iters, parts.vocab_size)
-    data = parts.streams, splits, *sizes
-    return TrainingRun(config, world, stepper, *saving, log, *data, position, parts.remains.records)
+    data = parts.streams, splits, parts.train_iters, parts.vocab_size
+    return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data)
 
 
 def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> TrainingRun:

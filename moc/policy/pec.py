@@ -271,6 +271,30 @@ class Pec(Policy):
             return memory, None
         return memory, ages(number, k, k_persist, every, every).times(every * interval)
 
+    def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
+        """As :meth:`Policy.fault_cost`, with experts equally busy (MoC-System, eq. 7)."""
+        if (found := self.expected(in_storage)) is None:
+            return None
+        memory, storage = found
+        plt = memory.mean / train_iters
+        fields = {"plt": plt, "oldest": memory.oldest}
+        where = "that leaves memory whole " if in_memory else ""
+        text = (
+            f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens "
+            f"of this training's experts, and the oldest expert is {memory.oldest} iterations behind"
+        )
+        if not in_memory:
+            return text, fields
+        if storage is None:
+            text += (
+                "; when memory is lost, --ckpt-dir has the first snapshot alone, and nearly all would be trained anew: "
+                "add --persist-interval"
+            )
+            return text, fields
+        plt_storage = storage.mean / train_iters
+        text += f"; from --ckpt-dir alone {plt_storage:.3%}, and {storage.oldest} iterations"
+        return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}
+
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: K on both levels, and a chosen interval."""
         interval = {} if self._choice is None else {"snapshot_interval": self._choice.interval}

@@ -248,6 +248,16 @@ class Policy(ABC):
             plt: by how much it has raised the proportion of lost tokens of the whole training.
         """
 
+    def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
+        """What a fault is expected to cost, for people and for the log; None where nothing is lost, or it is not known.
+
+        Args:
+            train_iters: of so many iterations' tokens a proportion is lost.
+            in_memory: a memory tier has every snapshot.
+            in_storage: snapshots go to storage, too.
+        """
+        return None
+
     def gauges(self) -> dict[str, float]:
         """By name, what of the policy changes during a run and is worth seeing over time."""
         return {}

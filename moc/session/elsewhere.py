@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from moc.policy import Observed, Policy
+from moc.policy import Observed
 from moc.policy.plan import Busiest
 from moc.session.engine import Engine
 from moc.session.resume.survivors import LocalRemains
@@ -45,8 +45,8 @@ class Chooser(Protocol):
 
     counts_tokens: bool
 
-    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> tuple[Settings, Policy]:
-        """Takes up what the run knew, and says what is in force from here on; a collective call."""
+    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
+        """Takes up what the run knew, and returns what is in force from here on; a collective call."""
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Learns how large snapshots would be.

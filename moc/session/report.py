@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moc.policy import Policy
-from moc.policy.pec import Pec
 from moc.session.engine import Listener
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
@@ -44,7 +43,9 @@ class SnapshotReport:
 
     def expected(self, policy: Policy, settings: Settings) -> None:
         """Says once, before training, what a fault will cost by the flags that are given."""
-        if not isinstance(policy, Pec) or (said := expectation(policy, settings)) is None:
+        in_memory = settings.tier != "disk"
+        persists = not in_memory or settings.persist_interval is not None
+        if (said := policy.fault_cost(settings.train_iters, in_memory, persists)) is None:
             return
         text, fields = said
         self._log.message(text)
@@ -106,34 +107,3 @@ class SnapshotReport:
             self._log.message(
                 f"experts have lost {tokens.plt:.3%} of their tokens to faults" + (f": {layers}" if layers else "")
             )
-
-
-def expectation(policy: Pec, settings: Settings) -> tuple[str, dict] | None:
-    """What a fault is expected to cost, for people and for the log; None where it is not known before training.
-
-    Args:
-        policy: as its flags say.
-        settings: where snapshots go, and of how many iterations' tokens a proportion is lost.
-    """
-    in_memory = settings.tier != "disk"
-    if (ages := policy.expected(not in_memory or settings.persist_interval is not None)) is None:
-        return None
-    memory, storage = ages
-    plt = memory.mean / settings.train_iters
-    fields = {"plt": plt, "oldest": memory.oldest}
-    where = "that leaves memory whole " if in_memory else ""
-    text = (
-        f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens of "
-        f"this training's experts, and the oldest expert is {memory.oldest} iterations behind"
-    )
-    if not in_memory:
-        return text, fields
-    if storage is None:
-        text += (
-            "; when memory is lost, --ckpt-dir has the first snapshot alone, and nearly all would be trained anew: add "
-            "--persist-interval"
-        )
-        return text, fields
-    plt_storage = storage.mean / settings.train_iters
-    text += f"; from --ckpt-dir alone {plt_storage:.3%}, and {storage.oldest} iterations"
-    return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}

@@ -1,8 +1,10 @@
-"""What a session is told beside its policy; as flags have it (``docs/snapshots.md``)."""
+"""What a session is told; as flags have it (``docs/snapshots.md``)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 class SettingsError(ValueError):
@@ -11,11 +13,15 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Where snapshots go, and how.
+    """What is saved when, where snapshots go, and how.
 
     Attributes:
-        directory: of the snapshots in storage, or a URL (``--ckpt-dir``).
+        directory: of the snapshots in storage, or a URL (``--ckpt-dir``); None without a policy.
         train_iters: iterations of the whole training.
+        policy: its name, such as ``full`` or ``sparse``; None: no snapshots are taken.
+        interval: iterations between snapshots, or ``auto`` (``--snapshot-interval``).
+        overhead_budget: with ``auto``, the share of training that snapshots may take.
+        options: of the policy, as its constructor takes them.
         tier: where a snapshot is safe: ``disk``, ``memory`` or ``peers``.
         memory_directory: memory file system.
         nodes: by rank the name of its node, comma-separated; None: as the launcher says, or by host.
@@ -32,8 +38,12 @@ class Settings:
         stops: what cannot be saved in storage ends the run, in place of being tried again.
     """
 
-    directory: str
+    directory: str | None
     train_iters: int
+    policy: str | None = None
+    interval: str = "1"
+    overhead_budget: float = 0.03
+    options: Mapping[str, Any] = field(default_factory=dict)
     tier: str = "disk"
     memory_directory: str = "/dev/shm"
     nodes: str | None = None

@@ -15,29 +15,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from moc.faults import reach
-from moc.policy import Load, Observed, Policy, SnapshotPlan
+from moc.policy import Load, SnapshotPlan
 from moc.runtime.agreement import first_reported, run_on_rank0, sum_over_workers
-from moc.runtime.world import World
 from moc.session.carrying import Carrying
-from moc.session.engine import PipelineTap
-from moc.session.meter import Meter
-from moc.session.participant import VoteParticipant
-from moc.session.peers import Peers
-from moc.session.publishing import Publisher
+from moc.session.components import Components
 from moc.session.queues import PER_VOTE, Queues, Taken, told_of
-from moc.session.report import SnapshotReport
-from moc.session.resume.survivors import LiveState, StartedSnapshot
+from moc.session.resume.point import ResumePoint
+from moc.session.resume.survivors import StartedSnapshot
+from moc.session.settings import Settings
 from moc.session.storage_health import StorageHealth, tolerable
-from moc.session.tiers import Tiers, copy_to_storage
-from moc.session.tokens import TokenTracker
-from moc.snapshot.contents import Contents
+from moc.session.tiers import copy_to_storage
 from moc.snapshot.rotation import Rotation
-from moc.snapshot.saver import Saver
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
 
@@ -48,92 +40,34 @@ SPARE = 2
 LAST_TRIES_S = (1.0, 2.0, 4.0)
 """Pauses between tries to bring the last state to storage."""
 
-_ENDING_S = 10.0
-"""Without a memory tier, how long a write may take to end well when a worker is lost: the run goes on from it."""
+Describer = Callable[[Position, StepRecord | None], dict]
+"""What of the state is not a tensor, at a position after an iteration."""
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """What a run goes on from.
-
-    Attributes:
-        position: from here.
-        record: of the iteration that led to it, if it is known.
-        newest: iteration of the newest way to go on, in memory or in storage; None if there is none.
-        in_memory: iterations of the snapshots in memory that stay: those of that way if it is there, and those of the
-            window under way.
-        experts: others in memory, of which experts are still of use.
-        newer: the same, of a time line that was given up; they make room for those of this one.
-        before: the same, which have made room already.
-        again: the snapshot of this position, if it was begun already and is lost.
-        begun: by iteration what is known of those in memory; their parts and copies may be lost later.
-    """
-
-    position: Position
-    record: StepRecord | None = None
-    newest: int | None = None
-    in_memory: tuple[int, ...] = ()
-    experts: tuple[int, ...] = ()
-    newer: tuple[int, ...] = ()
-    before: tuple[int, ...] = ()
-    again: SnapshotPlan | None = None
-    begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)
-
-
-class Snapshots(VoteParticipant):
-    """Takes them; all methods are for all workers alike.
+class Snapshots:
+    """Takes them; all methods but :meth:`close` are for all workers alike.
 
     Args:
-        world: this worker's place.
-        policy: when what is saved.
-        contents: what this worker saves of it.
-        saver: copies and writes this worker's part.
-        publisher: makes them count.
-        tiers: where to.
-        peers: what copies snapshots to other nodes, if anything does.
-        describe: what is not a tensor, for a position and the record of the iteration that led to it.
-        blocking: wait until a snapshot is safe.
-        most_behind: iterations that may be completed while a snapshot is not safe; None if all may.
-        start: what the run goes on from.
-        tokens: the token ledger, where snapshots are partial.
-        tap: what logs what crosses pipeline stages, if anything does.
-        report: where to say what it costs.
+        parts: of this generation.
+        settings: whether training waits for them, and what ends the run.
         storage: how storage fares.
-        stops: what cannot be saved in storage ends the run, in place of being tried again.
-        observe: who is told, too, what each iteration has shown.
+        start: what the run resumes from.
+        describe: what of the state is not a tensor, for a position and the record of the iteration that led to it.
     """
 
     def __init__(
-        self,
-        world: World,
-        policy: Policy,
-        contents: Contents,
-        saver: Saver,
-        publisher: Publisher,
-        tiers: Tiers,
-        peers: Peers | None,
-        describe: Callable[[Position, StepRecord | None], dict],
-        blocking: bool,
-        most_behind: int | None,
-        start: ResumePoint,
-        tokens: TokenTracker | None,
-        tap: PipelineTap,
-        report: SnapshotReport,
-        storage: StorageHealth,
-        stops: bool = False,
-        observe: Callable[[Observed], None] = lambda seen: None,
+        self, parts: Components, settings: Settings, storage: StorageHealth, start: ResumePoint, describe: Describer
     ):
-        self._world, self._policy, self._contents, self._saver, self._tiers = world, policy, contents, saver, tiers
-        self._publisher, self._describe, self._carrying = publisher, describe, Carrying(tiers, policy)
-        self._blocking, self._most_behind = blocking, most_behind
-        self._peers, self._tokens, self._tap, self._report = peers, tokens, tap, report
-        self._observe, self._storage, self._stops = observe, storage, stops
-        spare = SPARE + (peers is not None)  # one more from which peers copy
-        self._rotation = Rotation.of(spare, keep=tiers.memory is not None, recovered=start.in_memory)
-        self._start = start
-        self._queues = Queues()
+        self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
+        self._contents, self._saver, self._publisher = parts.contents, parts.saver, parts.publisher
+        self._peers = parts.peers
+        self._tokens, self._tap, self._meter, self._report = parts.tokens, parts.tap, parts.meter, parts.report
+        self._settings, self._storage, self._start, self._describe = settings, storage, start, describe
+        self._carrying, self._queues = Carrying(parts.tiers, parts.policy), Queues()
+        spare = SPARE + (parts.peers is not None)  # one more from which peers copy
+        self._rotation = Rotation.of(spare, keep=parts.tiers.memory is not None, recovered=start.in_memory)
         self.begun = dict(start.begun)
-        """By iteration the last snapshots: who is to publish one, or has not saved it, may be lost."""
+        """By iteration the last snapshots, kept in case their publisher or a writer dies."""
         self._failure: str | None = None
         self._newest = start.newest
         self._newest_is_complete = not (start.experts or start.newer or start.before)  # else they are in no other
@@ -144,9 +78,7 @@ class Snapshots(VoteParticipant):
         self._base_lost = self._base_asked = False  # storage lacks what partial snapshots need; it is taken again
         self._problem = ""  # the last that kept a snapshot from storage
         self._stores_since: int | None = None  # first snapshot of the window that goes from memory to storage, too
-        self._meter = Meter(world.size)
-        self.record = start.record  # of the iteration that was completed last
-        self._position: Position | None = start.position  # None while the update changes the state
+        self._position, self._record = start.position, start.record  # of the iteration that was completed last
 
     def reserve(self) -> None:
         """Makes the buffers that are needed for sure, before training needs them.
@@ -178,36 +110,21 @@ class Snapshots(VoteParticipant):
         plan = self._start.again
         if plan is not None:
             self._newest, self._newest_is_complete = plan.iteration, plan.complete
-            self._copy(plan, self._for_storage(plan), self._start.position)
-            if self._blocking:
+            self._copy(plan, self._for_storage(plan))
+            if self._settings.blocking:
                 self._wait_until_safe()
 
-    def completed(self, position: Position, record: StepRecord, begun: float) -> None:
-        """The update is done, so from here on the state is that of the next position, whoever is lost.
+    def take(self, position: Position, record: StepRecord | None) -> None:
+        """Begins a snapshot of the completed iteration where the policy wants one; weights must be gathered.
 
         Args:
             position: how far the run has come.
             record: of the iteration that is complete.
-            begun: when it began, by ``time.perf_counter``.
-        """
-        self._position, self.record = position, record
-        seen = self._meter.completed(begun)
-        if seen is not None:
-            self._policy.interval.observe(seen)
-            self._observe(seen)
-            self._report.chosen(position.iteration, self._policy)
-        if self._tokens is not None:
-            self._tokens.completed(skipped=record.skipped)
-            if self._policy.counts_probabilities and not record.skipped:
-                self._policy.on_routing(self._tokens.probabilities)
-
-    def take(self) -> None:
-        """Begins a snapshot of the completed iteration where the policy wants one; weights must be gathered.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
-        position = self._position
+        self._position, self._record = position, record
         if self._lacks_base and not (self._base_asked or self._storage.rests or self._storage.closed):
             self._policy.storage_lost()
             self._base_asked = True
@@ -216,8 +133,8 @@ class Snapshots(VoteParticipant):
             plan = None  # it would go nowhere
         if plan is not None:
             with self._meter.stalling():
-                self._begin(plan, self._for_storage(plan), position)
-                if self._blocking:
+                self._begin(plan, self._for_storage(plan))
+                if self._settings.blocking:
                     self._wait_until_safe()
         under_way = next((taken.plan.iteration for taken in self._queues.to_storage), None)
         self._storage.passes(position.iteration, under_way)
@@ -228,12 +145,11 @@ class Snapshots(VoteParticipant):
     def ballot(self) -> dict[str, float]:
         """How far this worker has come; see :class:`VoteParticipant`."""
         queues = self._queues.ballot()  # before failures are looked for, so that none that counts as done is missed
-        others = (self._tokens.ballot() if self._tokens is not None else {}) | self._tap.ballot()
         failed = {"snapshot_failed": float(self._find_failure() is not None)}
-        return others | queues | self._storage.ballot() | failed | self._meter.ballot()
+        return self._tap.ballot() | queues | self._storage.ballot() | failed | self._meter.ballot()
 
     def on_vote(self, tally: dict[str, float]) -> None:
-        """Acts on how far all have come, and waits for copies of what the update is about to change.
+        """Acts on how far all have come.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
@@ -246,8 +162,9 @@ class Snapshots(VoteParticipant):
         seconds = self._meter.trained(tally)
         if seconds is not None:
             self._report.trained(seconds)
-        if self._tokens is not None:
-            self._tokens.on_vote(tally)
+
+    def wait_for_copies(self) -> None:
+        """Waits for copies of what the update is about to change, and for snapshots that lag too far behind."""
         if self._behind:
             with self._meter.stalling():
                 while self._behind:
@@ -256,7 +173,6 @@ class Snapshots(VoteParticipant):
             with self._meter.stalling():
                 for taken in self._queues.copying:
                     taken.snapshot.capture.wait()
-        self._position = None
 
     def finish(self) -> None:
         """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
@@ -267,20 +183,20 @@ class Snapshots(VoteParticipant):
             self._storage.is_waited_for(time.monotonic() - begun)
         self._wait_and_vote()
 
-    def flush(self, position: Position) -> None:
+    def flush(self) -> None:
         """The run ends here in good order: its state goes to storage, and the node gets its memory back.
 
         Raises:
             CheckpointError: on all workers; something could not be saved, though it was tried again.
         """
-        self._bring_everything(position)
+        self._bring_everything()
         for pause in LAST_TRIES_S:
-            if self._is_stored(position):
+            if self._is_stored:
                 break
             time.sleep(pause)
-            self._bring_everything(position)
-        if not self._is_stored(position):
-            raise CheckpointError(self._not_stored(position))
+            self._bring_everything()
+        if not self._is_stored:
+            raise CheckpointError(self._not_stored())
         if self._peers is not None:
             self._peers.quiesce()
         if self.memory_is_free and self._tiers.leads_node:
@@ -289,20 +205,9 @@ class Snapshots(VoteParticipant):
         self._report.end(self._tokens)
 
     @property
-    def live(self) -> LiveState | None:
-        """The state that this worker has now; None if it is being changed."""
-        return self._position and LiveState(self._position, self._describe(self._position, self.record))
-
-    @property
-    def run(self) -> str:
-        """What the run is called of which these are the snapshots."""
-        return self._tiers.storage.place.claim.run
-
-    @property
     def gauges(self) -> dict[str, float]:
-        """What there is to see of every iteration."""
-        plt = {} if self._tokens is None else {"plt": self._tokens.plt}
-        return plt | self._policy.gauges() | dict(self._tap.gauges) | self._storage.gauges
+        """How storage fares."""
+        return self._storage.gauges
 
     @property
     def memory_is_free(self) -> bool:
@@ -315,27 +220,17 @@ class Snapshots(VoteParticipant):
         return bool(self._problem)
 
     def close(self) -> None:
-        """Gives up what is not published yet, as if this worker had been killed; asks nothing of the others.
-
-        With a memory tier nothing is waited for that storage may hold up: the run does not go on from there.
-        """
-        if self._peers is not None:
-            self._peers.close()
+        """Gives up what is being carried."""
         self._carrying.close()
-        patience = _ENDING_S if self._tiers.memory is None else 0.0
-        self._saver.close(patience)
-        self._publisher.close(patience)
-        if self._tokens is not None:
-            self._tokens.close()
-        self._tap.close()
 
     @property
     def _behind(self) -> bool:
         """Whether the iteration that is about to be completed must wait until a snapshot is safe."""
-        if self._most_behind is None:
+        most = self._settings.most_behind
+        if most is None:
             return False
         not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
-        return any(self._position.iteration - taken.plan.iteration >= self._most_behind for taken in not_safe)
+        return any(self._position.iteration - taken.plan.iteration >= most for taken in not_safe)
 
     @property
     def _lacks_base(self) -> bool:
@@ -348,7 +243,7 @@ class Snapshots(VoteParticipant):
     def _load(self) -> Load | None:
         return self._tokens.load if self._tokens is not None else None
 
-    def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position) -> None:
+    def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         self._newest, self._newest_is_complete = plan.iteration, plan.complete
         self._tell_policy(plan, storage)  # at once: should a worker be lost before it begins, it is taken again
         while self._rotation.free() is None:
@@ -356,11 +251,9 @@ class Snapshots(VoteParticipant):
         window = self._policy.window_length
         self._rotation = self._rotation.trimmed(window)
         self._saver.trim(max(len(self._rotation.slots), self._rotation.needs(window)))
-        self._copy(plan, storage, position)
+        self._copy(plan, storage)
 
-    def _copy(
-        self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position, in_memory: bool = True
-    ) -> None:
+    def _copy(self, plan: SnapshotPlan, storage: SnapshotPlan | None, in_memory: bool = True) -> None:
         slot, others = self._rotation.free(), self._rotation.all_free()
         if in_memory:
             self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
@@ -378,7 +271,7 @@ class Snapshots(VoteParticipant):
         except CheckpointError as error:
             self._failure = str(error)  # the next vote tells the others
             return
-        taken = Taken(plan, storage, self._describe(position, self.record), snapshot)
+        taken = Taken(plan, storage, self._describe(self._position, self._record), snapshot)
         self._queues.copying.append(taken)
         self._remember(taken)
         if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
@@ -390,18 +283,19 @@ class Snapshots(VoteParticipant):
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
 
-    def _begin_everything(self, position: Position) -> None:
+    def _begin_everything(self) -> None:
         """At the end of a run: nothing is under way, and nothing else begins."""
-        everything = self._policy.everything(position.iteration)
+        iteration = self._position.iteration
+        everything = self._policy.everything(iteration)
         with self._trying():
-            run_on_rank0(lambda: self._tiers.storage.remove(position.iteration), "cannot replace a partial snapshot")
-        if not self._rotation.holds(position.iteration):
-            self._begin(everything, everything, position)
+            run_on_rank0(lambda: self._tiers.storage.remove(iteration), "cannot replace a partial snapshot")
+        if not self._rotation.holds(iteration):
+            self._begin(everything, everything)
             return
         # memory has a part of it, without which what is there may be of no use: it goes to storage alone
-        self._newest, self._newest_is_complete = position.iteration, True
+        self._newest, self._newest_is_complete = iteration, True
         self._tell_policy(everything, everything)
-        self._copy(everything, everything, position, in_memory=False)
+        self._copy(everything, everything, in_memory=False)
 
     def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
         """What of a snapshot that begins now is to go to storage."""
@@ -555,7 +449,7 @@ class Snapshots(VoteParticipant):
         """A snapshot could not be brought to storage, as all workers hear in the same vote."""
         iteration, error = taken.plan.iteration, tolerable(done)
         self._problem = first_reported(None if error is None else str(error))
-        if self._stops:
+        if self._settings.stops:
             raise CheckpointError(self._problem)
         self._storage.failed(iteration, self._problem)
         if self._world.rank == 0:
@@ -568,20 +462,21 @@ class Snapshots(VoteParticipant):
         if self._tiers.memory is None:
             self._policy.begin_anew()
 
-    def _is_stored(self, position: Position) -> bool:
-        return position.iteration == 0 or (self._stored == self._newest and self._newest_is_complete)
+    @property
+    def _is_stored(self) -> bool:
+        return self._position.iteration == 0 or (self._stored == self._newest and self._newest_is_complete)
 
-    def _not_stored(self, position: Position) -> str:
+    def _not_stored(self) -> str:
+        iteration = self._position.iteration
         newest = "none is there" if self._stored is None else f"the newest one there is of iteration {self._stored}"
         kept = "" if self._in_memory is None else f", and of iteration {self._in_memory.plan.iteration} in memory"
-        return (
-            f"the last state, of iteration {position.iteration}, could not be saved: {self._problem} ({newest}{kept})"
-        )
+        return f"the last state, of iteration {iteration}, could not be saved: {self._problem} ({newest}{kept})"
 
-    def _bring_everything(self, position: Position) -> None:
+    def _bring_everything(self) -> None:
+        position = self._position
         self.finish()
         if position.iteration != 0 and (position.iteration != self._newest or not self._newest_is_complete):
-            self._begin_everything(position)
+            self._begin_everything()
             self.finish()
         if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
             self._bring_to_storage(self._in_memory)
@@ -599,7 +494,7 @@ class Snapshots(VoteParticipant):
         try:
             yield
         except CheckpointError as error:
-            if self._stops or isinstance(error, TakenError):
+            if self._settings.stops or isinstance(error, TakenError):
                 raise
             self._problem = str(error)
 

@@ -10,9 +10,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 
+from moc.session.components import Components
 from moc.session.engine import Listener
+from moc.session.resume.point import ResumePoint
+from moc.session.resume.tidying import tidy_storage
+from moc.session.settings import Settings
 from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble
+
+_LATE_AFTER = 100
+"""Iterations for which a snapshot may be on its way; where it is not asked for how often something goes to storage."""
 
 _LISTEN_S = 0.5
 _LONG_S = 30.0
@@ -189,3 +196,28 @@ class StorageHealth:
             return "none was saved there since this start"
         age = f"{self._age_s():.0f} s old" if self._stored_at is not None else "from before this start"
         return f"the newest one there is of iteration {self.newest}, {age}"
+
+
+def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: Listener, beside: bool) -> StorageHealth:
+    """How storage fares.
+
+    Args:
+        settings: where snapshots go, and how.
+        parts: of this generation.
+        start: where the run resumes.
+        log: where to report.
+        beside: the run resumes from memory: storage is taken and tidied up beside training.
+    """
+
+    def make_ready() -> None:
+        parts.tiers.storage.take()
+        tidy_storage(parts.tiers, start)
+
+    return StorageHealth(
+        name=parts.tiers.storage.place.name,
+        every=parts.tiers.persist_interval if parts.tiers.memory is not None else None,
+        late_after=settings.persist_interval or _LATE_AFTER,
+        newest=None if start.newest in start.in_memory else start.newest,
+        log=log,
+        prepare=(lambda: parts.publisher.beside(make_ready)) if beside and parts.world.rank == 0 else None,
+    )

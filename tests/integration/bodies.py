@@ -168,7 +168,7 @@ def _step(run, poison: str | None) -> dict:
             batches = run.batches("train", run.position.consumed_samples)
             record = stepper.step(run.position.iteration, batches)
             seen["record"] = dataclasses.asdict(record)
-            run.position = run.position.after(record)
+            run.session.completed(record, 0.0)
             with _noting_collectives(seen["gather_collectives"]):
                 stepper.gather_weights()
         except NonFiniteError as error:

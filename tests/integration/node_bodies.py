@@ -15,9 +15,9 @@ from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
-from megatron.pretraining.session.begin import begin_as_flagged
+from megatron.pretraining.session.settings import settings_of
 from moc.session.publishing import Publisher
-from moc.session.resume.survivors import LocalRemains
+from moc.session.session import Session
 from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
@@ -81,7 +81,8 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
                 fragment.view.fill_(float("nan"))
             config = compose(flags | place)
             engine = MegatronEngine(config, step, None, run.vocab_size)
-            position, _ = begin_as_flagged(config, engine, run.checkpoints, run.log, LocalRemains())
+            session = Session(engine, settings_of(config, engine), run.log, elsewhere=run.checkpoints)
+            position = session.resume()
             steps = sorted(set(state.steps().values()))
             told.append({"start": position.iteration, "steps": steps, "hashes": hashes_of(state)})
         return told

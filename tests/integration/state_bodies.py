@@ -102,7 +102,7 @@ def freeze_and_activate(flags: dict, pattern: str) -> dict:
         position, kept, steps = run.position, _copies(state), state.steps()
         told = {"frozen": frozen, "start": _told(state), "never": _two_steps(run, state)}
         for way, change in (("while", state.freeze), ("again", state.activate)):
-            run.position = position
+            run.session.position = position
             for fragment in state.fragments(state.operators(), Detail.FULL):
                 state.load(fragment, kept[label(fragment)])
             state.gather_weights()
@@ -189,7 +189,7 @@ def _steps(run, count: int) -> list:
         batches = run.batches("train", run.position.consumed_samples)
         records.append(run.stepper.step(run.position.iteration, batches))
         run.stepper.gather_weights()
-        run.position = run.position.after(records[-1])
+        run.session.completed(records[-1], 0.0)
     return records
 
 

@@ -23,7 +23,7 @@ def replay_alone(flags: dict, iterations: int) -> dict:
         for _ in range(iterations):
             record = run.stepper.step(run.position.iteration, _batches(run))
             run.stepper.gather_weights()
-            run.position = run.position.after(record)
+            run.session.completed(record, 0.0)
         told = {"together": _compute(run)}
         upstream, iteration = run.stepper.boundaries, run.position.iteration + 1
         before = _logged(run, iteration)

@@ -22,8 +22,8 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.logging.log import Log
-from megatron.pretraining.session.settings import policy_of, settings_of
-from moc.policy import POLICIES, Observed, Policy, owners
+from megatron.pretraining.session.settings import settings_of
+from moc.policy import POLICIES, Observed, owners
 from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
@@ -80,7 +80,7 @@ class AutoPolicy:
         self._orderly = False
         self._ranks: list[int] = []
 
-    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> tuple[Settings, Policy]:
+    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
         """Takes up what the run knew, from live workers or the newest snapshot; a collective call.
 
         Args:
@@ -89,10 +89,9 @@ class AutoPolicy:
             mine: what this worker has left of the state.
 
         Returns:
-            Settings and policy that were chosen; while nothing is chosen, those that measure.
+            The settings that were chosen; while nothing is chosen, those that measure.
         """
-        config = self._chosen(tiers, mine, first=engine.world.rank == 0)
-        return settings_of(config, engine.world.size), policy_of(config, engine)
+        return settings_of(self._chosen(tiers, mine, first=engine.world.rank == 0), engine)
 
     def _chosen(self, tiers: Tiers, mine: LocalRemains | None, first: bool) -> Config:
         self._ranks = sorted(Counter(tiers.nodes).values(), reverse=True)

@@ -1,19 +1,30 @@
-"""A session's settings and policy, from flags."""
+"""A session's settings, from flags."""
 
 from __future__ import annotations
 
-from megatron.pretraining.config import Config, ConfigError, train_iterations
-from moc.policy import JobShape, Policy, interval_named, policy_named
+from megatron.pretraining.config import Config, train_iterations
+from moc.policy import AUTO, JobShape, policy_named
 from moc.session.engine import Engine
 from moc.session.settings import Settings
 
 
-def settings_of(config: Config, workers: int) -> Settings:
-    """What a session is told, for a job of so many workers."""
-    snapshot = config.snapshot
+def settings_of(config: Config, engine: Engine) -> Settings:
+    """What a session is told of this job.
+
+    Raises:
+        ConfigError: the policy cannot be made for this model.
+    """
+    snapshot, options = config.snapshot, {}
+    if snapshot.ckpt_policy not in (None, AUTO):
+        job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
+        options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
     return Settings(
         directory=config.snapshot_dir,
-        train_iters=train_iterations(config, workers),
+        train_iters=train_iterations(config, engine.world.size),
+        policy=snapshot.ckpt_policy,
+        interval=snapshot.snapshot_interval,
+        overhead_budget=snapshot.ckpt_overhead_budget,
+        options=options,
         tier=snapshot.ckpt_tier,
         memory_directory=snapshot.ckpt_memory_dir,
         nodes=snapshot.node_of_rank,
@@ -29,19 +40,3 @@ def settings_of(config: Config, workers: int) -> Settings:
         begin_at=config.checkpoint.ckpt_step,
         stops=config.checkpoint.save_failure == "stop",
     )
-
-
-def policy_of(config: Config, engine: Engine) -> Policy:
-    """The policy that flags name.
-
-    Raises:
-        ConfigError: it cannot be made for this model.
-    """
-    snapshot = config.snapshot
-    interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
-    kind = policy_named(snapshot.ckpt_policy)
-    job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
-    try:
-        return kind(engine.operators, interval, **kind.settings(snapshot, job))
-    except ValueError as error:
-        raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None

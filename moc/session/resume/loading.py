@@ -7,24 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from moc.policy import Policy
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath
 from moc.runtime.agreement import gather, run_on_rank0
+from moc.session.components import Components
 from moc.session.engine import Engine, Listener
 from moc.session.resume.reading import Damage, Key, SnapshotReader
 from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
 from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
-from moc.session.tiers import LOOKING_S, Tiers
-from moc.session.tokens import TokenTracker
+from moc.session.tiers import LOOKING_S
 from moc.snapshot.background import within
 from moc.state.detail import Detail
-from moc.state.record import Position, Records, StepRecord
+from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
 from moc.store.store import directory_of
@@ -55,37 +54,22 @@ class SnapshotLoader:
 
     Args:
         engine: whose state is filled.
-        only: iteration of the snapshot to begin with; None for the newest.
-        tiers: where snapshots are.
-        policy: which goes on from what it was told.
-        tokens: the token ledger, where snapshots are partial.
-        repair: saves again what lost workers had not saved.
+        parts: of this generation.
+        remains: what this worker has left of the one before.
         log: where to report.
-        replayer: computes iterations again.
-        records: of iterations of late, as far as this worker knows them.
+        only: iteration of the snapshot to begin with; None for the newest.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        only: int | None,
-        tiers: Tiers,
-        policy: Policy,
-        tokens: TokenTracker | None,
-        repair: Repair,
-        log: Listener,
-        replayer: Replayer,
-        records: Records,
-    ):
+    def __init__(self, engine: Engine, parts: Components, remains: LocalRemains, log: Listener, only: int | None):
         self._engine, self._world, self._state, self._log = engine, engine.world, engine.state, log
         self._only = only
-        self._replayer, self._policy, self._tokens = replayer, policy, tokens
-        self._repair = repair
-        self._stage = engine.world.pipeline_rank
-        self._tiers, self._storage, self._memory = tiers, tiers.storage, tiers.memory
-        self._leads_node = tiers.leads_node
-        self._reader = SnapshotReader(engine, tiers, policy.exact)
-        self._rebuilder = Rebuilder(engine, self._reader, replayer, records, repair, log)
+        self._policy, self._tokens, self._tiers = parts.policy, parts.tokens, parts.tiers
+        self._storage, self._memory = parts.tiers.storage, parts.tiers.memory
+        self._leads_node, self._stage = parts.tiers.leads_node, engine.world.pipeline_rank
+        self._repair = Repair(engine.world, parts.contents, parts.tiers)
+        self._replayer = Replayer(engine, remains.progress)
+        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact)
+        self._rebuilder = Rebuilder(engine, self._reader, self._replayer, remains.records, self._repair, log)
         self._damage: str | None = None
         self._unseen = False  # storage has not told what it has
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moc.recovery.carrying import Carrier
-from moc.session.snapshots import ResumePoint
+from moc.session.resume.point import ResumePoint
 from moc.session.tiers import Tiers
 
 

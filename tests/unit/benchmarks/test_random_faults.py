@@ -34,7 +34,7 @@ def test_all_faults_are_counted():
             "PP2xEP2",
             "memory",
             1,
-            ["kill 1 at 4, loading", "replica server 0 at 4, outside"],
+            ["kill 1 at 4, loading", "replica_server 0 at 4, outside"],
             wrong=["exit code 1"],
             again=[2, 5],
         ),
@@ -47,7 +47,7 @@ def test_all_faults_are_counted():
         "leftovers": 0,
         "faults": 4,
         "by_point": {"start": 2, "loading": 1, "outside": 1},
-        "by_action": {"kill": 2, "stop": 1, "replica server": 1},
+        "by_action": {"kill": 2, "stop": 1, "replica_server": 1},
         "computed_again": {"recoveries": 2, "mean": 3.5, "most": 5},
         "computed_again_by_all": None,
     }
@@ -73,7 +73,7 @@ def test_what_is_done_from_outside_comes_to_pass(layout, tier):
         done = from_outside(random.Random(seed), layout, tier, 24)
         assert {"controller", "agent", "node"} <= {one.action for one in done}
         assert all(2 <= one.iteration <= 24 - 5 for one in done)
-        replica_servers = [one.node for one in done if one.action == "replica server"]
+        replica_servers = [one.node for one in done if one.action == "replica_server"]
         assert len(replica_servers) == ("peers" in tier and layout != "DP4, replicated") and set(replica_servers) <= {
             0,
             1,

@@ -4,8 +4,6 @@ import pytest
 
 from moc.policy import Every
 from moc.policy.pec import Pec
-from moc.session.report import expectation
-from moc.session.settings import Settings
 from moc.state.shape import ModelShape, model_operators
 from tests.unit.pretraining.flags import parse
 
@@ -24,8 +22,8 @@ def told(flags: str, **settings) -> tuple[str, dict] | None:
     k, k_persist = snapshot.experts
     every = (snapshot.persist_interval or 10) // 10
     policy = Pec(model_operators(shape), Every(10), k, k_persist, persist_every=every, **settings)
-    where = Settings("x", 10_000, tier=snapshot.ckpt_tier, persist_interval=snapshot.persist_interval)
-    return expectation(policy, where)
+    in_memory = snapshot.ckpt_tier != "disk"
+    return policy.fault_cost(10_000, in_memory, in_storage=not in_memory or snapshot.persist_interval is not None)
 
 
 @pytest.mark.parametrize("tier", TIERS)

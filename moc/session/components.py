@@ -1,0 +1,159 @@
+"""What one generation takes snapshots and recovers with."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from moc.policy import Policy
+from moc.runtime.agreement import gather, run_on_all
+from moc.runtime.world import World
+from moc.session.engine import Engine, Listener, PipelineTap
+from moc.session.meter import Meter
+from moc.session.peers import Peers, join_peers
+from moc.session.publishing import Publisher
+from moc.session.report import SnapshotReport
+from moc.session.resume.replay import check_freezing
+from moc.session.settings import Settings
+from moc.session.tiers import Tiers, check_nodes, memory_of
+from moc.session.tokens import TokenTracker
+from moc.sharding import scheme_named
+from moc.sharding.shares import StageHoldings, describe, pack, unpack
+from moc.snapshot.contents import Contents
+from moc.snapshot.saver import Saver
+from moc.state.detail import Detail
+from moc.store.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Components:
+    """One generation's parts, on one worker.
+
+    Attributes:
+        world: this worker's place.
+        tiers: where snapshots go.
+        policy: decides what is saved when.
+        peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
+        holdings: which rank of this pipeline stage holds what.
+        contents: what this worker saves.
+        saver: copies and writes this worker's part.
+        publisher: writes manifests, from which on a snapshot counts.
+        tokens: the token ledger; None where no policy asks for it.
+        tap: logs what crosses pipeline stages.
+        meter: measures what snapshots cost.
+        report: says what they cost.
+    """
+
+    world: World
+    tiers: Tiers
+    policy: Policy
+    peers: Peers | None
+    holdings: StageHoldings
+    contents: Contents
+    saver: Saver
+    publisher: Publisher
+    tokens: TokenTracker | None
+    tap: PipelineTap
+    meter: Meter
+    report: SnapshotReport
+
+
+def build(
+    engine: Engine, settings: Settings, policy: Policy, tiers: Tiers, log: Listener, *, counts: bool, again: bool
+) -> Components:
+    """Builds the components of a generation; a collective call.
+
+    Args:
+        engine: computes iterations.
+        settings: where snapshots go, and how.
+        policy: decides what is saved when.
+        tiers: where snapshots go.
+        log: where to report.
+        counts: keep the token ledger.
+        again: this worker was in a generation before.
+
+    Raises:
+        CheckpointError: on all workers: this state cannot be brought back from such snapshots, or memory is short.
+        SettingsError: settings do not fit the job.
+    """
+    world, tap = engine.world, engine.tap
+    with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all build again
+        peers = join_peers(settings, tiers, policy, log, again)
+        if peers is not None:
+            undo.callback(peers.close)
+        holdings = _holdings(engine)
+        check_saving(engine, holdings, tiers, settings.tier, policy, policy.replays)
+        publisher = Publisher(world, policy, tiers, engine.layout, log)
+        undo.callback(publisher.close)
+        tokens = TokenTracker(engine, settings.train_iters, policy.counts_probabilities) if counts else None
+        if tokens is not None:
+            undo.callback(tokens.close)
+        if settings.upstream_logging:
+            logs = memory_of(settings, world, tiers.nodes, tiers.storage.place.claim).root
+            run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
+            undo.callback(tap.close)
+        contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding))
+        saver = Saver(world.rank, world.device, tiers.memory, tiers.storage)
+        undo.callback(saver.close)
+        undo.pop_all()
+    meter, report = Meter(world.size), SnapshotReport(log, settings.tier)
+    return Components(world, tiers, policy, peers, holdings, contents, saver, publisher, tokens, tap, meter, report)
+
+
+def close(parts: Components, patience_s: float) -> None:
+    """Ends what is under way; asks nothing of other workers.
+
+    Args:
+        parts: of the generation.
+        patience_s: for so long a write may take to end well.
+    """
+    if parts.peers is not None:
+        parts.peers.close()
+    parts.saver.close(patience_s)
+    parts.publisher.close(patience_s)
+    if parts.tokens is not None:
+        parts.tokens.close()
+    parts.tap.close()
+
+
+def _holdings(engine: Engine) -> StageHoldings:
+    """What the workers of this pipeline stage hold: they are all that may hold copies of one another."""
+    state = engine.state
+    told = [
+        holding
+        for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE)
+        for holding in describe(state.fragments(state.operators(), detail), detail)
+    ]
+    return StageHoldings({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
+
+
+def check_saving(
+    engine: Engine, holdings: StageHoldings, tiers: Tiers, tier: str, policy: Policy, replays: bool
+) -> None:
+    """Refuses state that snapshots cannot bring back; a collective call.
+
+    Args:
+        engine: whose state it is.
+        holdings: which rank of this pipeline stage holds what.
+        tiers: where snapshots go.
+        tier: what the flag calls it.
+        policy: decides what is saved when.
+        replays: iterations are replayed with operators frozen.
+
+    Raises:
+        CheckpointError: on all workers.
+    """
+    if tiers.memory is not None:
+        items = holdings.items(policy.everything(0).operators)
+        run_on_all(lambda: check_nodes(items, engine.slices, tiers, tier), "cannot keep snapshots in memory")
+    if replays:
+        check_freezing(engine.state)
+
+
+def may_replay(engine: Engine, parts: Components, tier: str) -> bool:
+    """Whether iterations of this model can be replayed with operators frozen, here; a collective call."""
+    try:
+        check_saving(engine, parts.holdings, parts.tiers, tier, parts.policy, replays=True)
+    except CheckpointError:
+        return False
+    return True

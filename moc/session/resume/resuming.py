@@ -1,0 +1,91 @@
+"""Brings all workers to the newest state that there is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moc.recovery.changes import in_storage_alone, is_of
+from moc.recovery.retention import experts_staying, staying
+from moc.recovery.sources import MEMORY, STORAGE
+from moc.runtime.agreement import run_on_all, run_on_rank0
+from moc.session.components import Components
+from moc.session.elsewhere import Elsewhere
+from moc.session.engine import Engine, Listener
+from moc.session.resume.loading import ResumeResult, SnapshotLoader
+from moc.session.resume.point import NoRecoveryPoint, ResumePoint
+from moc.session.resume.survivors import LocalRemains, Survivors, publish_what_is_whole, survivors
+from moc.session.resume.tidying import tidy_memory, tidy_storage
+from moc.session.tiers import LOOKING_S
+from moc.state.record import Position
+
+
+def resume(
+    engine: Engine,
+    parts: Components,
+    remains: LocalRemains,
+    elsewhere: Elsewhere,
+    log: Listener,
+    only: int | None,
+    *,
+    tidies: bool,
+) -> ResumePoint:
+    """Fills the state, and removes the snapshots that the run will take anew; a collective call.
+
+    Args:
+        engine: whose state is filled.
+        parts: of this generation.
+        remains: what this worker has left of the one before.
+        elsewhere: what to begin from where there is no snapshot.
+        log: where to report.
+        only: iteration of the snapshot to begin with; None for the newest.
+        tidies: storage is tidied up now, in place of beside training.
+
+    Raises:
+        CheckpointError: on all workers: nothing whole to load although there is something, or it is of another model.
+        NoRecoveryPoint: there is no snapshot, and the model is not as it was built any more.
+    """
+    loader = SnapshotLoader(engine, parts, remains, log, only)
+    mine, left = remains if remains.trained else None, survivors(remains, engine)
+    publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
+    if parts.peers is not None:
+        parts.peers.restore(log)
+    held = loader.find(left)
+    oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
+    loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
+    if mine is not None and not loaded:
+        raise NoRecoveryPoint
+    if loaded and loaded.plan.stages:  # they have saved again what some of them had lost
+        publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
+        loaded = dataclasses.replace(loaded, held=loader.find_again())
+    start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
+    if parts.tokens is not None and not loaded:
+        parts.tokens.starts_at(start.position.iteration)
+    if parts.peers is not None:
+        parts.peers.goes_on_from(sorted({*start.in_memory, *start.experts}), log)
+    run_on_all(lambda: tidy_memory(parts.tiers, start), "cannot tidy up old snapshots")
+    if tidies:
+        tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
+        run_on_rank0(tidy, "cannot tidy up old snapshots")
+    return start
+
+
+def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePoint:
+    """What there is when a run resumes; the policy learns whether its window continues."""
+    policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
+    there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
+    if not there.goes_on:
+        policy.begin_anew()
+    begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
+    stays = experts_staying(() if policy.exact else loaded.plan.way.used(), there.in_memory, at)
+    if not policy.exact:
+        in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
+        policy.on_resume(in_order and is_of(policy, loaded.plan.way), in_storage_alone(loaded.held, policy))
+    return ResumePoint(
+        loaded.position,
+        loaded.record,
+        there.newest,
+        there.in_memory,
+        *stays,
+        again=there.again,
+        begun=begun,
+    )
