@@ -1,16 +1,20 @@
 """``docs/reference``: pages that follow from the code are what the code says."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron.pretraining import reference
+from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.process import stopping
 from moc import event_types
 from moc.runtime import membership
+from moc.state.detail import Detail
 
 ROOT = Path(__file__).resolve().parents[2]
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 SOURCES = [path for package in ("megatron", "moc") for path in (ROOT / package).rglob("*.py")]
 
 
@@ -54,6 +58,15 @@ def test_every_type_of_the_schema_is_written_somewhere():
 @pytest.mark.parametrize("event", [{"type": "strange"}, {"type": "save", "iteration": 1, "elapsed_s": 0.1, "more": 2}])
 def test_what_is_not_in_the_schema_is_named(event):
     assert event_types.problems({"time": 0.0, **event}) in (["no type strange"], ["more"])
+
+
+def test_the_glossary_is_sorted_and_knows_details_and_tiers():
+    rows = re.findall(r"^\| \*\*(.+?)\*\*(.*) \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    terms = [term for term, _ in rows]
+    assert terms == sorted(terms, key=str.lower) and len(set(terms)) == len(terms)
+    meanings = dict(rows)
+    assert all(f"`{detail.name}`" in meanings["detail"] for detail in Detail)
+    assert all(f"`{tier}`" in meanings["tier"] for tier in all_flags()["ckpt_tier"].choices)
 
 
 def test_exit_codes_have_a_row():
