@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INDEX = ROOT / "docs" / "README.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:```.*?^```|    .*?)$", re.MULTILINE | re.DOTALL)
+FOLDERS = ("benchmarks", "docs", "examples", "megatron", "moc", "scripts", "tests", "tools")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -41,6 +42,15 @@ def test_links_lead_somewhere(page):
 def test_every_page_is_in_the_index_or_in_that_of_its_folder():
     listed = {target for index in (INDEX, *INDEX.parent.glob("*/README.md")) for target, _ in links(index)}
     assert {page for page in PAGES if page.is_relative_to(INDEX.parent)} - {INDEX} <= listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`|\bpython ((?:tools|benchmarks|examples)/\w+\.py)", text)
+    given = {"moc/sharding/rules/rotating.py"}  # the reader writes it
+    files = {name for pair in named for name in pair if name} - given
+    assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
 
 
 def test_pages_that_code_names_are_there():
