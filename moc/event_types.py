@@ -62,13 +62,13 @@ EVENTS: Mapping[str, EventType] = {
             {
                 "iteration": "iterations completed",
                 "consumed_samples": "samples that the run has consumed",
-                "loss": "mean over the tokens of the iteration",
+                "loss": "mean of the iteration, as Megatron-LM averages it",
                 "learning_rate": "of the update",
                 "grad_norm": "L2 norm of all gradients before clipping",
                 "loss_scale": "of fp16; 1 otherwise",
                 "skipped": "whether the update was skipped, since the norm is not finite",
                 "tokens": "of the iteration",
-                "elapsed_s": "wall-clock seconds of the iteration",
+                "elapsed_s": "seconds since the previous iteration, without evaluations and saves",
             },
             {
                 "plt": "proportion of the experts' tokens that recoveries have lost so far",
