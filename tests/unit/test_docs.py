@@ -12,6 +12,8 @@ INDEX = ROOT / "docs" / "README.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:```.*?^```|    .*?)$", re.MULTILINE | re.DOTALL)
 FOLDERS = ("benchmarks", "docs", "examples", "megatron", "moc", "scripts", "tests", "tools")
+FOREIGN = {"--busier-experts", "--no-kill", "--partition", "--account"}  # of programs that are not ours
+COMPOSED = {"--host-gbs", "--network-gbs", "--storage-gbs"}  # by simulate.py
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -51,6 +53,26 @@ def test_files_that_pages_name_are_there(page):
     given = {"moc/sharding/rules/rotating.py"}  # the reader writes it
     files = {name for pair in named for name in pair if name} - given
     assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All programs, as text."""
+    suffixes = (".py", ".sh", ".sbatch")
+    folders = (ROOT / folder for folder in FOLDERS if folder not in ("docs", "tests"))
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_pages_name_exist(page, sources):
+    """As an option, or as a field that makes one."""
+    named = (
+        set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w*-])", page.read_text(encoding="utf-8"))) - FOREIGN - COMPOSED
+    )
+    fields = {flag: flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in named}
+    known = {flag for flag, field in fields.items() if flag in sources or re.search(rf"\b{field}\b", sources)}
+    assert sorted(named - known) == []
 
 
 def test_pages_that_code_names_are_there():
