@@ -2,8 +2,8 @@
 
     python -m moc.launch --nproc-per-node 4 pretrain_gpt_moe.py ...
 
-It takes torchrun's flags, and a script that runs under torchrun runs under it unchanged.  docs/runtime.md says what
-happens when something is lost, and what the exit codes mean.
+It takes torchrun's flags, and a script that runs under torchrun runs under it unchanged.  docs/explanation/recovery.md
+says what happens when something is lost, docs/reference/exit-codes.md what the exit codes mean.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Flags:
     command: list[str]
 
 
-def parse(arguments: list[str]) -> Flags:
-    """The command line; ends the process with a sentence where it cannot work."""
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all flags."""
     parser = argparse.ArgumentParser("mocrun", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 
     def add(name: str, default, text: str, **how) -> None:
@@ -102,6 +102,12 @@ def parse(arguments: list[str]) -> Flags:
     parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
     parser.add_argument("script", help="program of the workers")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def parse(arguments: list[str]) -> Flags:
+    """The command line; ends the process with a sentence where it cannot work."""
+    parser = build_parser()
     own = parser.parse_args(arguments)
     if own.nnodes < 1 or own.nproc_per_node < 1 or own.spares < 0:
         parser.error("--nnodes and --nproc-per-node must be at least 1, and --spares at least 0")

@@ -100,7 +100,7 @@ def table_3() -> Reproduction:
     notes = (
         "Inputs, all from rows without failures: iteration times, CheckFreq's intervals and overheads, MoEvement's",
         "overheads (Table 3); PP, DP, EP and batch (section 5.1); W_sparse by Algorithm 1.",
-        "Rebuilt: where rows are shifted, the prose says whose figures are whose (see docs/simulate.md).",
+        "Rebuilt: where rows are shifted, the prose says whose figures are whose (see docs/results/papers.md).",
         f"At 10 minutes there are {failures:.1f} failures in 12 hours, not 72, by the recovery times of CheckFreq, MoC",
         "and MoEvement by those at 20 minutes.",
     )

@@ -37,7 +37,7 @@ def figure_10() -> Reproduction:
     notes = (
         "Percent of bytes, GPT-350M-16E, over the cases of Table 2.  With K = 1 ours save more than the paper says,",
         "whose 22 to 29 % cannot hold for all cases; with the total's master weights it is 23.9 to 41.1 %, and 3.0 %",
-        "with EE+AN (docs/sharding.md).",
+        "with EE+AN (docs/explanation/sharding.md).",
     )
     fitted = ("the total has fp32 master weights of all experts, as Table 3; the rest has not, as equation 6",)
     return Reproduction("MoC-System (ASPLOS '25), Figure 10: bytes of a checkpoint", tuple(rows), notes, fitted=fitted)

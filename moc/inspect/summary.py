@@ -25,7 +25,7 @@ examples:
   python tools/inspect_checkpoint.py checkpoints --iteration 100 --by operator
   python tools/inspect_checkpoint.py checkpoints/iter_0000100 --by file --json
 
-Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/format_v1.md).
+Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/reference/format.md).
 
 An operator is a part of the model that is saved as a whole: the embedding, a layer's attention, its router, one of its
 experts, its mlp (dense or shared expert, with the norm before it), and the output.  Sizes are in powers of 1000.

@@ -39,7 +39,7 @@ examples:
   python tools/verify_checkpoint.py checkpoints --all --workers 16
   python tools/verify_checkpoint.py checkpoints/iter_0000100 --json
 
-Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/format_v1.md).  Of a --save
+Checkpoints are dense (--save), or of Format v1 (a policy's; docs/reference/format.md).  Of a --save
 directory, the checkpoint that its tracker names is verified, and that the tracker is right; of others the newest.
 
 exit codes: 0 all is whole, 1 something is damaged or missing (one line for each problem), 2 the command line."""

@@ -1,7 +1,7 @@
 """Files of logs: what one rank sent in one iteration, with hashes; a file has its name when it is whole.
 
-They are files of regions, as those of snapshots are (``docs/format_v1.md``): an entry is named by its iteration, its
-slot by direction, chunk and micro batch, and its box is the whole tensor.
+They are files of regions, as those of snapshots are (``docs/reference/format.md``): an entry is named by its iteration,
+its slot by direction, chunk and micro batch, and its box is the whole tensor.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ examples:
   python tools/report.py full/log sparse/log --plot report.png --json report.json
 
 ETTR is useful work by the wall clock: iterations that count, each for as long as the median of those that nothing
-disturbs. The lines below it are all parts of the wall clock; docs/training.md says what they are."""
+disturbs. The lines below it are all parts of the wall clock; docs/how-to/read-a-run.md says what they are."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Messages between the processes of a job, authenticated with its token, without any input or output.
 
-``docs/wire.md`` has the layout. :class:`Channel` turns bytes into messages and back, and never waits; sockets are in
-``connections.py`` (threads) and ``async_connections.py`` (asyncio).
+``docs/reference/wire.md`` has the layout. :class:`Channel` turns bytes into messages and back, and never waits; sockets
+are in ``connections.py`` (threads) and ``async_connections.py`` (asyncio).
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _hmac(key: bytes, data: bytes) -> bytes:
 
 
 def _mac(key: bytes, sequence: int, *parts: bytes | memoryview) -> bytes:
-    # SHA-256 has instructions of its own on today's processors: 1.7 to 2 times as fast as blake2b (docs/wire.md)
+    # Today's processors have instructions for SHA-256: 1.7 to 2 times as fast as blake2b (docs/reference/wire.md)
     mac = hmac.new(key, _SEQUENCE.pack(sequence), "sha256")
     for part in parts:
         mac.update(part)

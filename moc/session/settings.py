@@ -1,4 +1,4 @@
-"""What a session is told; as flags have it (``docs/snapshots.md``)."""
+"""What a session is told; as flags have it (``docs/how-to/keep-snapshots.md``)."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ _H100_MOC = dataclasses.replace(
     _H100, name="h100-moc", gpus=256, utilisation=0.2, inter_bandwidth=200e9, host_bandwidth=2e9
 )
 
-# No hardware: with these the figures of MoEvement's tables come out (docs/simulate.md, "What is calibrated").
+# No hardware: these reproduce the figures of MoEvement's tables (docs/results/papers.md, "What is calibrated").
 _A100_FITTED = dataclasses.replace(
     _A100, name="a100-moevement-fitted", utilisation=0.56, host_bandwidth=0.24e9, restart_s=155.0
 )

@@ -77,7 +77,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See ``docs/format_v1.md``."""
+    """See ``docs/reference/format.md``."""
 
     iteration: int
     policy: str

@@ -2,7 +2,7 @@
 
 Whoever wrote a file, under whatever layout, a reader asks for any box of any tensor and gets it put together from
 the entries that overlap it.  Nothing is unpickled, and only the bytes that are needed are read.  The format is
-described in ``docs/format_v1.md``.
+described in ``docs/reference/format.md``.
 """
 
 from __future__ import annotations

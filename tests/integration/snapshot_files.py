@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.live.job import Events
+from moc.event_types import problems
 from moc.store.errors import CheckpointError
 from moc.store.regions import MissingRegionError, RegionReader
 from moc.store.storage import LocalPlace
@@ -92,5 +93,7 @@ def newest_whole(flags: dict) -> int:
 
 
 def events(flags: dict, kind: str) -> list[dict]:
-    """What a run wrote to its ``--log-dir``."""
-    return Events(Path(flags["log_dir"]) / "events.jsonl").of(kind)
+    """What a run wrote to its ``--log-dir``; all of it must be in the schema."""
+    log = Events(Path(flags["log_dir"]) / "events.jsonl")
+    assert [(event, wrong) for event in log.all() if (wrong := problems(event))] == []
+    return log.of(kind)

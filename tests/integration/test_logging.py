@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from moc.event_types import problems
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import start_world
 
@@ -28,6 +29,7 @@ def logged(data, tmp_path_factory):
 def test_every_event_is_there(logged):
     _, directory = logged
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert [(event, wrong) for event in events if (wrong := problems(event))] == []
     kinds = [event["type"] for event in events]
     assert kinds[0] == "start" and kinds.count("iteration") == 4
     assert kinds.count("save") == 2 and kinds.count("exit") == 1

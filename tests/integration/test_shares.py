@@ -143,8 +143,8 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
 
 
 def test_a_rule_of_your_own_shares_out_what_is_trained(tmp_path):
-    """The example of docs/sharding.md, word by word, in a copy of the project."""
-    text = (REPOSITORY / "docs" / "sharding.md").read_text(encoding="utf-8")
+    """The example of docs/how-to/own-sharding-rule.md, word by word, in a copy of the project."""
+    text = (REPOSITORY / "docs" / "how-to" / "own-sharding-rule.md").read_text(encoding="utf-8")
     for name in ("moc", "megatron", "tests"):
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "pretrain_gpt_moe.py", tmp_path)

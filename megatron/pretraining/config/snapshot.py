@@ -66,7 +66,7 @@ class _EveryPolicy(FlagGroup):
     ckpt_sharding: str = flag(
         "EE+AN",
         "Which of several ranks that hold the same state saves it: the name of a scheme, or of two rules, "
-        "EXPERTS,OTHERS (docs/sharding.md).",
+        "EXPERTS,OTHERS (docs/explanation/sharding.md).",
         type=lambda text: (scheme_named(text), text)[1],
         metavar="SCHEME",
     )

@@ -23,12 +23,12 @@ examples:
   python tools/convert_checkpoint.py snapshots/iter_0000100 recut --to snapshot --writers 2
   python tools/convert_checkpoint.py snapshots checkpoints -- --model tiny ...   # a window of sparse snapshots
 
-snapshot    Format v1 (docs/format_v1.md): what the policies save
+snapshot    Format v1 (docs/reference/format.md): what the policies save
 torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and optimizer
             state, schedule and position beside them, with which --load goes on bit by bit as the run would have
 
-A window of --ckpt-policy sparse is converted as a run goes on from it (docs/moevement.md): pretrain_gpt_moe.py computes
-its iterations again.  That takes the data, as many processes as the run had (or --nproc-per-node), and behind -- the
+A window of --ckpt-policy sparse is converted as a run resumes from it (docs/how-to/convert.md): pretrain_gpt_moe.py
+replays its iterations.  That takes the data, as many processes as the run had (or --nproc-per-node), and behind -- the
 flags of the run; those that say where and when to save, load, log or evaluate are passed over.  In the layout of the
 run the result is its state to the last bit, in another one as close as floating point allows.  Where the losses are
 not what they were, nothing is written.

@@ -19,7 +19,7 @@ from moc.state.operators import Operator
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--explain-policy`` and what it needs beside the flags of ``--explain-k``."""
     group = parser.add_argument_group(
-        "--explain-policy: what --ckpt-policy auto would choose (docs/policies.md), from --iteration-s, "
+        "--explain-policy: what --ckpt-policy auto would choose (docs/how-to/choose-a-policy.md), from --iteration-s, "
         "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
     )
     group.add_argument("--explain-policy", action="store_true", help="choose policy, interval, K, window and replicas")

@@ -1,4 +1,4 @@
-"""Channels: every message arrives as it was sent, and whatever is not one is refused (docs/wire.md)."""
+"""Channels: every message arrives as it was sent, and whatever is not one is refused (docs/reference/wire.md)."""
 
 import math
 import struct

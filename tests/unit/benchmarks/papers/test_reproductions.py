@@ -44,7 +44,7 @@ def test_table_7_of_moevement():
     assert found.order_right == (15, 15)
     intervals = [row for row in found.rows if "interval" in row.label]
     beyond = [row.label.split(", Gemini")[0] for row in intervals if row.error > 1.5]
-    assert beyond == ["FP8, FP32, FP32+FP32, 60 min", "FP8, FP8, FP8+FP16, 60 min"]  # docs/simulate.md says why
+    assert beyond == ["FP8, FP32, FP32+FP32, 60 min", "FP8, FP8, FP8+FP16, 60 min"]  # see docs/results/papers.md
     assert max(row.error for row in intervals) < 1.6
 
 

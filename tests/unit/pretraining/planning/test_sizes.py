@@ -49,8 +49,8 @@ def test_equal_sharding_of_experts_needs_several_expert_parallel_groups(capsys):
 
 
 def test_a_new_rule_is_one_file(tmp_path):
-    """The example of docs/sharding.md, word by word."""
-    text = (REPOSITORY / "docs" / "sharding.md").read_text(encoding="utf-8")
+    """The example of docs/how-to/own-sharding-rule.md, word by word."""
+    text = (REPOSITORY / "docs" / "how-to" / "own-sharding-rule.md").read_text(encoding="utf-8")
     example = text.split("```python\n")[1].split("```")[0]
     for name in ("moc", "megatron", "tools"):
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -161,7 +161,7 @@ def test_numbers_of_experts_are_chosen_and_explained(capsys):
 
 
 def test_the_choice_that_the_docs_show(capsys):
-    page = (REPOSITORY / "docs" / "moc_system.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "explanation" / "moc_system.md").read_text(encoding="utf-8")
     command, said = page.split("    python tools/plan_checkpoint.py ")[1].split("\n\nsays at its end\n\n")
     assert sizes.main(command.replace("\\\n", " ").split()) == 0
     choice = capsys.readouterr().out.rstrip().split("\n\n")[-1]

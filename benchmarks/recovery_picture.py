@@ -1,0 +1,116 @@
+"""Draws a recovery: what each worker does before, while and after one of them is killed.
+
+    python benchmarks/recovery_picture.py --output docs/recovery.png
+
+Trains with 4 workers (PP2 x EP2) and a snapshot in memory after every iteration, kills worker 2 in the middle of an
+iteration, then trains the same without a kill, and compares all losses and gradient norms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.live.job import MODEL, PROGRAM, Job, launcher
+from moc.output import replacing
+
+WORKERS, VICTIM = 4, 2
+KILL_AT, ITERATIONS = 20, 26
+LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
+SHOWN = 3  # iterations on either side
+
+
+def train(directory: Path, kill: bool) -> tuple[list[dict], list[tuple[float, str]], float]:
+    """Events and lines of a job, and the moment of the kill."""
+    saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", 1, "--ckpt-dir", directory / "s"]
+    flags = [*MODEL, *LAYOUT, *saving, "--train-iters", ITERATIONS]
+    killed = 0.0
+    with Job([*launcher(WORKERS), PROGRAM, *flags], directory, Path("/dev/shm") / directory.name) as job:
+        if kill:
+            job.reach(KILL_AT)
+            time.sleep(job.events.of("iteration")[-1]["elapsed_s"] / 2)
+            os.kill(job.workers()[VICTIM], signal.SIGKILL)
+            killed = time.time()
+        job.process.wait(300)
+        return list(job.events.all()), job.said, killed
+
+
+def history(events: list[dict]) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of each iteration."""
+    return {one["iteration"]: (one["loss"], one["grad_norm"]) for one in events if one["type"] == "iteration"}
+
+
+def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: float, same: bool) -> None:
+    """Lanes of workers over seconds since the kill."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    done = [(one["time"], one["iteration"], one["elapsed_s"]) for one in events if one["type"] == "iteration"]
+    before = [one for one in done if one[0] < killed][-SHOWN:]
+    after = [one for one in done if one[0] > killed][:SHOWN]
+    (generation,) = (one for one in events if one["type"] == "generation")
+    forked = next(at for at, line in said if at > killed and re.match(f"mocrun: worker {VICTIM} is process", line))
+    left = generation["time"] - generation["met_s"]
+    figure, panel = pyplot.subplots(figsize=(9, 3.1), layout="constrained")
+    bars = dict(height=0.7, edgecolor="white")
+    for worker in range(WORKERS):
+        for at, number, elapsed in (*before, *after):
+            panel.barh(worker, elapsed, left=at - elapsed - killed, color="C0", **bars)
+            panel.text(at - elapsed / 2 - killed, worker, number, color="white", ha="center", va="center")
+        begun, ended = before[-1][0], killed if worker == VICTIM else left
+        panel.barh(worker, ended - begun, left=begun - killed, color="C0", alpha=0.45, **bars)
+        if worker == VICTIM:
+            panel.barh(worker, generation["time"] - forked, left=forked - killed, color="C2", **bars)
+            panel.text(
+                (generation["time"] + forked) / 2 - killed, worker, "builds", ha="center", va="center", fontsize=7
+            )
+        else:
+            waits = generation["time"] - left
+            panel.barh(worker, waits, left=left - killed, color="0.85", **bars)
+            panel.text(left - killed + waits / 2, worker, "keeps its state", ha="center", va="center", fontsize=7)
+        loads = after[0][0] - after[0][2] - generation["time"]
+        panel.barh(worker, loads, left=generation["time"] - killed, color="C1", **bars)
+    panel.plot(0, VICTIM, "X", color="C3", markersize=14, label="kill -9")
+    panel.axvline(generation["time"] - killed, color="0.4", linestyle=":", linewidth=1)
+    panel.barh(0, 0, color="C0", label="iteration")
+    panel.barh(0, 0, color="C0", alpha=0.45, label="interrupted")
+    panel.barh(0, 0, color="C2", label=f"worker 2 anew, forked after {1000 * (forked - killed):.0f} ms")
+    panel.barh(0, 0, color="C1", label=f"connected after {generation['time'] - killed:.2f} s, loading")
+    panel.set(yticks=range(WORKERS), yticklabels=[f"worker {worker}" for worker in range(WORKERS)])
+    panel.set(xlabel="seconds since the kill")
+    panel.invert_yaxis()
+    if same:
+        panel.set_title(
+            f"All {ITERATIONS} losses and gradient norms equal those of a run without the kill", fontsize=10
+        )
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=5, fontsize=8, frameon=False)
+    with replacing(path) as name:
+        figure.savefig(name, format="png", dpi=110)
+
+
+def main() -> int:
+    """Trains, draws; 1 if the killed run differs from the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, metavar="PNG")
+    output = parser.parse_args().output
+    with tempfile.TemporaryDirectory(prefix="picture-") as one, tempfile.TemporaryDirectory(prefix="picture-") as other:
+        events, said, killed = train(Path(one), kill=True)
+        whole, *_ = train(Path(other), kill=False)
+    same = history(events) == history(whole) and len(history(whole)) == ITERATIONS
+    draw(output, events, said, killed, same)
+    print(f"{'equal' if same else 'NOT equal'}: losses and gradient norms of {len(history(whole))} iterations")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

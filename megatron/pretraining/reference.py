@@ -1,0 +1,119 @@
+"""Writes the pages of ``docs/reference`` that follow from the code: ``python -m megatron.pretraining.reference``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatron.pretraining.arguments import build_parser
+from megatron.pretraining.config.composed import all_flags
+from moc import launch
+from moc.event_types import EVENTS, EVERY
+from moc.output import replacing
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "python -m megatron.pretraining.reference"
+_NOTE = f"<!-- Generated from the code by `{COMMAND}`; a test compares them. -->"
+
+
+def pages() -> dict[str, str]:
+    """The text of each page, by its path in the repository."""
+    return {"docs/reference/flags.md": flags_page(), "docs/reference/events.md": events_page()}
+
+
+def flags_page() -> str:
+    """Flags of training and of the launcher, and the commands."""
+    parts = [
+        f"# Flags\n\n{_NOTE}\n",
+        "Flags of `pretrain_gpt_moe.py` (`moc-pretrain`) by group, then those of [`mocrun`](#mocrun), then the "
+        "[other commands](#commands).\nUnderscores may stand for dashes in a `--config` file. A switch has a second "
+        "spelling that turns it off. A dash means: no default,\nor one that follows from other flags "
+        "(`--print-config` shows it).\n",
+    ]
+    for group in build_parser()._action_groups:
+        actions = [action for action in group._group_actions if action.dest != "help"]
+        if actions:
+            title = "Start" if group.title == "options" else group.title
+            about = [f"{group.description}\n"] if group.description else []
+            parts += [f"## {title}\n", *about, _flag_table(actions)]
+    own = [action for action in launch.build_parser()._actions if action.option_strings]
+    parts += [
+        "## mocrun\n",
+        "`mocrun [flags] SCRIPT [arguments]`, or `python -m moc.launch`.\n",
+        _flag_table(action for action in own if action.dest not in ("help", "version")),
+        "## Commands\n",
+        "Each is a command of the installed package, and a file that runs without it. `--help` has its flags.\n",
+        _table(("command", "file", ""), _commands()),
+    ]
+    return "\n".join(parts)
+
+
+def events_page() -> str:
+    """Types of events and their fields."""
+    parts = [
+        f"# Events\n\n{_NOTE}\n",
+        "`--log-dir` receives `events.jsonl`: one JSON object a line, written by rank 0 (`inject`: the worker hit).\n"
+        "Numbers that JSON cannot hold (nan, inf) are null. The schema is `moc/event_types.py`. Every event has\n"
+        + " and ".join(f"`{name}` ({text})" for name, text in EVERY.items())
+        + ".\n",
+    ]
+    for one in EVENTS.values():
+        rows = [(f"`{name}`", text) for name, text in one.fields.items()]
+        rows += [(f"`{name}` (optional)", text) for name, text in one.optional.items()]
+        rows += [("...", one.open)] if one.open else []
+        parts += [f"## {one.name}\n", f"{one.when}\n", _table(("field", ""), rows)]
+    return "\n".join(parts)
+
+
+def _flag_table(actions: Iterable[argparse.Action]) -> str:
+    return _table(("flag", "default", ""), [_flag_row(action) for action in actions])
+
+
+def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
+    flag = all_flags().get(action.dest)
+    dashed = [spelling for spelling in action.option_strings if "_" not in spelling]
+    metavar = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    if flag is not None and flag.nargs:
+        metavar += " ..."
+    names = ", ".join(f"`{f'{spelling} {metavar}'.strip()}`" for spelling in dashed)
+    text = re.sub(r"\s*\(default: [^()]*(\([^()]*\))?[^()]*\)$", "", " ".join(action.help.split())).replace("%%", "%")
+    default = action.default if flag is None else flag.default
+    if isinstance(default, bool):
+        default = ("on" if default else "off") if action.nargs == 0 and flag is not None else None
+    return names, "-" if default in (None, argparse.SUPPRESS) else f"`{default}`", text
+
+
+def _commands() -> list[tuple[str, str, str]]:
+    """Name, file, and first line of the docstring of each console script."""
+    scripts = re.findall(r'^([\w-]+) = "([\w.]+):main"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    tools = {path.read_text(encoding="utf-8"): path for path in (ROOT / "tools").glob("*.py")}
+    files = {"moc.launch": "python -m moc.launch", "pretrain_gpt_moe": "pretrain_gpt_moe.py"}
+    for _, module in scripts:
+        found = (path.name for text, path in tools.items() if f"from {module} import main" in text)
+        files.setdefault(module, f"tools/{next(found, '')}")
+    return [
+        (f"`{name}`", f"`{files[module]}`", (importlib.import_module(module).__doc__ or "").split("\n")[0])
+        for name, module in sorted(scripts)
+    ]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def main() -> int:
+    """Writes all pages; the exit code."""
+    for name, text in pages().items():
+        with replacing(ROOT / name) as path:
+            Path(path).write_text(text, encoding="utf-8")
+        print(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Pages: their links lead somewhere, and code names none that is not there."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX = ROOT / "docs" / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^(?:```.*?^```|    .*?)$", re.MULTILINE | re.DOTALL)
+FOLDERS = ("benchmarks", "docs", "examples", "megatron", "moc", "scripts", "tests", "tools")
+FOREIGN = {"--busier-experts", "--no-kill", "--partition", "--account"}  # of programs that are not ours
+COMPOSED = {"--host-gbs", "--network-gbs", "--storage-gbs"}  # by simulate.py
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def links(page: Path) -> list[tuple[Path, str]]:
+    """File and anchor of each link to something of the repository; the file is absolute."""
+    targets = [target.partition("#") for target in LINK.findall(page.read_text(encoding="utf-8"))]
+    within = [(path, anchor) for path, _, anchor in targets if not re.match(r"[a-z]+:", path)]
+    return [(Path(os.path.normpath(page.parent / path)) if path else page, anchor) for path, anchor in within]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    plain = [LINK.sub("]", heading).replace("[", "").replace("]", "") for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target, anchor in links(page):
+        assert target.exists(), f"{page.relative_to(ROOT)} links to {target}, which is not there"
+        missing = anchor and anchor not in anchors(target)
+        assert not missing, (
+            f"{page.relative_to(ROOT)} links to #{anchor} of {target.relative_to(ROOT)}: no such heading"
+        )
+
+
+def test_every_page_is_in_the_index_or_in_that_of_its_folder():
+    listed = {target for index in (INDEX, *INDEX.parent.glob("*/README.md")) for target, _ in links(index)}
+    assert {page for page in PAGES if page.is_relative_to(INDEX.parent)} - {INDEX} <= listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`|\bpython ((?:tools|benchmarks|examples)/\w+\.py)", text)
+    given = {"moc/sharding/rules/rotating.py"}  # the reader writes it
+    files = {name for pair in named for name in pair if name} - given
+    assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All programs, as text."""
+    suffixes = (".py", ".sh", ".sbatch")
+    folders = (ROOT / folder for folder in FOLDERS if folder not in ("docs", "tests"))
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_pages_name_exist(page, sources):
+    """As an option, or as a field that makes one."""
+    named = (
+        set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w*-])", page.read_text(encoding="utf-8"))) - FOREIGN - COMPOSED
+    )
+    fields = {flag: flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in named}
+    known = {flag for flag, field in fields.items() if flag in sources or re.search(rf"\b{field}\b", sources)}
+    assert sorted(named - known) == []
+
+
+def test_pages_that_code_names_are_there():
+    """In docstrings, messages and ``--help``."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git here")
+    named = {}
+    for name in listed.stdout.split():
+        if name.endswith((".py", ".sh", ".sbatch", ".yaml", "CHANGELOG.md")) and (ROOT / name).exists():
+            found = re.findall(r"\bdocs/[\w/.-]+\.md\b", (ROOT / name).read_text(encoding="utf-8"))
+            named.update(dict.fromkeys(found, name))
+    assert named
+    assert [f"{name}: {page}" for page, name in named.items() if not (ROOT / page).exists()] == []

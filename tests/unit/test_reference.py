@@ -1,0 +1,78 @@
+"""``docs/reference``: pages that follow from the code are what the code says."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.pretraining import reference
+from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.process import stopping
+from moc import event_types
+from moc.runtime import membership
+from moc.state.detail import Detail
+
+ROOT = Path(__file__).resolve().parents[2]
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
+SOURCES = [path for package in ("megatron", "moc") for path in (ROOT / package).rglob("*.py")]
+
+
+@pytest.mark.parametrize("page", reference.pages())
+def test_a_generated_page_is_what_the_code_says(page):
+    committed = (ROOT / page).read_text(encoding="utf-8")
+    assert committed == reference.pages()[page], f"{page} is out of date: run {reference.COMMAND} and commit the page"
+
+
+def written() -> list[tuple[str, str, set[str], bool]]:
+    """Where an event is written: the place, its type, the fields named there, and whether there may be others."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+                continue
+            into = ast.unparse(node.func)
+            if into.split(".")[-2:] == ["events", "write"]:
+                given = node.keywords
+            elif into == "self._keep" and len(node.args) == 2 and isinstance(node.args[1], ast.Call):
+                given = node.args[1].keywords  # EventLog's own
+            else:
+                continue
+            names = {keyword.arg for keyword in given}
+            place = f"{path.relative_to(ROOT)}:{node.lineno}"
+            found.append((place, ast.literal_eval(node.args[0]), names - {None}, None in names))
+    return found
+
+
+def test_every_event_is_in_the_schema_with_its_fields():
+    for place, name, fields, more in written():
+        told = dict.fromkeys([*event_types.EVERY, *fields], 0) | {"type": name}
+        missing = event_types.problems(told)
+        assert [one for one in missing if not (more and one.startswith("no "))] == [], place
+
+
+def test_every_type_of_the_schema_is_written_somewhere():
+    assert {name for _, name, _, _ in written()} == event_types.EVENTS.keys()
+
+
+@pytest.mark.parametrize("event", [{"type": "strange"}, {"type": "save", "iteration": 1, "elapsed_s": 0.1, "more": 2}])
+def test_what_is_not_in_the_schema_is_named(event):
+    assert event_types.problems({"time": 0.0, **event}) in (["no type strange"], ["more"])
+
+
+def test_the_glossary_is_sorted_and_knows_details_and_tiers():
+    rows = re.findall(r"^\| \*\*(.+?)\*\*(.*) \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    terms = [term for term, _ in rows]
+    assert terms == sorted(terms, key=str.lower) and len(set(terms)) == len(terms)
+    meanings = dict(rows)
+    assert all(f"`{detail.name}`" in meanings["detail"] for detail in Detail)
+    assert all(f"`{tier}`" in meanings["tier"] for tier in all_flags()["ckpt_tier"].choices)
+
+
+def test_exit_codes_have_a_row():
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
+    training, launcher, _ = page.split("\n## ")[1:]
+    for code in (stopping.EXIT_DONE, 1, 2, stopping.EXIT_REQUEUE):
+        assert f"\n| {code} |" in training
+    for code in (stopping.EXIT_DONE, membership.SAVED, membership.LOST):
+        assert f"\n| {code} |" in launcher
