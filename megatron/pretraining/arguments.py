@@ -27,7 +27,7 @@ _ALTERNATIVES = (
 def parse_config(argv: Sequence[str] | None = None) -> Config:
     """Reads the flags; ``argv`` is by default that of the process.
 
-    Defaults give way to the ``--model`` preset, that to the ``--config`` file, that to the command line.
+    Defaults give way to the ``--model`` preset, that to the ``--config`` files, those to the command line.
     Leaves the process with exit code 2 and one sentence where the flags cannot work, and with 0 after
     ``--help`` and ``--print-config``.
     """
@@ -61,7 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"Start from this model: {', '.join(PRESETS)}.",
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="Start from the flags in this file.")
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE.yaml",
+        help="Start from the flags in this file; of several files, a later one overrides an earlier one.",
+    )
     parser.add_argument(
         "--print-config",
         action="store_true",
@@ -123,8 +128,11 @@ def _describe_default(flag: Flag) -> str:
 
 def _resolve(given: dict) -> Config:
     command_line = {name: value for name, value in given.items() if name in all_flags()}
-    path = given.get("config")
-    file = read_config_file(path) if path else {}
+    paths = given.get("config", [])
+    file: dict[str, object] = {}
+    for each in paths:
+        file = _override(file, read_config_file(each))
+    path = " and ".join(paths)
     from_file = file.pop("model", None)
     model = given.get("model", from_file)
     refuse(

@@ -38,10 +38,12 @@ if __name__ == "__main__":
 class Submitted:
     """A job of three hosts of five, in a directory; by default it runs a shell script until it is told to end."""
 
-    def __init__(self, slurm: Slurm, directory: Path, *flags: str, command=("train_it.sh", "a", "b", "c"), **variables):
+    def __init__(self, slurm: Slurm, directory: Path, *flags: str, command=("it", "a", "b", "c"), **variables):
         self._slurm, self._directory = slurm, directory
         shutil.copytree(ROOT / "scripts" / "slurm", directory / "scripts" / "slurm")
-        script = directory / "scripts" / "train_it.sh"
+        (directory / "scripts" / "recipes").mkdir()
+        (directory / "scripts" / "recipes" / "it.yaml").touch()
+        script = directory / "scripts" / "train.sh"
         script.write_text(TRAINING)
         script.chmod(0o755)
         flags = ["--parsable", "--nodes=3", "--gpus-per-node=0", "--time=30", *flags]

@@ -93,6 +93,15 @@ def test_the_stronger_of_two_ways_to_say_a_thing_wins(tmp_path, dataset):
     assert not config.data.mock_data and not config.mixed_precision.bf16 and config.mixed_precision.fp16
 
 
+def test_a_later_file_overrides_an_earlier_one(tmp_path):
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("{model: tiny, seed: 7, train_iters: 5}")
+    second.write_text("{model: micro, train_samples: 40}")
+    config = parse(f"--config {first} --config {second}", without("--train-iters"))
+    assert (config.model, config.rng.seed) == ("micro", 7)
+    assert (config.training.train_iters, config.training.train_samples) == (None, 40)
+
+
 def test_two_models_contradict(capsys, tmp_path):
     path = write(tmp_path, {"model": "tiny"})
     assert "contradicts" in refusal(capsys, f"--model micro --config {path}")

@@ -83,19 +83,21 @@ class Slurm:
             "scancel": 'echo "scancel $*" >>calls\nkill -TERM $(cat pids)',
             "squeue": "cat state 2>/dev/null || echo RUNNING",
             "sinfo": "seq 9",
-            "scripts/train_it.sh": training,
+            "scripts/train.sh": f"shift # the recipe\n{training}",
         }
         for name, text in commands.items():
             path = directory / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(f"#!/usr/bin/env bash\n{text}\n")
             path.chmod(0o755)
+        (directory / "scripts" / "recipes").mkdir(exist_ok=True)
+        (directory / "scripts" / "recipes" / "it.yaml").touch()
         if not (directory / "scripts" / "slurm").exists():
             (directory / "scripts" / "slurm").symlink_to(ROOT / "scripts" / "slurm")
 
     def submit(self, *command: object, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            ["bash", ROOT / "scripts" / "slurm" / self._template, *(command or ("train_it.sh", "a b", "c"))],
+            ["bash", ROOT / "scripts" / "slurm" / self._template, *(command or ("it", "a b", "c"))],
             cwd=self.directory,
             env={
                 **os.environ,
@@ -206,7 +208,7 @@ def test_with_mocrun_circles_without_a_checkpoint_end(tmp_path):
 @pytest.mark.parametrize("saved", ["c/latest_checkpointed_iteration.txt", "snapshots/iter_0000002/manifest.json"])
 def test_with_mocrun_a_checkpoint_is_progress(tmp_path, saved):
     slurm = with_mocrun(tmp_path, f"sleep 0.1; mkdir -p $(dirname {saved}); echo 2 >{saved}; exit 75")
-    command = "train_it.sh", "a", "b", "c", "--ckpt-dir", "snapshots"
+    command = "it", "--launcher=mocrun", "a", "b", "c", "--ckpt-dir", "snapshots"
     for life in range(4):
         assert slurm.submit(*command, SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) == 0
     assert (tmp_path / "calls").read_text().count("scontrol requeue 7") == 4
@@ -246,7 +248,7 @@ def test_with_mocrun_a_command_line_of_ones_own_is_told_where_nodes_are(tmp_path
 )
 def test_with_mocrun_launchers_run_in_a_container(tmp_path, container, flags):
     enter = (
-        'echo "$(basename "$0") $*" >"entered$NODE_RANK"\nwhile [ "$1" != ./scripts/train_it.sh ]; do shift; done; "$@"'
+        'echo "$(basename "$0") $*" >"entered$NODE_RANK"\nwhile [ "$1" != ./scripts/train.sh ]; do shift; done; "$@"'
     )
     slurm = Slurm(
         tmp_path, 'echo "$1" >seen', "mocrun.sbatch", f"case $* in *overlap*) {enter};; *) {TWO_TASKS};; esac"

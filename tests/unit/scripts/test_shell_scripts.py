@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCED = {"common.sh", "train_common.sh"}
-SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("*.sh") if p.name not in SOURCED)
+SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("*.sh") if p.name != "common.sh")
 BATCH_SCRIPTS = sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))
-TRAIN_SCRIPTS = [p for p in SCRIPTS if p.name.startswith("train_")]
+TRAIN = ROOT / "scripts" / "train.sh"
+RECIPES = sorted(path.stem for path in (ROOT / "scripts" / "recipes").iterdir())
 
 
 def run(*command, cwd=None, **environment):
@@ -64,7 +64,7 @@ def test_shellcheck_has_nothing_to_say():
 def test_help_is_text_without_side_effects(script, tmp_path):
     result = run("bash", script, "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert script.name.split(".")[0] in result.stdout or "train_NAME.sh" in result.stdout
+    assert script.name.split(".")[0] in result.stdout
     assert "#" not in result.stdout and "set -euo" not in result.stdout
     assert not list(tmp_path.iterdir())
 
@@ -74,44 +74,84 @@ def test_scripts_can_be_started(script):
     assert os.access(script, os.X_OK)
 
 
-@pytest.mark.parametrize("script", TRAIN_SCRIPTS, ids=lambda p: p.name)
-def test_trainer_accepts_the_flags_of_train_script(script, data):
-    result = run(script, "--dry-run", *data)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trainer_accepts_the_flags_of_a_recipe(recipe, data):
+    result = run(TRAIN, recipe, "--dry-run", *data)
     assert result.returncode == 0, result.stderr
     accepts(*flags_of(result.stdout))
 
 
+@pytest.mark.parametrize("line", (Path(__file__).parent / "recipe_flags.txt").read_text().splitlines())
+def test_a_recipe_is_what_these_flags_are(line, data):
+    from megatron.pretraining.arguments import parse_config
+
+    recipe, nodes, *expected = shlex.split(line)
+    options, flags = flags_of(run(TRAIN, recipe, "--dry-run", *data).stdout)
+    assert flags[0] == "--config" and options["--nnodes"] == nodes
+    assert parse_config(flags) == parse_config(expected + flags[2:])
+
+
+def test_list_names_recipes_and_what_they_are():
+    lines = run(TRAIN, "--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == RECIPES
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_a_recipe_may_be_a_file_of_ones_own(data, tmp_path):
+    (tmp_path / "own.yaml").write_text("# Nodes: 2\nmodel: tiny\n")
+    options, flags = flags_of(run(TRAIN, tmp_path / "own.yaml", "--dry-run", *data).stdout)
+    assert flags[:2] == ["--config", str(tmp_path / "own.yaml")] and options["--nnodes"] == "2"
+
+
+def test_the_launcher_is_chosen_and_gets_flags(data):
+    said = run(TRAIN, RECIPES[0].replace("_", "-"), "--launcher", "mocrun", "--nproc-per-node=2", "--dry-run", *data)
+    assert said.stdout.startswith("python -m moc.launch ")
+    assert said.stdout.index("--nproc-per-node=2") > said.stdout.index("--nproc-per-node 8")
+
+
 def test_flags_of_the_user_come_last(data):
-    _, flags = flags_of(run(TRAIN_SCRIPTS[0], "--dry-run", *data, "--train-iters", "7").stdout)
+    _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", *data, "--train-iters", "7").stdout)
     assert flags[-2:] == ["--train-iters", "7"]
 
 
 def test_a_blend_in_one_argument_becomes_many(data):
-    _, flags = flags_of(run(TRAIN_SCRIPTS[0], "--dry-run", "0.7 /a 0.3 /b", *data[1:]).stdout)
+    _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", "0.7 /a 0.3 /b", *data[1:]).stdout)
     at = flags.index("--data-path")
     assert flags[at + 1 : at + 6] == ["0.7", "/a", "0.3", "/b", "--split"]
 
 
 def test_several_nodes_find_each_other_by_the_environment(data):
-    result = run(TRAIN_SCRIPTS[0], "--dry-run", *data, NNODES="3", NODE_RANK="2", MASTER_ADDR="n0", MASTER_PORT="5")
+    result = run(TRAIN, RECIPES[0], "--dry-run", *data, NNODES="3", NODE_RANK="2", MASTER_ADDR="n0", MASTER_PORT="5")
     options, _ = flags_of(result.stdout)
     assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--master-addr": "n0", "--master-port": "5"}.items()
 
 
 def test_several_nodes_may_have_the_controller(data):
     nodes = {"NNODES": "3", "SPARES": "1", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:5,b:5,c:5"}
-    options, _ = flags_of(run(TRAIN_SCRIPTS[0], "--dry-run", *data, LAUNCHER="mocrun", **nodes).stdout)
+    options, _ = flags_of(run(TRAIN, RECIPES[0], "--dry-run", *data, LAUNCHER="mocrun", **nodes).stdout)
     assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--rdzv-endpoint": "a:5,b:5,c:5"}.items()
 
 
 @pytest.mark.parametrize(
     "arguments, complaint",
-    [((), "are needed"), (("--unknown", "a", "b", "c"), "unknown option --unknown")],
+    [
+        ((), "NAME of a recipe"),
+        ((RECIPES[0], "a"), "are needed"),
+        (("--unknown", RECIPES[0], "a", "b", "c"), "unknown option --unknown"),
+        (("gpt", "a", "b", "c"), f"no recipe gpt; give a .yaml file, or one of: {' '.join(RECIPES)}."),
+        ((RECIPES[0], "--launcher", "mpirun", "a", "b", "c"), "give torchrun or mocrun"),
+    ],
 )
 def test_train_script_refuses_in_one_sentence(arguments, complaint):
-    result = run(TRAIN_SCRIPTS[0], *arguments)
+    result = run(TRAIN, *arguments)
     assert result.returncode == 1
     assert complaint in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("template", ["pretrain", "mocrun"])
+def test_templates_refuse_what_is_no_recipe(template):
+    result = run("bash", f"scripts/slurm/{template}.sbatch", "train_gpt_125m_8e.sh", "a", "b", "c", cwd=ROOT)
+    assert result.returncode == 1 and f"one of: {' '.join(RECIPES)}." in result.stderr
 
 
 def test_trainer_accepts_the_flags_of_quickstart(tmp_path):
