@@ -33,8 +33,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from moc.runtime import children
-
 PADDING = " " * 4096
 """An argument of the server, in whose place its forks have their command lines."""
 
@@ -168,6 +166,8 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
 
 def _own_server(serve_forks, connection: socket.socket):
     """Forks a server that dies with this process; the way to its address."""
+    from moc.runtime import children
+
     path = f"{tempfile.gettempdir()}/warm-{os.getpid()}-{time.monotonic_ns()}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{path}")  # it has a name, but no file that could be left behind
