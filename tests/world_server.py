@@ -24,6 +24,8 @@ import time
 import traceback
 from pathlib import Path
 
+from tests import warm
+
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -35,6 +37,11 @@ def serve(path: str) -> None:
     listener.bind(path)
     listener.listen()
     print("ready", flush=True)
+    serve_forks(listener)
+
+
+def serve_forks(listener: socket.socket) -> None:
+    """Forks a supervisor for each connection to a listener, for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for supervisors
     while True:
         connection, _ = listener.accept()
@@ -62,6 +69,10 @@ def warm_up() -> None:
 
 # what torch and megatron-core import only while they work
 _IMPORTED_LATE = (
+    "moc.launch",
+    "moc.runtime.controller",
+    "moc.runtime.keeper",
+    "moc.runtime.zygote",
     "torch._dynamo",
     "torch._inductor.utils",
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -72,11 +83,13 @@ _IMPORTED_LATE = (
 
 
 def supervise(connection: socket.socket) -> None:
-    """Runs one world and reports how its workers ended."""
+    """Runs one world and reports how its workers ended; or starts a program (:mod:`tests.warm`)."""
     die_with_parent()
-    _prctl(_SET_CHILD_SUBREAPER, 1)  # orphans of workers become our children: none is overlooked
     lines = connection.makefile("rw", encoding="utf-8")
     request = json.loads(lines.readline())
+    if "arguments_of_program" in request:
+        return warm.start(request, connection, serve_forks)
+    _prctl(_SET_CHILD_SUBREAPER, 1)  # orphans of workers become our children: none is overlooked
     size, port = request["size"], _free_port()
     files = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in range(size)]
     pids = [_fork_worker(request, rank, port, *files[rank]) for rank in range(size)]

@@ -26,6 +26,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import warm
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 _TAIL = 2000  # characters of each worker's output in an error
 
@@ -126,8 +128,8 @@ def tails(results: list[Result]) -> str:
 class _Server:
     def __init__(self):
         self._directory = tempfile.mkdtemp(prefix="worlds-")
-        self._path = f"{self._directory}/socket"
-        command = [sys.executable, "-m", "tests.world_server", self._path]
+        self.path = f"{self._directory}/socket"
+        command = [sys.executable, "-m", "tests.world_server", self.path, warm.PADDING]
         # on machines with GPUs too these tests are about gloo
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _python_path()}
         self._process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
@@ -137,7 +139,7 @@ class _Server:
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._path)
+        connection.connect(self.path)
         return connection
 
     def stop(self) -> None:
@@ -154,6 +156,11 @@ def _server() -> _Server:
     if _running is None:
         _running = _Server()
     return _running
+
+
+def server_path() -> str:
+    """Where the server listens, which is started if need be."""
+    return _server().path
 
 
 def _python_path() -> str:

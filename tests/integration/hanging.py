@@ -1,6 +1,7 @@
 """The program, in which one worker computes for ever in an iteration, once, while all its threads are well."""
 
 import sys
+import time
 from pathlib import Path
 
 from pretrain_gpt_moe import main, warm_up  # noqa: F401  (the launcher warms up by it)
@@ -21,7 +22,7 @@ def hang_once() -> None:
         if (self.world.rank, iteration) == (RANK, ITERATION) and not Path("hung").exists():
             Path("hung").touch()
             while True:
-                pass
+                time.sleep(0.01)  # beside it, others may compute
         return step(self, iteration, *rest)
 
     Stepper.step = hanging

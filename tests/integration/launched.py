@@ -1,4 +1,4 @@
-"""Jobs under our own launcher, as a user starts them, and what happens to them.
+"""Jobs under our own launcher, and what happens to them.
 
 They run ``held_pretrain_gpt_moe.py``: the program, which does not end before :meth:`Launched.wait` is called.
 """
@@ -19,6 +19,7 @@ import psutil
 import yaml
 
 from benchmarks.live.job import Events, free_ports
+from tests import warm
 from tests.integration.tiny import FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY
 
@@ -38,6 +39,7 @@ class Launched:
         candidates: nodes that may have the controller.
         launcher: module of the launcher.
         program: of the workers, in the repository.
+        cold: as a user starts it, by new Python processes; forks of the warm one cost a tenth (:mod:`tests.warm`).
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Launched:
         candidates: int = 1,
         launcher: str = "moc.launch",
         program: str = PROGRAM,
+        cold: bool = False,
     ):
         size, parallel = LAYOUTS[layout]
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,6 +68,7 @@ class Launched:
         self._program = str(REPOSITORY / program)
         (directory / "flags.yaml").write_text(yaml.safe_dump(self._flags))
         self._token, self.launchers, self._lost = secrets.token_hex(32), [], set()
+        self._start, self._events = contextlib.nullcontext if cold else warm.starts, Events(self.log / "events.jsonl")
         for node in range(nodes + spares):
             self.start(node)
 
@@ -73,7 +77,7 @@ class Launched:
         command = [*self._command, "--node-rank", str(node), self._program]
         ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
         environment = os.environ | ours | {"MOC_TOKEN": self._token, "TEST_MAY_END": str(self._may_end)}
-        with open(self._directory / "console", "a") as console:
+        with open(self._directory / "console", "a") as console, self._start():
             process = subprocess.Popen(
                 [*command, "--config", str(self._directory / "flags.yaml")],
                 cwd=self._directory,
@@ -129,7 +133,7 @@ class Launched:
 
     def events(self, kind: str) -> list[dict]:
         """The events of a kind, in order."""
-        return Events(self.log / "events.jsonl").of(kind)
+        return self._events.of(kind)
 
     @property
     def iteration(self) -> int:

@@ -92,9 +92,12 @@ def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
         assert "the controller has died: started again" in job.console
 
 
-def test_the_controller_dies_before_the_workers_are_brought_together_and_while_they_meet(flags, undisturbed, tmp_path):
+def test_the_controller_dies_before_the_workers_are_brought_together_and_while_they_meet(
+    flags, undisturbed, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     slow = dict(inject="slow rank=1 iteration=0 point=meeting seconds=3 times=99")
-    with Launched("EP2", flags | slow, tmp_path / "job") as job:
+    with Launched("EP2", flags | slow, tmp_path / "job", cold=True) as job:
         for iteration, later in ((3, 0.0), (6, 1.0)):
             job.reach(iteration)
             before, held = job.pids[1], _injected(job)
@@ -106,6 +109,7 @@ def test_the_controller_dies_before_the_workers_are_brought_together_and_while_t
             time.sleep(later)  # until the others have begun to connect
             os.kill(job.children("moc.runtime.controller")[0], signal.SIGKILL)
             job.reach(iteration + 2)
+        assert psutil.Process(job.pids[1]).environ()["MALLOC_ARENA_MAX"] == "1"
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
     assert "c10::Error" not in job.console  # torch's own words about the store that has gone
 
@@ -233,7 +237,7 @@ def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_pat
 
 def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
     own = ["--standalone", "--max-restarts", "1"]
-    with Launched("EP2", flags, tmp_path / "job", *own, launcher="torch.distributed.run") as job:
+    with Launched("EP2", flags, tmp_path / "job", *own, launcher="torch.distributed.run", cold=True) as job:
         job.reach(5)
         os.kill(job.children("pretrain_gpt_moe.py")[1], signal.SIGKILL)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
@@ -241,7 +245,8 @@ def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
 
 def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    with Launched("EP2", flags | dict(train_iters=5000, exit_signal_handler=True), tmp_path / "job") as job:
+    stoppable = dict(train_iters=5000, exit_signal_handler=True)
+    with Launched("EP2", flags | stoppable, tmp_path / "job", cold=True) as job:
         job.reach(2)
         assert psutil.Process(job.pids[1]).environ()["MALLOC_ARENA_MAX"] == "2"
         job.process.send_signal(signal.SIGTERM)
@@ -298,11 +303,9 @@ def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
     [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "has not answered for 5 s")],
     ids=["killed", "stopped"],
 )
-def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, flags, tmp_path, monkeypatch):
-    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", "--silence-timeout", "5") as job:
         job.reach(2)
-        assert psutil.Process(job.pids[1]).environ()["MALLOC_ARENA_MAX"] == "1"
         os.kill(job.children("moc.runtime.zygote")[0], number)
         assert job.wait() == 70, job.console[-4000:]
         assert f"mocrun: error: the process that workers are forked from {sentence}" in job.console

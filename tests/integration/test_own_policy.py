@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from benchmarks.live.job import free_ports
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.own_policy import ROOT, install
@@ -14,13 +15,12 @@ MODEL = (
 
 
 def train(env, directory, iterations):
-    """One worker; what it has said."""
+    """One worker, as torchrun would start it; what it has said."""
     flags = f"{MODEL} --train-iters 20 --exit-interval {iterations} --ckpt-dir {directory} --ckpt-keep 9"
     policy = "--ckpt-policy busier --busier-experts 1 --snapshot-interval 2"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "pretrain_gpt_moe.py"]
-    done = subprocess.run(
-        [*torchrun, *flags.split(), *policy.split()], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(*free_ports(1)))
+    command = [sys.executable, "pretrain_gpt_moe.py", *flags.split(), *policy.split()]
+    done = subprocess.run(command, cwd=ROOT, env=env | alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

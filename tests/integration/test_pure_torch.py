@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from benchmarks.live.job import Events
+from tests import warm
 from tests.worlds import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "pure_torch.py"
@@ -19,17 +20,22 @@ ITERATIONS = 400
 
 
 class Run:
-    """Two workers of the example under our launcher."""
+    """Two workers of the example under our launcher; started as a user does, or by :mod:`tests.warm`."""
 
-    def __init__(self, directory, iterations):
+    def __init__(self, directory, iterations, starts):
         self._console, self._events = directory / "console", Events(directory / "log" / "events.jsonl")
         where = ["--ckpt-dir", directory / "snapshots", "--log-dir", directory / "log", "--iterations", iterations]
         command = [sys.executable, "-W", "ignore", "-m", "moc.launch", "--nproc-per-node", "2", EXAMPLE, *where]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
         self._console.parent.mkdir(exist_ok=True)
-        with open(self._console, "a") as console:
+        with open(self._console, "a") as console, starts():
             self.process = subprocess.Popen(
-                list(map(str, command)), cwd=REPOSITORY, env=env, stdout=console, stderr=subprocess.STDOUT
+                list(map(str, command)),
+                cwd=REPOSITORY,
+                env=env,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     @property
@@ -60,8 +66,8 @@ class Run:
 
 
 @contextmanager
-def running(directory, iterations=ITERATIONS):
-    run = Run(directory, iterations)
+def running(directory, iterations=ITERATIONS, starts=warm.starts):
+    run = Run(directory, iterations, starts)
     try:
         yield run
     finally:
@@ -71,7 +77,7 @@ def running(directory, iterations=ITERATIONS):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("undisturbed") / "run") as run:
+    with running(tmp_path_factory.mktemp("undisturbed") / "run", starts=nullcontext) as run:
         return run.end()
 
 
