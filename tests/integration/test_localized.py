@@ -17,7 +17,7 @@ from tests.integration.tiny import EXPERT_BIAS, train
 
 SLOW_COPIES = "tests/integration/slow_copies_pretrain_gpt_moe.py"
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
-SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
+SMALL = dict(clip_grad=0.3, lr=1e-2)
 FAULTS = [
     "error rank=3 iteration=7 point=after_vote",  # as if it had missed the vote: it completes the iteration later
     "kill rank=1 iteration=7 point=after_vote",
@@ -66,7 +66,7 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 def test_stages_are_lost_while_the_window_is_measured_and_when_it_was_chosen(data, tmp_path):
-    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=40)
+    flags = data | SMALL | BF16 | dict(train_iters=40)
     sparse = dict(ckpt_policy="sparse", sparse_window="auto", upstream_logging=True)
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     with Launched("PP2", flags | sparse | places, tmp_path / "job", program=SLOW_COPIES) as job:
@@ -87,7 +87,7 @@ def test_stages_are_lost_while_the_window_is_measured_and_when_it_was_chosen(dat
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path):
-    flags = data | SMALL | BF16 | EXPERT_BIAS | dict(num_layers=2, train_iters=14)
+    flags = data | SMALL | BF16 | EXPERT_BIAS | dict(train_iters=14)
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1,0,1")
         with Launched("PP2xDP2", flags | SPARSE | places, tmp_path / "job") as job:
@@ -106,7 +106,7 @@ def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 def test_who_is_cut_off_while_weights_are_gathered_keeps_its_state(data, tmp_path):
-    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=14)
+    flags = data | SMALL | BF16 | dict(train_iters=14)
     # when 1 dies, 2 has updated its half of the weights of stage 1, and waits for that of 3, which comes too late
     faults = dict(
         inject=["slow rank=3 iteration=9 point=after_vote seconds=3", "kill rank=1 iteration=9 point=after_vote"]
@@ -146,7 +146,7 @@ def test_any_window(layout, window, data, tmp_path):
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, tmp_path):
-    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=14)
+    flags = data | SMALL | BF16 | dict(train_iters=14)
     # when 0 dies, all have the last snapshot of the window 5 to 7, and it was about to say so for its node
     faults = dict(
         inject=["slow rank=0 iteration=8 point=before_vote seconds=2", "kill rank=0 iteration=8 point=after_vote"]
@@ -165,7 +165,7 @@ def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tier", "victim"), [("disk", 1), ("memory", 1), ("memory", 0)])
 def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, data, tmp_path):
-    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=14)
+    flags = data | SMALL | BF16 | dict(train_iters=14)
     # when it dies for the first time, its part of snapshot 6 is not saved; without it the window 5 to 7 would never be
     faults = dict(
         inject=[
@@ -189,7 +189,7 @@ def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, d
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 def test_what_is_gone_from_memory_is_saved_again_generations_later(data, tmp_path):
-    flags = data | SMALL | BF16 | dict(num_layers=2, train_iters=14)
+    flags = data | SMALL | BF16 | dict(train_iters=14)
     faults = dict(
         inject=[
             "kill rank=1 iteration=7 point=after_vote",

@@ -20,7 +20,7 @@ BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False
 EIGHT = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
 PRODUCTS = dict(fp8_format="hybrid")
 DENSE = dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather")
-SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, clip_grad=0.3, lr=1e-2)
+SMALL = dict(clip_grad=0.3, lr=1e-2)
 
 
 @pytest.mark.parametrize(("layout", "moments"), [("PP2xEP2", {}), ("TP2xEP2", {}), ("PP2xEP2", EIGHT)])

@@ -20,7 +20,7 @@ from tests.worlds import run_world, start_world
 
 EXPERTS, LAYERS = FLAGS["num_experts"], FLAGS["num_layers"]
 PEC = dict(ckpt_policy="pec", snapshot_interval=1, train_iters=1000)
-SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=100)
+SMALL = dict(global_batch_size=2, train_iters=100)
 
 
 def kill_when(layout: str, flags: dict, condition: Callable[[], bool]) -> None:

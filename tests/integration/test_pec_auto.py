@@ -9,7 +9,7 @@ from moc.store.store import Store
 from tests.integration.snapshot_files import node_memory, train
 from tests.integration.tiny import FLAGS
 
-SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=60)
+SMALL = dict(global_batch_size=2, train_iters=60)
 EXPERTS = FLAGS["num_experts"]
 
 

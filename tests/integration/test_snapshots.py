@@ -23,7 +23,7 @@ from tests.integration.snapshot_files import (
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import EXPERT_BIAS, SHALLOW, known
+from tests.integration.tiny import EXPERT_BIAS, known
 
 REPLICATED = dict(use_distributed_optimizer=False)
 SCALING = dict(fp16=True, initial_loss_scale=2.0**34, hysteresis=1, loss_scale_window=2)  # falls, then rises again
@@ -36,17 +36,11 @@ RUNS = {
     "fp16 replicated": ("PP2xEP2", SCALING | REPLICATED),
     "fp16 in memory, blocking": ("TP2xEP2", SCALING | MEMORY | BLOCKING),
     "fp32 blocking": ("EP4", BLOCKING),
-    "bf16 interleaved": ("interleaved", BF16 | dict(num_layers=4)),
+    "bf16 interleaved": ("interleaved", BF16),
     "bf16 overlapped": ("DP2", BF16 | OVERLAPPED),
     "expert bias in memory": ("EP2", BF16 | EXPERT_BIAS | MEMORY),
     "expert bias replicated": ("DP2", BF16 | EXPERT_BIAS | REPLICATED),
 }
-
-
-@pytest.fixture(scope="module")
-def data(data):
-    """Of the dataset, for a model of two layers."""
-    return data | SHALLOW
 
 
 @pytest.fixture
@@ -107,7 +101,7 @@ def test_another_layout_goes_on(move, data, flags):
 def blocking(data, tmp_path_factory):
     """Snapshots for which training has waited, of each of four iterations."""
     flags = data | EVERY | BLOCKING | dict(ckpt_dir=str(tmp_path_factory.mktemp("blocking")), ckpt_keep=10)
-    train("EP2", flags | dict(exit_interval=4))
+    train("plain DP2", flags | dict(exit_interval=4))
     return stores(flags)["storage"]
 
 
@@ -123,7 +117,7 @@ SLOW = {
 def test_however_slow_snapshots_are_they_hold_one_moment(slow, blocking, flags):
     body, delays, tier = SLOW[slow]
     flags = flags | tier | dict(ckpt_keep=10, exit_interval=4)
-    train("EP2", flags, f"snapshot_bodies:{body}", **delays)
+    train("plain DP2", flags, f"snapshot_bodies:{body}", **delays)
     iterations = whole(flags)["storage"]
     assert iterations[-1] == 4 and (tier or iterations == [1, 2, 3, 4])
     for iteration in iterations:
@@ -133,7 +127,7 @@ def test_however_slow_snapshots_are_they_hold_one_moment(slow, blocking, flags):
 
 
 def test_blocking_means_that_training_waits(flags):
-    train("EP2", flags | BLOCKING, "snapshot_bodies:train_slowly", write_s=0.1)
+    train("plain DP2", flags | BLOCKING, "snapshot_bodies:train_slowly", write_s=0.1)
     assert sum(event["seconds"] for event in events(flags, "stall")) > 6 * 0.1
     saved, iterations = (
         [event["time"] for event in events(flags, kind) if event["iteration"] < 6] for kind in ("persist", "iteration")
@@ -143,12 +137,12 @@ def test_blocking_means_that_training_waits(flags):
 
 def test_the_newest_is_the_newest_whatever_clocks_say(data, flags):
     flags = flags | dict(ckpt_keep=3)
-    train("1", flags | dict(exit_interval=4), "snapshot_bodies:train_while_clocks_run_backwards")
+    train("plain", flags | dict(exit_interval=4), "snapshot_bodies:train_while_clocks_run_backwards")
     for iteration, day in ((2, 40), (3, 20), (4, 0)):  # the older the later, in days since 1970
         for path in Path(flags["ckpt_dir"], directory_of(iteration)).iterdir():
             os.utime(path, (86400 * day, 86400 * day))
         os.utime(path.parent, (86400 * day, 86400 * day))
-    rest, straight = train("1", flags), known("1", data)
+    rest, straight = train("plain", flags), known("plain", data)
     assert rest.start == 4
     assert rest.records == straight.records[4:]
 
@@ -167,10 +161,10 @@ def test_ckpt_step_goes_back_and_sets_aside_what_came_after(data, flags, tmp_pat
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_a_step_that_is_not_there(tier, flags, tmp_path):
-    flags = flags | dict(ckpt_tier=tier, load=str(tmp_path / "none"))
-    train("1", flags | dict(exit_interval=2))
-    for result in start("1", flags | dict(ckpt_step=7)).wait():
+def test_a_step_that_is_not_there(tier, flags):
+    flags = flags | dict(ckpt_tier=tier)
+    train("plain", flags | dict(exit_interval=2))
+    for result in start("plain", flags | dict(ckpt_step=7)).wait():
         assert result.exit == 1 and "iter_0000007" in result.output, result.output
         assert "Traceback" not in result.output, result.output
     assert whole(flags)["storage"][-1] == 2
@@ -222,7 +216,7 @@ def test_a_signal_brings_everything_to_storage(tier, flags):
 
 
 def test_memory_reaches_storage_now_and_then(flags):
-    train("EP2", flags | MEMORY | dict(persist_interval=2, ckpt_keep=9, train_iters=7))
+    train("plain DP2", flags | MEMORY | dict(persist_interval=2, ckpt_keep=9, train_iters=7))
     assert {2, 4, 6, 7} <= set(whole(flags)["storage"])
 
 
@@ -230,11 +224,11 @@ def test_memory_reaches_storage_now_and_then(flags):
 def test_a_run_that_was_done_but_for_storage(data, flags):
     """Its last snapshot is in memory alone, since it was killed on the way to storage."""
     flags = flags | MEMORY
-    world = start("EP2", flags, "snapshot_bodies:train_slowly", write_s=600)
+    world = start("plain DP2", flags, "snapshot_bodies:train_slowly", write_s=600)
     kill_after(world, 6, flags)
     assert 6 not in stores(flags)["storage"].iterations()
-    ended = train("EP2", flags)
+    ended = train("plain DP2", flags)
     assert ended.start == 6
     assert whole(flags) == {"storage": [6], "memory": []}
-    after = train("EP2", flags)
-    assert after.weights == known("EP2", data).weights
+    after = train("plain DP2", flags)
+    assert after.weights == known("plain DP2", data).weights

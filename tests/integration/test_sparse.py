@@ -17,7 +17,7 @@ HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=9)
 SPARSE = dict(ckpt_policy="sparse", ckpt_blocking=True)
 REPLICATED, TIED = dict(use_distributed_optimizer=False), dict(untie_embeddings_and_output_weights=False)
 SCALING = dict(fp16=True, initial_loss_scale=2.0**18, hysteresis=1, loss_scale_window=2)  # rises, and overflows
-SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, train_iters=14)
+SMALL = dict(train_iters=14)
 RUNS = {  # layout, flags, window, killed after
     "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
     "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 7),
