@@ -87,35 +87,25 @@ def test_stages_are_lost_while_the_window_is_measured_and_when_it_was_chosen(dat
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path):
-    flags = data | SMALL | BF16 | EXPERT_BIAS | dict(train_iters=14)
+    flags = data | SMALL | BF16 | EXPERT_BIAS | dict(train_iters=18)
+    # when 1 dies, 2 has updated its half of the weights of stage 1, and waits for that of 3, which comes too late: who
+    # is cut off while weights are gathered keeps its state
+    faults = dict(
+        inject=["slow rank=3 iteration=9 point=after_vote seconds=3", "kill rank=1 iteration=9 point=after_vote"]
+    )
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1,0,1")
-        with Launched("PP2xDP2", flags | SPARSE | places, tmp_path / "job") as job:
-            for iteration, rank in ((6, 1), (10, 2)):
-                job.reach(iteration)
-                job.kill(rank)
+        with Launched("PP2xDP2", flags | SPARSE | places | faults, tmp_path / "job") as job:
+            job.reach(14)
+            job.kill(2)
             assert job.wait() == 0, job.console[-4000:]
     straight = known("PP2xDP2", flags)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     first, second = job.events("resume")
-    assert (first["stages"], second["stages"], first["kept"], second["kept"]) == ([0], [1], 2, 2)
+    assert (first["iteration"], first["stages"], second["stages"]) == (9, [0], [1])
+    assert (first["kept"], second["kept"]) == (2, 2)
     assert {tier for event in (first, second) for _, tier in event["sources"]} == {"memory"}
     assert {event["exact"] for event in job.events("replay")} == {None, True}
-
-
-@pytest.mark.recovery
-@pytest.mark.timeout(600)
-def test_who_is_cut_off_while_weights_are_gathered_keeps_its_state(data, tmp_path):
-    flags = data | SMALL | BF16 | dict(train_iters=14)
-    # when 1 dies, 2 has updated its half of the weights of stage 1, and waits for that of 3, which comes too late
-    faults = dict(
-        inject=["slow rank=3 iteration=9 point=after_vote seconds=3", "kill rank=1 iteration=9 point=after_vote"]
-    )
-    with Launched("PP2xDP2", flags | SPARSE | dict(ckpt_dir=str(tmp_path / "c")) | faults, tmp_path / "job") as job:
-        assert job.wait() == 0, job.console[-4000:]
-    straight = known("PP2xDP2", flags)
-    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    assert [(event["iteration"], event["stages"], event["kept"]) for event in job.events("resume")] == [(9, [0], 2)]
 
 
 @pytest.mark.recovery
