@@ -1,9 +1,52 @@
 """For all tests."""
 
 import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests import shared
 
 if not os.environ.get("CI"):  # there, hypothesis' own profile does it, and takes the same examples each time
     settings.register_profile("patient", deadline=None)  # a busy machine is no defect
     settings.load_profile("patient")
+
+
+def pytest_configure(config):
+    """Makes the directory that parallel workers share; they inherit its name."""
+    if not hasattr(config, "workerinput"):
+        os.environ[shared.VARIABLE] = tempfile.mkdtemp(prefix="tests-shared-")
+
+
+def pytest_unconfigure(config):
+    """Removes it."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(shared.VARIABLE))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Slow tests begin first, so that short ones keep all workers busy at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadfile``: a file of worlds or jobs goes to several workers, unless its tests share a fixture."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            text = Path(config.rootpath, file).read_text()
+            apart = file.startswith("tests/integration/") and not re.search(r'scope="module"\)\s+def (?!data\()', text)
+            return nodeid if apart else file
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+    return Scheduling(config, log)

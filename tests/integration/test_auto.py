@@ -8,9 +8,9 @@ from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
 from tests.integration.snapshot_files import events, node_memory, start, stores, train
 from tests.integration.tiny import FLAGS, known
 
-SMALL = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=2, train_iters=60)
+SMALL = dict(global_batch_size=2, train_iters=60)
 MEASURED = WARM_UP + BLOCK * PROFILE_BLOCKS
-EXPERTS_TAKE_2_S = dict(bytes_per_s=12 * 8 * 3 * 32 * 96 / 2)  # far longer than forward and backward
+EXPERTS_TAKE_2_S = dict(bytes_per_s=12 * FLAGS["num_experts"] * 3 * 32 * 48 / 2)  # far longer than forward and backward
 
 
 @pytest.fixture

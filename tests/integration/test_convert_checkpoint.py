@@ -20,19 +20,19 @@ from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_layouts import CLOSE
 from tests.integration.test_precision import BF16, FP16
 from tests.integration.test_stock_reader import READER
-from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
+from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS, train
 from tests.worlds import REPOSITORY
 
 DENSE = dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather")
 GELU = dict(swiglu=False, add_bias_linear=True, qk_layernorm=True, untie_embeddings_and_output_weights=False,
-            position_embedding_type="learned_absolute", max_position_embeddings=32)  # fmt: skip
+            position_embedding_type="learned_absolute", max_position_embeddings=16)  # fmt: skip
 SHARED = dict(moe_shared_expert_intermediate_size=32)
 SGD = dict(use_distributed_optimizer=False, optimizer="sgd")
 RUNS = {  # layout and flags
     "experts": ("PP2xEP2", {}),
     "bf16, router biases, shared experts": ("TP2xEP2", BF16 | EXPERT_BIAS | SHARED),
     "fp16, interleaved": ("interleaved", FP16),
-    "sgd, some layers dense": ("EP2", SGD | dict(moe_layer_freq=[0, 1, 1, 0])),
+    "sgd, some layers dense": ("EP2", SGD | DEEP | dict(moe_layer_freq=[0, 1, 1, 0])),
     "biases, tied, some layers dense": ("1", GELU | dict(moe_layer_freq=2)),
     "dense": ("DP2", DENSE | GELU | BF16),
 }
@@ -193,7 +193,7 @@ def test_a_run_goes_on_from_its_snapshot_by_load_and_back(name, data, tmp_path):
 def test_a_window_becomes_the_state_that_was_there(data, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    small = dict(num_layers=2, hidden_size=32, seq_length=16, train_iters=8, lr=1e-2, clip_grad=0.3)
+    small = dict(train_iters=8, lr=1e-2, clip_grad=0.3)
     flags = data | DROPOUT | BF16 | EXPERT_BIAS | small | dict(ckpt_blocking=True, ckpt_keep=8)
     sparse = flags | dict(ckpt_policy="sparse", sparse_window=3, ckpt_dir=str(tmp_path / "sparse"))
     train("EP2", sparse)

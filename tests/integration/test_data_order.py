@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.tiny import FLAGS, LAYOUTS, SHALLOW, known, train
+from tests.integration.tiny import FLAGS, LAYOUTS, known, train
 from tests.worlds import run_world, start_world
 
 
@@ -26,7 +26,7 @@ def source(request, small):
         "blend": dict(data_path=["0.3", a, "0.7", b], split="80,10,10"),
         "separate splits": dict(train_data_path=["1", a, "2", b], valid_data_path=[b]),
     }
-    return files[request.param] | SHALLOW | dict(train_iters=6, global_batch_size=12)
+    return files[request.param] | dict(train_iters=6, global_batch_size=12)
 
 
 def test_any_data_parallel_size_sees_the_same_samples(source):

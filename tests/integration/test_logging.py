@@ -42,7 +42,7 @@ def test_every_event_is_there(logged):
     for event in events:
         if event["type"] == "iteration":
             assert wanted <= set(event)
-            assert event["tokens"] == 4 * 32 and event["elapsed_s"] > 0
+            assert event["tokens"] == 4 * FLAGS["seq_length"] and event["elapsed_s"] > 0
     assert events[0]["world_size"] == 4 and events[0]["parameters"] > 0
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16, FP16
-from tests.integration.tiny import EXPERT_BIAS, SHALLOW, known, train
+from tests.integration.tiny import EXPERT_BIAS, known, train
 
 REPLICATED = dict(use_distributed_optimizer=False)
 RUNS = {
@@ -25,12 +25,6 @@ RUNS = {
     ),
     "reader processes": ("DP2", dict(num_workers=1)),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(data):
-    """Of the dataset, for a model of two layers."""
-    return data | SHALLOW
 
 
 @pytest.mark.parametrize("run", RUNS)

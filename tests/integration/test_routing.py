@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.integration.tiny import FLAGS, LAYOUTS
+from tests.integration.tiny import DEEP, FLAGS, LAYOUTS
 from tests.worlds import run_world
 
 SENT = FLAGS["global_batch_size"] * FLAGS["seq_length"] * FLAGS["moe_router_topk"]
@@ -12,7 +12,7 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 def count(layout: str, data: dict, **flags) -> list[dict]:
     """Counts of two iterations; all workers agree."""
     size, parallel = LAYOUTS[layout]
-    flags = FLAGS | parallel | data | dict(train_iters=2) | flags
+    flags = FLAGS | DEEP | parallel | data | dict(train_iters=2) | flags
     told = run_world(size, "tests.integration.routing_bodies:count", flags=flags)
     assert all(worker == told[0] for worker in told)
     return told[0]
@@ -25,7 +25,7 @@ def one_worker(data):
 
 def test_every_token_is_counted(one_worker):
     for iteration in one_worker:
-        assert iteration["sent"] == {str(layer): SENT for layer in range(4)}
+        assert iteration["sent"] == {str(layer): SENT for layer in range(DEEP["num_layers"])}
         assert {layer: sum(tokens) for layer, tokens in iteration["experts"].items()} == iteration["sent"]
         for layer, sums in iteration["probabilities"].items():
             assert sum(sums) == pytest.approx(SENT / FLAGS["moe_router_topk"])  # those of a token's experts make 1
@@ -46,7 +46,7 @@ def test_dropped_tokens_are_sent_and_not_counted(data):
     plain = count("EP2", data, **dropping)
     padded = count("EP2", data, **dropping, moe_pad_expert_input_to_capacity=True)
     for iteration in plain:
-        assert iteration["sent"] == {str(layer): SENT for layer in range(4)}
+        assert iteration["sent"] == {str(layer): SENT for layer in range(DEEP["num_layers"])}
         assert all(0 < sum(tokens) < SENT for tokens in iteration["experts"].values())
         iteration.pop("probabilities")
     assert [{name: told[name] for name in ("experts", "sent")} for told in padded] == plain

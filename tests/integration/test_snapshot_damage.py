@@ -76,7 +76,7 @@ def test_no_flipped_bit_of_a_manifest_is_believed(published):
 def test_what_is_cut_off_longer_or_missing_is_named(name, published):
     file = published / name
     content = file.read_bytes()
-    for length in (len(content) - 1, len(content) // 2, 4096, 8, 1, 0):
+    for length in {len(content) - 1, len(content) // 2, min(4096, len(content) - 2), 8, 1, 0}:
         file.write_bytes(content[:length])
         assert str(file) in said_of(published)
     file.write_bytes(content + content[:1])
@@ -107,18 +107,18 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_snapshot_is_passed_over(kind, data, flags):
+@pytest.mark.parametrize(("layout", "kind"), [*(("plain DP2", kind) for kind in DAMAGES), ("EP2", "data")])
+def test_a_damaged_snapshot_is_passed_over(layout, kind, data, flags):
     name, spoil = DAMAGES[kind]
-    train("EP2", flags | dict(exit_interval=4))
+    train(layout, flags | dict(exit_interval=4))
     spoilt = Path(flags["ckpt_dir"], directory_of(4), name)
     spoil(spoilt)
-    world = start("EP2", flags)
+    world = start(layout, flags)
     results = world.wait()
     assert [result.exit for result in results] == [0, 0], results[0].output
     (warning,) = (line for line in results[0].output.splitlines() if "WARNING" in line)
     assert str(spoilt) in warning and "an older snapshot is tried" in warning
-    rest, straight = results[0].value, known("EP2", data)
+    rest, straight = results[0].value, known(layout, data)
     assert rest["start"] == events(flags, "resume")[-1]["iteration"] == 3
     assert rest["records"] == straight.records[3:]
     assert {box: straight.weights[box] for box in rest["weights"]} == rest["weights"]
@@ -128,7 +128,7 @@ def test_a_damaged_snapshot_is_passed_over(kind, data, flags):
 @pytest.mark.recovery
 def test_damaged_memory_is_passed_over_for_storage(data, flags):
     flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=1000)
-    world = start("EP2", flags)
+    world = start("plain DP2", flags)
     wait_for(lambda: world.ended() or (stores(flags)["storage"].iterations() and iteration_in_memory(flags) > 2))
     world.kill()
     assert {result.exit for result in world.wait()} == {-9}
@@ -137,7 +137,7 @@ def test_damaged_memory_is_passed_over_for_storage(data, flags):
         spoil = Path(memory.place.path(directory_of(iteration)), file_of(0))
         middle(spoil)
     stop = dict(train_iters=1000, exit_interval=stored + 5)
-    rest, straight = train("EP2", flags | stop), train("EP2", data | stop)
+    rest, straight = train("plain DP2", flags | stop), train("plain DP2", data | stop)
     assert rest.start == stored and events(flags, "resume")[-1]["tier"] == "storage"
     assert rest.records == straight.records[stored:]
     assert rest.weights == straight.weights
@@ -149,12 +149,12 @@ def iteration_in_memory(flags: dict) -> int:
 
 
 def test_nothing_begins_where_no_snapshot_is_whole(flags):
-    train("EP2", flags | dict(exit_interval=2))
+    train("plain DP2", flags | dict(exit_interval=2))
     for iteration in (1, 2):
         middle(Path(flags["ckpt_dir"], directory_of(iteration), file_of(iteration - 1)))
-    for result in start("EP2", flags).wait():
+    for result in start("plain DP2", flags).wait():
         assert result.exit == 1, result.output
-        (said,) = (line for line in result.output.splitlines() if "pretrain_gpt_moe.py: error" in line)
+        (said,) = (line for line in result.output.splitlines() if "plain.py: error" in line)
         assert "no snapshot is whole" in said and str(Path(directory_of(2), file_of(1))) in said, said
         assert "Traceback" not in result.output
     assert len(events(flags, "start")) == 1  # nothing was trained

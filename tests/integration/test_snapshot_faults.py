@@ -12,16 +12,15 @@ from tests.integration.snapshot_files import EVERY, events, newest_whole, node_m
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import known
 
-SMALL = dict(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_experts=4, seq_length=16, global_batch_size=2)
-KILLS = 15
+SMALL = dict(global_batch_size=2)
 
 
-@pytest.fixture(params=["disk", "memory"])
-def flags(request, data, tmp_path):
+@pytest.fixture
+def flags(tier, data, tmp_path):
     """Of a run that takes a snapshot in each iteration, with a tier."""
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory, log_dir=str(tmp_path / "log"))
-        yield data | SMALL | EVERY | places | dict(ckpt_tier=request.param, train_iters=1000)
+        yield data | SMALL | EVERY | places | dict(ckpt_tier=tier, train_iters=1000)
 
 
 def straight(layout: str, data: dict, iterations: int):
@@ -47,10 +46,13 @@ def newest_published(flags: dict) -> int:
 
 
 @pytest.mark.recovery
-def test_a_job_that_is_killed_at_random_moments(flags, data):
-    chance, reached = random.Random(flags["ckpt_tier"]), [0]
-    for kills in range(KILLS):
-        world = start("EP2", flags)
+@pytest.mark.parametrize(
+    ("tier", "layout", "times"), [("disk", "plain DP2", 15), ("memory", "plain DP2", 15), ("memory", "EP2", 6)]
+)
+def test_a_job_that_is_killed_at_random_moments(tier, layout, times, flags, data):
+    chance, reached = random.Random(tier), [0]
+    for kills in range(times):
+        world = start(layout, flags)
         wait_for(lambda world=world, kills=kills: len(events(flags, "start")) > kills or world.ended())
         if kills % 3 == 2:  # however slow the machine is, some come so far
             wait_for(lambda world=world: newest_published(flags) > reached[-1] or world.ended())
@@ -61,7 +63,7 @@ def test_a_job_that_is_killed_at_random_moments(flags, data):
     assert [event["iteration"] for event in events(flags, "start")] == reached[:-1]
     assert reached == sorted(reached) and reached[-1] > 0
     last = reached[-1] + 3
-    assert_goes_on("EP2", flags, last, straight("EP2", data, last))
+    assert_goes_on(layout, flags, last, straight(layout, data, last))
 
 
 class Scene:
@@ -108,8 +110,14 @@ class Scene:
 
 @pytest.mark.recovery
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout, rank, every", [("1", 0, 1), ("EP2", 0, 4), ("EP2", 1, 3)], ids=str)
-def test_killed_before_calls_that_change_something(layout, rank, every, flags, data, tmp_path):
+@pytest.mark.parametrize(
+    ("tier", "layout", "rank", "every"),  # every call of one worker; of two, and of Megatron's engine, some
+    [("disk", "plain", 0, 1), ("memory", "plain", 0, 1)]
+    + [("disk", "plain DP2", 0, 4), ("memory", "plain DP2", 0, 4)]
+    + [("disk", "plain DP2", 1, 3), ("memory", "plain DP2", 1, 3)]
+    + [("disk", "EP2", 1, 10), ("memory", "EP2", 0, 10)],
+)
+def test_killed_before_calls_that_change_something(tier, layout, rank, every, flags, data, tmp_path):
     undisturbed = straight(layout, data, 4)
 
     def kill_at(scene: Scene, calls: list[str]) -> None:

@@ -37,7 +37,7 @@ def assert_refused(world, *words: str) -> None:
     """All workers end with an error, in one sentence that says these words."""
     for result in world.wait():
         assert result.exit == 1, result.output
-        (said,) = (line for line in result.output.splitlines() if "pretrain_gpt_moe.py: error" in line)
+        (said,) = (line for line in result.output.splitlines() if ".py: error" in line)
         assert all(word in said for word in words), said
         assert "Traceback" not in result.output, result.output
 
@@ -62,35 +62,41 @@ def fill(disk: Path, kib: int) -> Path:
     return disk / "filler"
 
 
-@pytest.mark.parametrize("blocking", [False, True], ids=["async", "blocking"])
-@pytest.mark.parametrize("free_kib", [0, 30, 3000, 6500])
-def test_a_full_disk(free_kib, blocking, flags, tmp_path):
-    with mounted(tmp_path / "disk", "40m") as disk:
+@pytest.mark.parametrize(
+    ("layout", "free_kib", "blocking"),  # each of two workers writes some 240 KiB; with Megatron's engine, 400
+    [("plain DP2", kib, blocking) for kib in (0, 30, 200, 400) for blocking in (False, True)]
+    + [("EP2", 300, False), ("EP2", 600, True)],
+)
+def test_a_full_disk(layout, free_kib, blocking, flags, tmp_path):
+    with mounted(tmp_path / "disk", "10m") as disk:
         flags = flags | dict(ckpt_dir=str(disk / "snapshots"), ckpt_blocking=blocking)
-        train("EP2", flags | dict(exit_interval=1))
+        train(layout, flags | dict(exit_interval=1))
         filler = fill(disk, free_kib)
-        assert_refused(start("EP2", flags), str(disk), "make room")
+        assert_refused(start(layout, flags), str(disk), "make room")
         assert newest_whole(flags) == 1
         filler.unlink()
-        assert train("EP2", flags).start == 1
+        assert train(layout, flags).start == 1
 
 
 def test_a_disk_that_cannot_be_written_to(flags, tmp_path):
-    with mounted(tmp_path / "disk", "40m") as disk:
+    with mounted(tmp_path / "disk", "10m") as disk:
         flags = flags | dict(ckpt_dir=str(disk / "snapshots"))
-        train("EP2", flags | dict(exit_interval=1))
+        train("plain DP2", flags | dict(exit_interval=1))
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert_refused(start("EP2", flags), str(disk), "Read-only", "permissions")
+        assert_refused(start("plain DP2", flags), str(disk), "Read-only", "permissions")
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-        assert train("EP2", flags).start == 1
+        assert train("plain DP2", flags).start == 1
 
 
-@pytest.mark.parametrize("size", ["64k", "6m", "18m"])  # a worker's buffer has 4 MiB
-def test_memory_that_is_too_small(size, flags, tmp_path):
-    train("EP2", flags | dict(exit_interval=1))
+@pytest.mark.parametrize(
+    ("layout", "size"),  # a worker's buffer has some 240 KiB; with Megatron's engine, 400
+    [("plain DP2", "64k"), ("plain DP2", "360k"), ("plain DP2", "1060k"), ("EP2", "1800k")],
+)
+def test_memory_that_is_too_small(layout, size, flags, tmp_path):
+    train(layout, flags | dict(exit_interval=1))
     with mounted(tmp_path / "memory", size) as memory:
-        assert_refused(start("EP2", flags | MEMORY | dict(ckpt_memory_dir=str(memory))), str(memory), "enlarge it")
-    rest = train("EP2", flags)
+        assert_refused(start(layout, flags | MEMORY | dict(ckpt_memory_dir=str(memory))), str(memory), "enlarge it")
+    rest = train(layout, flags)
     assert rest.start in (1, 2, 3)  # it may have come some way
 
 
@@ -112,11 +118,11 @@ def test_a_second_job_in_the_same_place_is_refused(tier, data, flags):
 def test_memory_that_another_job_holds(flags, tmp_path):
     """It is locked by itself, since storage may be locked on another node."""
     flags = flags | MEMORY | dict(train_iters=5000)
-    first = start("EP2", flags)
+    first = start("plain DP2", flags)
     wait_for(lambda: newest_iterations(flags))
     memory = stores(flags)["memory"].place
     (tmp_path / "snapshots" / ".fence").unlink()
-    assert_refused(start("EP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently"), memory.name)
+    assert_refused(start("plain DP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently"), memory.name)
     first.kill()
     assert {result.exit for result in first.wait()} == {-9}
 

@@ -23,7 +23,8 @@ from tests.integration.snapshot_files import (
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import EXPERT_BIAS, SHALLOW, known
+from tests.integration.tiny import EXPERT_BIAS, known
+from tests.shared import once
 
 REPLICATED = dict(use_distributed_optimizer=False)
 SCALING = dict(fp16=True, initial_loss_scale=2.0**34, hysteresis=1, loss_scale_window=2)  # falls, then rises again
@@ -36,17 +37,11 @@ RUNS = {
     "fp16 replicated": ("PP2xEP2", SCALING | REPLICATED),
     "fp16 in memory, blocking": ("TP2xEP2", SCALING | MEMORY | BLOCKING),
     "fp32 blocking": ("EP4", BLOCKING),
-    "bf16 interleaved": ("interleaved", BF16 | dict(num_layers=4)),
+    "bf16 interleaved": ("interleaved", BF16),
     "bf16 overlapped": ("DP2", BF16 | OVERLAPPED),
     "expert bias in memory": ("EP2", BF16 | EXPERT_BIAS | MEMORY),
     "expert bias replicated": ("DP2", BF16 | EXPERT_BIAS | REPLICATED),
 }
-
-
-@pytest.fixture(scope="module")
-def data(data):
-    """Of the dataset, for a model of two layers."""
-    return data | SHALLOW
 
 
 @pytest.fixture
@@ -103,12 +98,16 @@ def test_another_layout_goes_on(move, data, flags):
     assert rest.samples == {i: whole_run.samples[i] for i in (3, 4, 5)}
 
 
-@pytest.fixture(scope="module")
-def blocking(data, tmp_path_factory):
-    """Snapshots for which training has waited, of each of four iterations."""
-    flags = data | EVERY | BLOCKING | dict(ckpt_dir=str(tmp_path_factory.mktemp("blocking")), ckpt_keep=10)
-    train("EP2", flags | dict(exit_interval=4))
-    return stores(flags)["storage"]
+@pytest.fixture
+def blocking(tmp_path):
+    """What snapshots hold for which training has waited, by iteration."""
+
+    def take() -> dict[str, dict]:
+        flags = EVERY | BLOCKING | dict(ckpt_dir=str(tmp_path / "blocking"), ckpt_keep=10, exit_interval=4)
+        train("plain DP2", flags)
+        return {str(i): contents(stores(flags)["storage"], i) for i in (1, 2, 3, 4)}
+
+    return once("blocking snapshots", take)
 
 
 SLOW = {
@@ -123,17 +122,17 @@ SLOW = {
 def test_however_slow_snapshots_are_they_hold_one_moment(slow, blocking, flags):
     body, delays, tier = SLOW[slow]
     flags = flags | tier | dict(ckpt_keep=10, exit_interval=4)
-    train("EP2", flags, f"snapshot_bodies:{body}", **delays)
+    train("plain DP2", flags, f"snapshot_bodies:{body}", **delays)
     iterations = whole(flags)["storage"]
     assert iterations[-1] == 4 and (tier or iterations == [1, 2, 3, 4])
     for iteration in iterations:
-        assert contents(stores(flags)["storage"], iteration) == contents(blocking, iteration), iteration
+        assert contents(stores(flags)["storage"], iteration) == blocking[str(iteration)], iteration
     if "copy_s" in delays:  # training has waited for all but the last, which is waited for at the end of the run
         assert sum(event["seconds"] for event in events(flags, "stall")) > 3 * 0.2
 
 
 def test_blocking_means_that_training_waits(flags):
-    train("EP2", flags | BLOCKING, "snapshot_bodies:train_slowly", write_s=0.1)
+    train("plain DP2", flags | BLOCKING, "snapshot_bodies:train_slowly", write_s=0.1)
     assert sum(event["seconds"] for event in events(flags, "stall")) > 6 * 0.1
     saved, iterations = (
         [event["time"] for event in events(flags, kind) if event["iteration"] < 6] for kind in ("persist", "iteration")
@@ -143,12 +142,12 @@ def test_blocking_means_that_training_waits(flags):
 
 def test_the_newest_is_the_newest_whatever_clocks_say(data, flags):
     flags = flags | dict(ckpt_keep=3)
-    train("1", flags | dict(exit_interval=4), "snapshot_bodies:train_while_clocks_run_backwards")
+    train("plain", flags | dict(exit_interval=4), "snapshot_bodies:train_while_clocks_run_backwards")
     for iteration, day in ((2, 40), (3, 20), (4, 0)):  # the older the later, in days since 1970
         for path in Path(flags["ckpt_dir"], directory_of(iteration)).iterdir():
             os.utime(path, (86400 * day, 86400 * day))
         os.utime(path.parent, (86400 * day, 86400 * day))
-    rest, straight = train("1", flags), known("1", data)
+    rest, straight = train("plain", flags), known("plain", data)
     assert rest.start == 4
     assert rest.records == straight.records[4:]
 
@@ -167,10 +166,10 @@ def test_ckpt_step_goes_back_and_sets_aside_what_came_after(data, flags, tmp_pat
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_a_step_that_is_not_there(tier, flags, tmp_path):
-    flags = flags | dict(ckpt_tier=tier, load=str(tmp_path / "none"))
-    train("1", flags | dict(exit_interval=2))
-    for result in start("1", flags | dict(ckpt_step=7)).wait():
+def test_a_step_that_is_not_there(tier, flags):
+    flags = flags | dict(ckpt_tier=tier)
+    train("plain", flags | dict(exit_interval=2))
+    for result in start("plain", flags | dict(ckpt_step=7)).wait():
         assert result.exit == 1 and "iter_0000007" in result.output, result.output
         assert "Traceback" not in result.output, result.output
     assert whole(flags)["storage"][-1] == 2
@@ -202,11 +201,11 @@ def test_finetuning_goes_on_from_its_snapshots(data, flags, tmp_path):
 
 
 def test_an_interval_that_finds_itself(data, flags):
-    small = dict(num_layers=2, hidden_size=32, num_experts=4, seq_length=16, global_batch_size=2, train_iters=120)
-    automatic = train("EP2", flags | small | dict(snapshot_interval="auto", ckpt_overhead_budget=0.5))
+    long = dict(train_iters=120)
+    automatic = train("plain DP2", flags | long | dict(snapshot_interval="auto", ckpt_overhead_budget=0.5))
     taken = [event["iteration"] for event in events(flags, "snapshot")]
     assert len(taken) > 3 and taken[0] > 30  # it measures undisturbed iterations first
-    assert automatic.records == train("EP2", data | small).records
+    assert automatic.records == train("plain DP2", data | long).records
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
@@ -222,7 +221,7 @@ def test_a_signal_brings_everything_to_storage(tier, flags):
 
 
 def test_memory_reaches_storage_now_and_then(flags):
-    train("EP2", flags | MEMORY | dict(persist_interval=2, ckpt_keep=9, train_iters=7))
+    train("plain DP2", flags | MEMORY | dict(persist_interval=2, ckpt_keep=9, train_iters=7))
     assert {2, 4, 6, 7} <= set(whole(flags)["storage"])
 
 
@@ -230,11 +229,11 @@ def test_memory_reaches_storage_now_and_then(flags):
 def test_a_run_that_was_done_but_for_storage(data, flags):
     """Its last snapshot is in memory alone, since it was killed on the way to storage."""
     flags = flags | MEMORY
-    world = start("EP2", flags, "snapshot_bodies:train_slowly", write_s=600)
+    world = start("plain DP2", flags, "snapshot_bodies:train_slowly", write_s=600)
     kill_after(world, 6, flags)
     assert 6 not in stores(flags)["storage"].iterations()
-    ended = train("EP2", flags)
+    ended = train("plain DP2", flags)
     assert ended.start == 6
     assert whole(flags) == {"storage": [6], "memory": []}
-    after = train("EP2", flags)
-    assert after.weights == known("EP2", data).weights
+    after = train("plain DP2", flags)
+    assert after.weights == known("plain DP2", data).weights

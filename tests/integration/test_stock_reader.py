@@ -22,13 +22,13 @@ torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore()
 parallel_state.initialize_model_parallel()
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 config = TransformerConfig(
-    num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_moe_experts=8, moe_router_topk=2,
-    moe_ffn_hidden_size=96, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_moe_experts=4, moe_router_topk=2,
+    moe_ffn_hidden_size=48, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
     bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
     gradient_accumulation_fusion=False, apply_rope_fusion=False,
 )
 spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-model = GPTModel(config, spec, vocab_size=256, max_sequence_length=32, position_embedding_type="rope",
+model = GPTModel(config, spec, vocab_size=256, max_sequence_length=16, position_embedding_type="rope",
                  share_embeddings_and_output_weights=False)
 loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, sys.argv[1])
 model.load_state_dict(loaded["model"])
@@ -50,4 +50,4 @@ def test_a_stock_reader_loads_our_weights(data, tmp_path):
     read = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert read.returncode == 0, read.stderr
     assert json.loads(read.stdout.splitlines()[-1]) == ours.workers[0]["parameters"]
-    assert FLAGS["num_layers"] == 4 and FLAGS["hidden_size"] == 64 and FLAGS["ffn_hidden_size"] == 96
+    assert FLAGS["num_layers"] == 2 and FLAGS["hidden_size"] == 32 and FLAGS["ffn_hidden_size"] == 48

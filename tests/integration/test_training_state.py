@@ -7,12 +7,12 @@ import torch
 
 from moc.state.region import Region
 from moc.store.regions import RegionReader
-from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS
+from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
 from tests.worlds import run_world
 
 BODIES = "tests.integration.state_bodies"
-SMALL = dict(hidden_size=32, ffn_hidden_size=48, num_experts=4, seq_length=16, global_batch_size=4, train_iters=5,
-             lr_warmup_iters=0, lr_decay_style="constant", clip_grad=0.1, log_num_zeros_in_grad=True)  # fmt: skip
+SMALL = DEEP | dict(train_iters=5, lr_warmup_iters=0, lr_decay_style="constant", clip_grad=0.1)
+SMALL |= dict(log_num_zeros_in_grad=True)
 FP16, BF16 = dict(fp16=True, loss_scale=128.0), dict(bf16=True)
 REPLICATED = dict(use_distributed_optimizer=False)
 
@@ -174,9 +174,9 @@ def test_frozen_operators_stand_still_and_others_do_not_notice(name, data):
 def test_no_weight_gradients_are_multiplied_out(data):
     patterns = ["nothing", EXPERTS, ATTENTION, "output|embedding", ".*"]
     nothing, experts, attention, output, everything = run("1", "count_flops", data, {}, patterns=patterns)[0]
-    tokens = SMALL["global_batch_size"] * SMALL["seq_length"]
+    tokens = FLAGS["global_batch_size"] * FLAGS["seq_length"]
     saved = [nothing["flops"] - frozen["flops"] for frozen in (experts, attention, output)]
-    assert saved[0] == 2 * tokens * experts["matrices"] * FLAGS["moe_router_topk"] // SMALL["num_experts"]
+    assert saved[0] == 2 * tokens * experts["matrices"] * FLAGS["moe_router_topk"] // FLAGS["num_experts"]
     assert saved[1] == 2 * tokens * attention["matrices"]
     assert saved[2] == 2 * tokens * output["matrices"] // 2  # an embedding is looked up, not multiplied
     assert nothing["flops"] - everything["flops"] == sum(saved)  # the router's few are always multiplied

@@ -9,7 +9,6 @@ from tests.integration.tiny import FLAGS, LAYOUTS, train
 from tests.worlds import run_world
 
 LOGGING = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
-SMALL = dict(num_layers=4, hidden_size=32, seq_length=16, global_batch_size=4)
 RUNS = {
     "1F1B, fp32": ("PP2", {}),
     "1F1B, bf16, by tokens": ("PP2", BF16 | dict(calculate_per_token_loss=True)),
@@ -22,7 +21,7 @@ RUNS = {
 def flags(data, tmp_path):
     """Of a run with upstream logs."""
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path), log_dir=str(tmp_path / "log"))
-    return data | LOGGING | SMALL | places
+    return data | LOGGING | places
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -43,7 +42,7 @@ def test_a_stage_computes_again_by_itself(run, flags):
 
 
 def test_logs_are_given_back_and_training_is_the_same(data, flags, tmp_path):
-    long = SMALL | dict(train_iters=14)
+    long = dict(train_iters=14)
     assert train("PP2", flags | long).records == train("PP2", data | long).records
     told = events(flags, "iteration")
     most = max(event["upstream_log_iterations"] for event in told)

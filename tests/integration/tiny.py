@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 
+from tests.shared import once
 from tests.worlds import run_world
 
 FLAGS = dict(
-    num_layers=4,
-    hidden_size=64,
-    ffn_hidden_size=96,
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
     num_attention_heads=4,
-    num_experts=8,
+    num_experts=4,
     moe_router_topk=2,
     moe_aux_loss_coeff=0.01,
     moe_token_dispatcher_type="alltoall",
-    seq_length=32,
+    seq_length=16,
     position_embedding_type="rope",
     swiglu=True,
     add_bias_linear=False,
@@ -41,7 +43,8 @@ FLAGS = dict(
     log_interval=1,
 )
 
-SHALLOW = dict(num_layers=2)  # half the time, where layouts without chunks are not what a test is about
+SHALLOW = dict(num_layers=2)
+DEEP = dict(num_layers=4)  # where there are four stages, or chunks of them
 EXPERT_BIAS = dict(
     moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1
 )
@@ -59,8 +62,10 @@ LAYOUTS = {  # name: (workers, flags)
     "EP4": (4, dict(expert_model_parallel_size=4)),
     "TP2": (2, _TP2),
     "TP2xEP2": (4, _TP2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
-    "PP4": (4, dict(pipeline_model_parallel_size=4)),
-    "interleaved": (2, dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)),
+    "PP4": (4, DEEP | dict(pipeline_model_parallel_size=4)),
+    "plain": (1, dict(engine="plain")),  # of plain PyTorch: see tests/integration/plain.py
+    "plain DP2": (2, dict(engine="plain")),
+    "interleaved": (2, DEEP | dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)),
 }
 
 
@@ -121,12 +126,13 @@ def train(layout: str, flags: dict) -> Trained:
     return Trained(told)
 
 
-_known: dict[str, Trained] = {}
-
-
 def known(layout: str, flags: dict) -> Trained:
-    """As :func:`train`, for runs to compare with, which leave nothing behind: each is computed once."""
-    key = json.dumps([layout, flags], sort_keys=True)
-    if key not in _known:
-        _known[key] = train(layout, flags)
-    return _known[key]
+    """As :func:`train`, for runs to compare with, which leave nothing behind: each is computed once for all workers."""
+    data = [_digest(f"{prefix}.bin") for prefix in flags["data_path"]]  # each worker has a copy of its own
+    key = [layout, flags | dict(data_path=data)]
+    return Trained(once(key, lambda: train(layout, flags).workers))
+
+
+@lru_cache
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
