@@ -1,1 +1,1 @@
-"""What a replay needs beside snapshots: tensors that have crossed pipeline stages (MoEvement, section 3.4)."""
+"""What a replay needs beside snapshots: tensors of iterations, by key; one kind has crossed pipeline stages."""

@@ -32,6 +32,11 @@ class Crossing:
     chunk: int
     micro_batch: int
 
+    @property
+    def key(self) -> str:
+        """Of its tensor in logs."""
+        return f"{self.direction.value} chunk {self.chunk} micro batch {self.micro_batch}"
+
 
 @dataclass(frozen=True)
 class Pipeline:

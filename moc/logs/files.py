@@ -1,7 +1,7 @@
-"""Files of logs: what one rank sent in one iteration, with hashes; a file has its name when it is whole.
+"""Files of logs: the tensors that one rank has kept of one iteration, by key, with hashes.
 
-They are files of regions, as those of snapshots are (``docs/reference/format.md``): an entry is named by its iteration,
-its slot by direction, chunk and micro batch, and its box is the whole tensor.
+A file has its name when it is whole.  It is one of regions, as those of snapshots are (``docs/reference/format.md``):
+an entry is named by its iteration, its slot is the key, and its box is the whole tensor.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from moc.logs.crossings import Crossing
 from moc.state.region import Region
 from moc.store.blobs import LocalBlob
 from moc.store.errors import DamagedRegionError, MissingRegionError
@@ -21,9 +21,23 @@ from moc.store.regions import Entry, FileLayout, Source, read_sources
 _FILE = re.compile(r"^iter_(\d{10})\.safetensors$")
 
 
-def directory_of(root: Path, rank: int) -> Path:
-    """The logs of a rank, in the memory of its node for this job."""
-    return root / "logs" / f"rank_{rank:05d}"
+class LogEntry(NamedTuple):
+    """A tensor that is logged in every iteration, or in some.
+
+    Attributes:
+        key: tells it from the others of an iteration.
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def directory_of(root: Path, rank: int, kind: str = "logs") -> Path:
+    """The logs of a rank, in the memory of its node for this job; those of another kind are elsewhere."""
+    return root / kind / f"rank_{rank:05d}"
 
 
 def path_of(directory: Path, iteration: int) -> Path:
@@ -37,17 +51,15 @@ def iterations_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_FILE.match, names) if match)
 
 
-def layout_of(iteration: int, crossings: Iterable[Crossing], shape: tuple[int, ...], dtype: torch.dtype) -> FileLayout:
+def layout_of(iteration: int, entries: Iterable[LogEntry]) -> FileLayout:
     """Where everything stands in the log of an iteration; of the same size for all iterations.
 
     Args:
         iteration: which, counted from 1.
-        crossings: what is sent.
-        shape: of each tensor.
-        dtype: of each tensor.
+        entries: what it holds; the slots of the layout are their keys, in an order of its own.
     """
-    name, region = _name(iteration), Region((0,) * len(shape), shape)
-    return FileLayout(Entry(name, _slot(crossing), shape, region, dtype) for crossing in crossings)
+    name = _name(iteration)
+    return FileLayout(Entry(name, key, shape, Region((0,) * len(shape), shape), dtype) for key, shape, dtype in entries)
 
 
 class LogReader:
@@ -65,18 +77,17 @@ class LogReader:
         """Iterations of which there is a log, ascending; one that is being written is none."""
         return iterations_in(self._directory)
 
-    def read(self, iteration: int, crossing: Crossing) -> torch.Tensor:
-        """What was sent, on the host, in its shape; not to be changed.
+    def read(self, iteration: int, key: str) -> torch.Tensor:
+        """What was logged, on the host, in its shape; not to be changed.
 
         Raises:
             MissingRegionError: it is not there.
             DamagedRegionError: it is not what was written.
         """
-        source = self._entries(iteration).get((_name(iteration), _slot(crossing)))
+        source = self._entries(iteration).get((_name(iteration), key))
         if source is None:
             raise MissingRegionError(
-                f"{path_of(self._directory, iteration)} holds no {crossing.direction.value} tensor of micro batch "
-                f"{crossing.micro_batch} and chunk {crossing.chunk}: it is of another layout"
+                f"{path_of(self._directory, iteration)} holds no {key}: it was not logged, or is of another layout"
             )
         if damage := source.damage():
             raise DamagedRegionError(damage)
@@ -95,7 +106,3 @@ class LogReader:
 
 def _name(iteration: int) -> str:
     return f"iteration {iteration:010d}"
-
-
-def _slot(crossing: Crossing) -> str:
-    return f"{crossing.direction.value} chunk {crossing.chunk} micro batch {crossing.micro_batch}"

@@ -1,7 +1,7 @@
-"""What a rank sends, copied into reused host memory that outlives it: MoEvement's upstream logs (section 3.4).
+"""Tensors of an iteration that a replay will need, copied into reused host memory that outlives the process.
 
 begin       a slot that no iteration needs any more, or a new one
-write       each tensor, as it is sent: on CUDA by a stream of its own, on the CPU at once
+write       each tensor, when it is there: on CUDA by a stream of its own, on the CPU at once
 end         a thread waits for the copies, hashes them, and names the slot as the log of the iteration
 collect     iterations that a newer checkpoint supersedes give their slots back
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from moc.logs.crossings import Crossing
-from moc.logs.files import iterations_in, layout_of, path_of
+from moc.logs.files import LogEntry, iterations_in, layout_of, path_of
 from moc.store.buffers import Buffer
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
@@ -34,11 +33,12 @@ class LogWriter:
 
     Args:
         directory: of the logs of this rank, in a memory file system.
-        crossings: what is sent in an iteration.
-        shape: of each tensor.
-        dtype: of each tensor.
+        entries: what an iteration may log; their keys differ.
         limit: bytes that logs may take.
         device: where the tensors are.
+        name: of these logs, in messages.
+        more: how to allow more bytes, there.
+        otherwise: how to do without them, there.
 
     Raises:
         CheckpointError: limit or memory do not suffice for two iterations.
@@ -47,13 +47,15 @@ class LogWriter:
     def __init__(
         self,
         directory: Path,
-        crossings: Sequence[Crossing],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
+        entries: Iterable[LogEntry],
         limit: float,
         device: torch.device,
+        name: str,
+        more: str,
+        otherwise: str,
     ):
-        self._directory, self._crossings, self._shape, self._dtype = directory, tuple(crossings), shape, dtype
+        self._directory, self._entries = directory, {entry.key: entry for entry in entries}
+        self._name, self._otherwise = name, otherwise
         self._pin = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pin else None
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal")
@@ -61,16 +63,16 @@ class LogWriter:
         self._free: list[Buffer] = []
         self._used: dict[int, Buffer | None] = {}  # by iteration; None for what another process has left
         self._current: tuple[int, FileLayout, Buffer] | None = None
-        self._views: dict[Crossing, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
         self.given_up = 0
         """Iterations whose logs went because there was no room."""
-        self.slot_bytes = layout_of(0, self._crossings, shape, dtype).nbytes
+        self.slot_bytes = layout_of(0, self._entries.values()).nbytes
         """Size of the log of an iteration."""
         self._most = int(limit // self.slot_bytes)
         if self._most < _FEWEST:
             raise CheckpointError(
-                f"upstream logs need {self.slot_bytes:,} bytes for an iteration, and {_FEWEST} of them do not fit into "
-                f"{limit:,.0f}: raise --upstream-log-limit, or drop --upstream-logging"
+                f"{name}s need {self.slot_bytes:,} bytes for an iteration, and {_FEWEST} of them do not fit into "
+                f"{limit:,.0f}: {more}, or {otherwise}"
             )
         self._failure: str | None = None
         self._find()
@@ -87,36 +89,42 @@ class LogWriter:
         """Iterations of which there is a log, or soon will be, ascending."""
         return sorted(self._used)
 
-    def begin(self, iteration: int) -> None:
-        """An iteration begins, counted from 1; logs of this and later ones, of a run that went back, are dropped."""
+    def begin(self, iteration: int, keys: Collection[str] | None = None) -> None:
+        """An iteration begins; logs of this and later ones, of a run that went back, are dropped.
+
+        Args:
+            iteration: which, counted from 1.
+            keys: what of the entries it logs; by default all.
+        """
         self.wait()
         if self._current is not None:  # it was cut off
             self._free.append(self._current[2])
             self._current = None
         for later in [one for one in self._used if one >= iteration]:
             self._drop(later)
-        buffer, layout = self._take_slot(), layout_of(iteration, self._crossings, self._shape, self._dtype)
+        logged = self._entries.values() if keys is None else [self._entries[key] for key in keys]
+        buffer, layout = self._take_slot(), layout_of(iteration, logged)
         self._current = iteration, layout, buffer
         self._views = {
-            crossing: buffer.view(*span, self._dtype).view(self._shape)
-            for crossing, span in zip(self._crossings, layout.spans, strict=True)
+            entry.slot: buffer.view(*span, entry.dtype).view(entry.global_shape)
+            for entry, span in zip(layout.entries, layout.spans, strict=True)
         }
 
-    def write(self, crossing: Crossing, tensor: torch.Tensor) -> None:
-        """Copies what is sent; it may be freed, but not changed, before :meth:`end` is done.
+    def write(self, key: str, tensor: torch.Tensor) -> None:
+        """Copies a tensor; it may be freed, but not changed, before :meth:`end` is done.
 
         Args:
-            crossing: what it is.
+            key: what it is.
             tensor: of the shape and dtype that were announced.
 
         Raises:
             CheckpointError: it is not what was announced.
         """
-        target = self._views.pop(crossing, None)
+        target = self._views.pop(key, None)
         if target is None or tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise CheckpointError(
-                f"{crossing} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not what was to be sent in "
-                f"iteration {self._current[0]}: this schedule cannot be logged, drop --upstream-logging"
+                f"{key} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not what was to be logged in "
+                f"iteration {self._current[0]}: this run cannot be logged, {self._otherwise}"
             )
         with torch.no_grad():
             if self._stream is None:
@@ -131,13 +139,13 @@ class LogWriter:
         """The iteration is over; its log is whole as soon as a thread has hashed it.
 
         Raises:
-            CheckpointError: something that was to be sent was not.
+            CheckpointError: something that was to be logged was not.
         """
         iteration, layout, buffer = self._current
         if self._views:
             raise CheckpointError(
-                f"{next(iter(self._views))} was not sent in iteration {iteration}: this schedule cannot be logged, "
-                "drop --upstream-logging"
+                f"{next(iter(self._views))} was not logged in iteration {iteration}: this run cannot be logged, "
+                f"{self._otherwise}"
             )
         copied = self._stream.record_event() if self._stream is not None else None
         self._current, self._used[iteration] = None, buffer
@@ -158,7 +166,7 @@ class LogWriter:
         """Returns when all that has ended is whole, or :meth:`failure` says why it is not."""
         if self._sealed is not None and (error := self._sealed.exception()) is not None:
             self._failure = (
-                f"the upstream log in {self._directory} cannot be written ({error}): make room, and start again"
+                f"the {self._name} in {self._directory} cannot be written ({error}): make room, and start again"
             )
 
     def close(self) -> None:
@@ -196,9 +204,7 @@ class LogWriter:
         taken = {buffer.path.name for buffer in (*self._free, *self._used.values()) if buffer is not None}
         number = next(number for number in range(len(taken) + 1) if str(number) not in taken)
         path = self._directory / "slots" / str(number)
-        return Buffer(
-            self.slot_bytes, path, self._pin, purpose="an upstream log's", otherwise="drop --upstream-logging"
-        )
+        return Buffer(self.slot_bytes, path, self._pin, purpose=f"the {self._name}'s", otherwise=self._otherwise)
 
     def _take_slot(self) -> Buffer:
         while not self._free:

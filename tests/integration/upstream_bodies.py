@@ -51,7 +51,7 @@ def _logged(run, iteration: int) -> list[bytes]:
     upstream._writer.wait()
     reader, stage = LogReader(upstream._directory), run.world.pipeline_rank
     sent = (one for direction in Direction for one in upstream._pipeline.sent(stage, direction))
-    return [bytes(bytes_of(reader.read(iteration, one))) for one in sent]
+    return [bytes(bytes_of(reader.read(iteration, one.key))) for one in sent]
 
 
 def _scramble(run) -> None:

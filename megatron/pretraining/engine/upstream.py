@@ -23,7 +23,7 @@ from megatron.pretraining.config import Config, num_microbatches
 from megatron.pretraining.engine.boundary import LogPlayer, Recorder, pipeline_of
 from megatron.pretraining.model.build import compute_dtype
 from moc.logs.crossings import Crossing, Direction
-from moc.logs.files import LogReader, directory_of
+from moc.logs.files import LogEntry, LogReader, directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported
@@ -135,13 +135,16 @@ class UpstreamLog(UpstreamTap):
     def open(self, memory: Path) -> None:
         """See :class:`UpstreamTap`; what an earlier process of this rank has left is taken over."""
         stage, self._directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
+        crossings = [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)]
+        shape, dtype = boundary_shape(self._config), compute_dtype(self._config)
         self._writer = LogWriter(
             self._directory,
-            [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)],
-            boundary_shape(self._config),
-            compute_dtype(self._config),
+            [LogEntry(crossing.key, shape, dtype) for crossing in crossings],
             self._limit,
             self._world.device,
+            name="upstream log",
+            more="raise --upstream-log-limit",
+            otherwise="drop --upstream-logging",
         )
 
     @property
@@ -153,7 +156,7 @@ class UpstreamLog(UpstreamTap):
     def crossed(self, iteration: int) -> Iterator[Recorder]:
         """See :class:`UpstreamTap`; what is computed again is logged again."""
         self._writer.begin(iteration)
-        tap = self._core_config, self._pipeline, self._writer.write
+        tap = self._core_config, self._pipeline, lambda crossing, tensor: self._writer.write(crossing.key, tensor)
         if self._replaying:
             yield LogPlayer(*tap, self._received().__getitem__, self._replaying)
         else:
@@ -210,7 +213,7 @@ class UpstreamLog(UpstreamTap):
             for way in Direction:
                 crossings = pipeline.received(stage, way)
                 if crossings and pipeline.sender(stage, way) == self._world.pipeline_rank:
-                    yield stage, [reader.read(iteration, one) for one in crossings]
+                    yield stage, [reader.read(iteration, one.key) for one in crossings]
 
     def _received(self) -> dict[Crossing, torch.Tensor]:
         """What others :meth:`serve` this worker, on its device."""

@@ -5,16 +5,21 @@ import re
 import pytest
 import torch
 
-from moc.logs.crossings import Crossing, Direction
-from moc.logs.files import LogReader, directory_of, path_of
+from moc.logs.files import LogEntry, LogReader, directory_of, path_of
 from moc.logs.writer import LogWriter
 from moc.store.blobs import LocalBlob
 from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
 from moc.store.regions import read_sources
 
-CROSSINGS = [Crossing(direction, chunk, i) for direction in Direction for chunk in range(2) for i in range(3)]
-SHAPE, DTYPE = (4, 1, 8), torch.bfloat16
-SLOT = 4096 + len(CROSSINGS) * 4 * 8 * 2
+ENTRIES = [  # of any shapes; in a file the wide ones come first
+    LogEntry("activation", (4, 1, 8), torch.bfloat16),
+    LogEntry("gradient of a matrix", (3, 5), torch.float32),
+    LogEntry("gradient of a vector", (7,), torch.bfloat16),
+    LogEntry("norm", (), torch.float64),
+]
+KEYS = [entry.key for entry in ENTRIES]
+SLOT = 4096 + 4 * 8 * 2 + 3 * 5 * 4 + 7 * 2 + 8
+WORDS = dict(name="test log", more="raise --limit", otherwise="drop --logging")
 
 
 @pytest.fixture
@@ -28,7 +33,7 @@ def make(directory):
     made = []
 
     def writer(slots: float = 4, **changes) -> LogWriter:
-        arguments = dict(crossings=CROSSINGS, shape=SHAPE, dtype=DTYPE, limit=slots * SLOT, device=torch.device("cpu"))
+        arguments = dict(entries=ENTRIES, limit=slots * SLOT, device=torch.device("cpu"), **WORDS)
         made.append(LogWriter(directory, **arguments | changes))
         return made[-1]
 
@@ -37,26 +42,27 @@ def make(directory):
         one.close()
 
 
-def tensor(iteration: int, crossing: Crossing) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * iteration + CROSSINGS.index(crossing))
-    return torch.randn(SHAPE, generator=generator).to(DTYPE)
+def tensor(iteration: int, key: str) -> torch.Tensor:
+    number = KEYS.index(key)
+    generator = torch.Generator().manual_seed(1000 * iteration + number)
+    return torch.randn(ENTRIES[number].shape, generator=generator).to(ENTRIES[number].dtype)
 
 
-def log(writer: LogWriter, *iterations: int) -> LogWriter:
+def log(writer: LogWriter, *iterations: int, keys: list[str] | None = None) -> LogWriter:
     for iteration in iterations:
-        writer.begin(iteration)
-        for crossing in reversed(CROSSINGS):  # the order is that of the schedule, not of the file
-            writer.write(crossing, tensor(iteration, crossing))
+        writer.begin(iteration, keys)
+        for key in reversed(keys or KEYS):  # the order is not that of the file
+            writer.write(key, tensor(iteration, key))
         writer.end()
     writer.wait()
     return writer
 
 
-def check(directory, iteration: int) -> None:
+def check(directory, iteration: int, keys: list[str] = KEYS) -> None:
     reader = LogReader(directory)
-    for crossing in CROSSINGS:
-        read = reader.read(iteration, crossing)
-        assert read.dtype == DTYPE and torch.equal(read, tensor(iteration, crossing))
+    for key in keys:
+        read, held = reader.read(iteration, key), tensor(iteration, key)
+        assert (read.dtype, read.shape) == (held.dtype, held.shape) and torch.equal(read, held)
 
 
 def test_what_was_written_is_read_by_its_key(make, directory):
@@ -71,11 +77,11 @@ def test_what_was_written_is_read_by_its_key(make, directory):
 def test_an_iteration_that_is_not_over_is_not_there(make, directory):
     writer = log(make(), 1)
     writer.begin(2)
-    for crossing in CROSSINGS:
-        writer.write(crossing, tensor(2, crossing))
+    for key in KEYS:
+        writer.write(key, tensor(2, key))
     assert LogReader(directory).iterations() == [1]
     with pytest.raises(MissingRegionError, match="iteration 2 was not logged"):
-        LogReader(directory).read(2, CROSSINGS[0])
+        LogReader(directory).read(2, KEYS[0])
     log(writer, 2)  # it was cut off, and is computed again
     assert LogReader(directory).iterations() == [1, 2]
     check(directory, 2)
@@ -89,24 +95,24 @@ def test_a_name_comes_last_and_where_there_is_none_it_is_said(make, directory, m
     damages: list[str | None] = []
     monkeypatch.setattr("moc.logs.writer.os.link", fail)
     writer = log(make(), 1)
-    assert damages == [None] * len(CROSSINGS) and LogReader(directory).iterations() == []
+    assert damages == [None] * len(KEYS) and LogReader(directory).iterations() == []
     assert "cannot be written (no more names)" in writer.failure()
 
 
 def test_damage_and_another_layout_are_found(make, directory):
     log(make(), 1)
-    with pytest.raises(MissingRegionError, match="holds no forward tensor of micro batch 7 and chunk 0"):
-        LogReader(directory).read(1, Crossing(Direction.FORWARD, 0, 7))
+    with pytest.raises(MissingRegionError, match="holds no other gradient: it was not logged"):
+        LogReader(directory).read(1, "other gradient")
     with open(path_of(directory, 1), "r+b") as file:
         file.seek(SLOT - 1)
         file.write(b"\xff")
     with pytest.raises(DamagedRegionError):
-        LogReader(directory).read(1, CROSSINGS[-1])
-    LogReader(directory).read(1, CROSSINGS[0])
+        LogReader(directory).read(1, "gradient of a vector")  # the last one of the file
+    LogReader(directory).read(1, KEYS[0])
     with open(path_of(directory, 1), "r+b") as file:
         file.truncate(SLOT - 1)
     with pytest.raises(MissingRegionError, match="truncated"):
-        LogReader(directory).read(1, CROSSINGS[0])
+        LogReader(directory).read(1, KEYS[0])
 
 
 def test_collected_memory_is_used_again(make, directory):
@@ -140,7 +146,7 @@ def test_memory_that_ends_is_a_limit(make, directory, monkeypatch):
 
 
 def test_too_low_a_limit_is_refused(make):
-    with pytest.raises(CheckpointError, match=re.escape(f"need {SLOT:,} bytes") + ".*raise --upstream-log-limit"):
+    with pytest.raises(CheckpointError, match=re.escape(f"need {SLOT:,} bytes") + ".*raise --limit, or drop --logging"):
         make(slots=1.9)
 
 
@@ -158,7 +164,7 @@ def test_the_next_process_of_the_rank_takes_over(make, directory):
 
 def test_what_is_of_another_layout_is_not_taken_over(make, directory):
     log(make(), 1).close()
-    assert make(shape=(8, 1, 8), slots=8).iterations == [] == LogReader(directory).iterations()
+    assert make(entries=ENTRIES[:-1], slots=8).iterations == [] == LogReader(directory).iterations()
 
 
 def test_a_run_that_went_back_drops_what_is_to_come_again(make, directory):
@@ -170,12 +176,38 @@ def test_a_run_that_went_back_drops_what_is_to_come_again(make, directory):
 def test_what_was_not_announced_is_refused(make):
     writer = make()
     writer.begin(1)
-    writer.write(CROSSINGS[0], tensor(1, CROSSINGS[0]))
-    for wrong, sent in ((CROSSINGS[0], torch.zeros(SHAPE, dtype=DTYPE)), (CROSSINGS[1], torch.zeros(SHAPE))):
-        with pytest.raises(CheckpointError, match="is not what was to be sent in iteration 1"):
-            writer.write(wrong, sent)
-    with pytest.raises(CheckpointError, match="was not sent in iteration 1"):
+    writer.write(KEYS[0], tensor(1, KEYS[0]))
+    for key, given in ((KEYS[0], tensor(1, KEYS[0])), (KEYS[1], torch.zeros(4, 5)), (KEYS[2], torch.zeros(7))):
+        with pytest.raises(CheckpointError, match="is not what was to be logged in iteration 1.*drop --logging"):
+            writer.write(key, given)
+    with pytest.raises(CheckpointError, match="norm was not logged in iteration 1"):
         writer.end()
+
+
+def test_an_iteration_may_log_some_of_the_keys(make, directory):
+    writer, some = log(make(), 1), [KEYS[3], KEYS[1]]
+    log(writer, 2, keys=some)
+    log(writer, 3)
+    check(directory, 1)
+    check(directory, 2, some)
+    check(directory, 3)
+    with pytest.raises(MissingRegionError, match=f"holds no {KEYS[0]}"):
+        LogReader(directory).read(2, KEYS[0])
+    writer.begin(4, some)
+    with pytest.raises(CheckpointError, match=f"{KEYS[0]} .* is not what was to be logged in iteration 4"):
+        writer.write(KEYS[0], tensor(4, KEYS[0]))
+
+
+def test_kinds_of_logs_are_beside_each_other(tmp_path):
+    one, other = (directory_of(tmp_path, 3, kind) for kind in ("logs", "gradients"))
+    writers = [LogWriter(place, ENTRIES, 4 * SLOT, torch.device("cpu"), **WORDS) for place in (one, other)]
+    log(writers[0], 1)
+    log(writers[1], 2)
+    writers[0].delete()
+    assert not one.exists()
+    check(other, 2)
+    writers[1].delete()
+    assert not other.exists()
 
 
 def test_closing_leaves_what_is_whole_and_forgetting_nothing(make, directory):
