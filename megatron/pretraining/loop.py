@@ -14,10 +14,10 @@ from megatron.pretraining.process.faults import inject_faults
 from megatron.pretraining.process.initialize import initialize, shut_down
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
-from megatron.pretraining.session.auto import PolicySwitched
 from megatron.pretraining.setup import Providers, TrainingRun, build, start
 from moc.runtime.job import join_job
 from moc.runtime.progress import progress
+from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord

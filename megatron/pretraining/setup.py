@@ -24,13 +24,13 @@ from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from megatron.pretraining.session.auto import AutoPolicy
+from megatron.pretraining.session.auto import auto_policy
 from megatron.pretraining.session.settings import settings_of
 from moc.faults import reach
-from moc.policy import AUTO
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Interruption
 from moc.runtime.world import World
+from moc.session.auto import AutoPolicy
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
 from moc.state.record import Position
@@ -171,7 +171,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     streams = _streams(config, world, datasets, micro_batches)
     stop.check_set_up(world)
     phases.done("data")
-    auto = AutoPolicy(config, log) if config.snapshot.ckpt_policy == AUTO else None
+    auto = auto_policy(config, log)
     return WorkerParts(
         config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log, auto
     )

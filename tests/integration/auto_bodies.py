@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pretraining.session import auto as auto_policy
+from moc.session import auto as auto_policy
 from tests.integration import bodies, pec_bodies
 
 

@@ -1,297 +1,58 @@
-"""``--ckpt-policy auto``: which policy is in force, and when another one is to be.
-
-    measure    a run begins with snapshots of everything, by which bandwidths become known
-    choose     the planner (:mod:`moc.simulate.planner`) compares what policies cost (:mod:`moc.simulate.live_costs`)
-    switch     between two iterations: all of the state goes to storage, as at the end of a run, and workers begin again
-               with the chosen flags, as survivors do when another worker was lost
-    watch      a choice holds until what it was made from has changed by a factor of :data:`DRIFT`
-
-What is measured comes out of votes, so all workers choose alike without asking each other.  Measurements and choice are
-stored with every snapshot; a run that goes on takes up both.
-"""
+"""What ``--ckpt-policy auto`` may choose, by the other flags."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from megatron.pretraining.config import Config, ConfigError
+from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
-from megatron.pretraining.logging.log import Log
 from megatron.pretraining.session.settings import settings_of
-from moc.policy import POLICIES, Observed, owners
-from moc.policy.full import Full
-from moc.policy.interval import BLOCK, BLOCKS
-from moc.policy.measurements import Measurements
-from moc.policy.plan import Busiest
-from moc.policy.sizing import busiest_by_experts, operators_by_stage
-from moc.runtime.agreement import gather
-from moc.session.engine import Engine
-from moc.session.peers import DEFAULT_REPLICAS
-from moc.session.resume.survivors import LocalRemains
+from moc.policy import AUTO, owners
+from moc.session.auto import AutoLimits, AutoPolicy
+from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
-from moc.session.tiers import LOOKING_S, Tiers
-from moc.simulate.live_costs import (
-    NAMES,
-    Running,
-    Saved,
-    flags_of_candidate,
-    host_bytes,
-    options_of,
-)
-from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
-from moc.snapshot.background import within
-from moc.state.detail import Detail
-from moc.store.errors import CheckpointError
-from moc.store.store import Store
 
-DRIFT = 2.0
-"""A choice is looked at again when something that it was made from is so many times as much, or as little."""
-
-HOLDS = BLOCK * BLOCKS
-"""Iterations, at least, from one look to the next: by then all that was measured before is forgotten."""
-
-WORTH = 0.005
-"""Of ETTR: a better policy must be better by so much, since a switch takes its time too."""
-
-_MEASURED = ("iteration_s", "forward_backward_s", "copy_rate", "write_rate")
 _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
 
 
-class PolicySwitched(Exception):
-    """Another policy is in force from here on, for all workers alike: begin again with it."""
+@dataclass(frozen=True)
+class FlaggedChoices:
+    """As :class:`moc.session.auto.Choices`, beside the flags as they were given."""
 
+    config: Config
 
-class AutoPolicy:
-    """Measures, chooses, and remembers; all methods are for all workers alike.
-
-    Args:
-        config: the flags as they were given.
-        log: where to report.
-    """
-
-    def __init__(self, config: Config, log: Log):
-        self._asked, self._log = config, log
-        self._forget()
-        self._orderly = False
-        self._ranks: list[int] = []
-
-    def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
-        """Takes up what the run knew, from live workers or the newest snapshot; a collective call.
-
-        Args:
-            engine: of this worker.
-            tiers: where snapshots are.
-            mine: what this worker has left of the state.
-
-        Returns:
-            The settings that were chosen; while nothing is chosen, those that measure.
-        """
-        return settings_of(self._chosen(tiers, mine, first=engine.world.rank == 0), engine)
-
-    def _chosen(self, tiers: Tiers, mine: LocalRemains | None, first: bool) -> Config:
-        self._ranks = sorted(Counter(tiers.nodes).values(), reverse=True)
-        told = [one for one in gather(_newest(tiers, mine, first)) if one is not None]
-        self._take_up(max(told, key=lambda one: one[0])[1] if told else None)
-        if self._flags:
-            with contextlib.suppress(ConfigError):
-                return in_force(self._asked, self._flags)
-        self._flags = {}
-        return in_force(self._asked, self._measuring())
-
-    def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
-        """Learns how large snapshots would be, as soon as that is asked for.
-
-        Args:
-            busiest: the bytes of the rank that saves the most of a plan's operators; a collective call.
-            engine: with its operators.
-            may_replay: whether a run can go on from sparse snapshots of this model, here; a collective call.
+    def check(self, flags: Mapping[str, object]) -> None:
+        """Refuses flags that the others do not allow.
 
         Raises:
-            ConfigError: whatever is chosen, snapshots take more memory than they may.
+            ConfigError: they do not.
         """
-        operators, stages = engine.operators, tuple(engine.stages)
-        ep = self._asked.parallel.expert_model_parallel_size
-        whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
+        in_force(self.config, flags)
 
-        def saved() -> Saved:
-            by_k = busiest_by_experts(busiest, operators, ep)
-            by_stage = operators_by_stage(busiest, operators, ep, stages)
-            return Saved(busiest(whole), by_k, by_stage)
-
-        self._saved, self._may_replay = cache(saved), cache(may_replay)
-        if (limit := self._asked.snapshot.host_memory_gb) is not None:
-            least = host_bytes(self._tier, self._ranks[0], busiest(whole), min(self._replicas))
-            refuse(
-                least > 1e9 * limit,
-                f"--host-memory-gb {limit} is not enough: with --ckpt-tier {self._asked.snapshot.ckpt_tier}, snapshots "
-                f"take {least / 1e9:.3g} GB of a node's memory; allow that, or choose another tier or more nodes.",
-            )
-
-    def observe(self, seen: Observed) -> None:
-        """Learns what one iteration has shown."""
-        self._measured.observe(seen)
-
-    def plans_anew(self, iteration: int) -> bool:
-        """Whether another policy is to be in force from here on; asked between two iterations, and says why.
-
-        Args:
-            iteration: iterations completed.
-        """
-        figures = self._measured.figures
-        wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
-        if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
-            return False
-        figures = {name: figures[name] for name in wanted} | {"mtbf_s": self._mtbf_s}
-        cause = changed(self._basis, figures) if self._flags else "it has measured"
-        if cause is None:
-            return False
-        self._basis, self._looked = figures, iteration
-        return self._choose(iteration, self._running(figures), cause)
-
-    def ends(self) -> None:
-        """All is about to be saved in good order: when the run goes on from there, that was no fault."""
-        self._orderly = True
-
-    def goes_on(self) -> None:
-        """It could not be saved: nothing ends."""
-        self._orderly = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is stored with snapshots, as JSON can hold it."""
-        return {
-            "measured": self._measured.state_dict(),
-            "flags": dict(self._flags),
-            "basis": dict(self._basis),
-            "looked": self._looked,
-            "machine": self._machine,
-            "limits": self._limits_given,
-            "orderly": self._orderly,
-        }
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether tokens are to be counted whatever is in force: the ledger goes on from one policy to the next."""
-        return self._asked.moe.num_experts is not None
-
-    def _forget(self) -> None:
-        self._measured, self._flags, self._basis, self._looked = Measurements(), {}, {}, 0
-
-    def _take_up(self, state: Mapping[str, Any] | None) -> None:
-        self._forget()
-        if state is not None:
-            self._measured = Measurements.from_state(state["measured"])
-            self._measured.faults += not state["orderly"]
-            if state["machine"] != self._machine:
-                self._measured = Measurements(self._measured.trained_s, self._measured.faults)
-            elif state["limits"] == self._limits_given:
-                self._flags, self._basis = dict(state["flags"]), dict(state["basis"])
-                self._looked = int(state["looked"])
-        self._orderly = False
-
-    @property
-    def _machine(self) -> list:
-        """Where it is another, nothing that was measured has a meaning."""
-        parallel = self._asked.parallel
-        sizes = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size]
-        return [*sizes, parallel.expert_model_parallel_size, *self._ranks]
-
-    @property
-    def _limits_given(self) -> list:
-        """Where they are others, a choice has none."""
-        snapshot = self._asked.snapshot
-        limits = [snapshot.exact_only, snapshot.host_memory_gb, snapshot.pec_plt_limit, snapshot.mtbf_hours]
-        return [snapshot.ckpt_tier, snapshot.replicas, *limits]
-
-    @property
-    def _replicas(self) -> tuple[int, ...]:
-        """Numbers of copies on other nodes that may be chosen."""
-        snapshot = self._asked.snapshot
-        if snapshot.ckpt_tier != "peers" or len(self._ranks) == 1:
-            return (0,)
-        if snapshot.replicas is not None:
-            return (snapshot.replicas,)
-        return tuple(range(1, min(DEFAULT_REPLICAS, len(self._ranks) - 1) + 1))
-
-    @property
-    def _tier(self) -> str:
-        tier = self._asked.snapshot.ckpt_tier
-        return "memory" if tier == "peers" and not max(self._replicas) else tier
-
-    @property
-    def _mtbf_s(self) -> float:
-        snapshot = self._asked.snapshot
-        return self._measured.mtbf_s if snapshot.mtbf_hours is None else snapshot.mtbf_s
-
-    def _measuring(self) -> dict[str, object]:
-        """Flags by which bandwidths become known, in little memory."""
-        flags: dict[str, object] = {"ckpt_policy": Full.name}
-        if self._asked.snapshot.ckpt_tier != "disk":
-            flags["persist_interval"] = 1
-        return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
-
-    def _running(self, figures: Mapping[str, float]) -> Running:
-        measured = {name: figures[name] for name in figures if name != "mtbf_s"}
-        return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured)
-
-    def _limits(self) -> PlanLimits:
-        snapshot = self._asked.snapshot
-        return PlanLimits(
-            exact_only=snapshot.exact_only,
-            host_bytes=None if snapshot.host_memory_gb is None else 1e9 * snapshot.host_memory_gb,
-            plt=snapshot.pec_plt_limit,
-            policies=tuple(name for name in NAMES if self._may_be(name)),
-            replicas=self._replicas,
-        )
-
-    def _may_be(self, policy: str) -> bool:
-        """Whether the other flags allow a policy."""
-        if POLICIES[policy].replays and not self._may_replay():
-            return False
-        try:
-            in_force(self._asked, {"ckpt_policy": policy})
-        except ConfigError:
-            return False
-        return True
-
-    def _choose(self, iteration: int, run: Running, cause: str) -> bool:
-        """Sizes are asked for here, by all workers at once."""
-        limits = self._limits()
-        plan = best_of(every_candidate(run, self._mtbf_s, limits), run.iteration_s, self._mtbf_s, limits)
-        now = priced(run, self._flags["ckpt_policy"], options_of(self._flags, self._mtbf_s)) if self._flags else None
-        stays = now is not None and keeps_to(now, limits) and now.ettr >= plan.best.ettr - WORTH
-        if not stays:
-            self._flags = flags_of_candidate(plan.best)
-        self._tell(iteration, plan, now if stays else None, cause)
-        return not stays
-
-    def _tell(self, iteration: int, plan: PolicyChoice, stays: Candidate | None, cause: str) -> None:
-        reason = plan.reason
-        if stays is not None:
-            reason = f"{stays.name} stays in force, with an ETTR of {stays.ettr:.3f}; the best: {reason}"
-        self._log.message(f"--ckpt-policy auto chooses, since {cause}. {reason}")
-        others = {found.name: round(found.ettr, 4) for found in (plan.best, *plan.others)}
-        self._log.events.write(
-            "choice", iteration=iteration, **self._flags, cause=cause, mtbf_s=self._mtbf_s, ettr=others, reason=reason
-        )
+    def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
+        """The settings with chosen flags in force."""
+        return settings_of(in_force(self.config, flags), engine)
 
 
-def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:
-    """What has changed by a factor of :data:`DRIFT` or more, in half a sentence; None if nothing has.
-
-    Args:
-        before: figures that a choice was made from.
-        now: the same figures, all above 0.
-    """
-    for name, figure in now.items():
-        then = before.get(name)
-        if then is None or max(then / figure, figure / then) >= DRIFT:
-            return f"{name} is {figure:.3g} now, and was {'not known' if then is None else f'{then:.3g}'}"
-    return None
+def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
+    """What chooses the policy; None unless ``--ckpt-policy auto``."""
+    snapshot, parallel = config.snapshot, config.parallel
+    if snapshot.ckpt_policy != AUTO:
+        return None
+    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    limits = AutoLimits(
+        tier=snapshot.ckpt_tier,
+        replicas=snapshot.replicas,
+        exact_only=snapshot.exact_only,
+        host_memory_gb=snapshot.host_memory_gb,
+        plt=snapshot.pec_plt_limit,
+        mtbf_hours=snapshot.mtbf_hours,
+        parallel=(*sizes, parallel.expert_model_parallel_size),
+        has_experts=config.moe.num_experts is not None,
+    )
+    return AutoPolicy(limits, FlaggedChoices(config), log)
 
 
 def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
@@ -317,20 +78,3 @@ def _is_of(flag: str, policy: object, asked: Config) -> bool:
         return flag not in _OWN_FLAGS
     needs = next(one.needs for one in owner.flags if one.name == flag)
     return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))
-
-
-def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, Any] | None:
-    """Of this worker, or of what it can read: the newest iteration, and what auto knew then."""
-    if mine is not None and mine.live is not None:
-        return mine.live.position.iteration, mine.live.state.get("auto")
-    found = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []
-    if first:
-        found.append(within(LOOKING_S if any(found) else None, _newest_in, tiers.storage))
-    return max(filter(None, found), key=lambda one: one[0], default=None)
-
-
-def _newest_in(store: Store) -> tuple[int, Any] | None:
-    for iteration in reversed(store.iterations()):
-        with contextlib.suppress(CheckpointError):
-            return iteration, store.manifest(iteration).state.get("auto")
-    return None

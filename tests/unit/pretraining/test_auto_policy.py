@@ -10,13 +10,15 @@ from types import SimpleNamespace  # noqa: E402
 import pytest  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megatron.pretraining.config import ConfigError, compose  # noqa: E402
+from megatron.pretraining.config import compose  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
-from megatron.pretraining.session.auto import DRIFT, HOLDS, AutoPolicy, changed  # noqa: E402
+from megatron.pretraining.session.auto import auto_policy, in_force  # noqa: E402
 from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
+from moc.session.auto import DRIFT, HOLDS, changed  # noqa: E402
 from moc.session.resume.survivors import LiveState, LocalRemains  # noqa: E402
+from moc.session.settings import SettingsError  # noqa: E402
 from moc.session.tiers import Tiers  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
@@ -52,12 +54,12 @@ class Run:
     def __init__(self, directory, state=None, nodes=("a",), may_replay=True, **flags):
         self.config = compose(MODEL | TRAINING | AUTO | flags)
         self.log = Log(directory)
-        self.auto, self.iteration = AutoPolicy(self.config, self.log), 0
+        self.auto, self.iteration = auto_policy(self.config, self.log), 0
         left = (
             None if state is None else LocalRemains(live=LiveState(Position(), {"auto": json.loads(json.dumps(state))}))
         )
         self._tiers = Tiers(Store(LocalPlace(directory)), None, nodes, True, (0,), None, 2)
-        self.in_force = self.auto._chosen(self._tiers, left, first=True).snapshot
+        self.in_force = in_force(self.config, self.auto._chosen(self._tiers, left, first=True)).snapshot
         operators = model_operators(model_shape(self.config.network, self.config.moe, 10))
         parameters = {operator.name: operator.parameters for operator in operators}
         self.full = 12.0 * sum(parameters.values())
@@ -206,7 +208,7 @@ def test_more_memory_than_there_may_be_is_refused_at_the_start(tmp_path):
     run = Run(tmp_path, mtbf_hours=1, **peers)
     run.train(40, copy_s=0.1)
     assert run.flags["replicas"] == 2
-    with pytest.raises(ConfigError, match=r"--host-memory-gb .* is not enough: with --ckpt-tier peers"):
+    with pytest.raises(SettingsError, match=r"--host-memory-gb .* is not enough: with --ckpt-tier peers"):
         Run(tmp_path, host_memory_gb=6.9 * full / 1e9, **peers)
 
 
