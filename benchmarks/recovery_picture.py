@@ -71,21 +71,17 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
         panel.barh(worker, ended - begun, left=begun - killed, color="C0", alpha=0.45, **bars)
         if worker == VICTIM:
             panel.barh(worker, generation["time"] - forked, left=forked - killed, color="C2", **bars)
-            panel.text(
-                (generation["time"] + forked) / 2 - killed, worker, "builds", ha="center", va="center", fontsize=7
-            )
         else:
-            waits = generation["time"] - left
-            panel.barh(worker, waits, left=left - killed, color="0.85", **bars)
-            panel.text(left - killed + waits / 2, worker, "keeps its state", ha="center", va="center", fontsize=7)
+            panel.barh(worker, generation["time"] - left, left=left - killed, color="0.85", **bars)
         loads = after[0][0] - after[0][2] - generation["time"]
         panel.barh(worker, loads, left=generation["time"] - killed, color="C1", **bars)
     panel.plot(0, VICTIM, "X", color="C3", markersize=14, label="kill -9")
     panel.axvline(generation["time"] - killed, color="0.4", linestyle=":", linewidth=1)
     panel.barh(0, 0, color="C0", label="iteration")
     panel.barh(0, 0, color="C0", alpha=0.45, label="interrupted")
-    panel.barh(0, 0, color="C2", label=f"worker 2 anew, forked after {1000 * (forked - killed):.0f} ms")
-    panel.barh(0, 0, color="C1", label=f"connected after {generation['time'] - killed:.2f} s, loading")
+    panel.barh(0, 0, color="0.85", label="waits, and keeps its state")
+    panel.barh(0, 0, color="C2", label=f"new worker 2, forked after {1000 * (forked - killed):.0f} ms")
+    panel.barh(0, 0, color="C1", label=f"connected after {generation['time'] - killed:.2f} s; worker 2 loads")
     panel.set(yticks=range(WORKERS), yticklabels=[f"worker {worker}" for worker in range(WORKERS)])
     panel.set(xlabel="seconds since the kill")
     panel.invert_yaxis()
@@ -93,7 +89,7 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
         panel.set_title(
             f"All {ITERATIONS} losses and gradient norms equal those of a run without the kill", fontsize=10
         )
-    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=5, fontsize=8, frameon=False)
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3, fontsize=8, frameon=False)
     with replacing(path) as name:
         figure.savefig(name, format="png", dpi=110)
 

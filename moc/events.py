@@ -1,4 +1,4 @@
-"""``events.jsonl``: one typed JSON object a line, the source of every figure, table and report."""
+"""``events.jsonl``: one JSON object a line, typed by :mod:`moc.event_types`; the source of every figure and report."""
 
 from __future__ import annotations
 
