@@ -269,7 +269,8 @@ class Controller:
         follow = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         known = newest(peer.state for peer in follow)
         expected = set() if known is None else known.seated
-        enough = self._election.everybody if known is None else expected <= {peer.node for peer in follow}
+        everybody = self._election.everybody and len(follow) == len(self._agents)  # connected, and asked
+        enough = everybody if known is None else expected <= {peer.node for peer in follow}
         if not enough and now < self._leads_since + GATHER_S:
             return
         epoch = self._election.epoch

@@ -41,15 +41,15 @@ class Job:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def agent(self, node, generation=0, workers=(), asked=None, state=None, instance="", door=None):
-        """An agent that has said who it is, and is one of the job."""
+    async def agent(self, node, generation=0, workers=(), asked=None, state=None, instance="", door=None, thinks_s=0):
+        """An agent that has said who it is, and is one of the job; it promises to follow after so many seconds."""
         while True:
             try:
                 connection = await wire.open(self.address, TOKEN)
                 break
             except PeerGoneError:
                 await asyncio.sleep(0.01)
-        agent = FakeAgent(connection)
+        agent = FakeAgent(connection, thinks_s)
         hello = dict(node=node, generation=generation, workers=list(workers), asked=asked, state=state, epoch=-1)
         who = dict(instance=instance or f"the one of node {node}", called="process 1", door=door)
         await agent.send(Message(dict(kind="hello", free_in=0.0, silent=0.0, at=0.0) | hello | who))
@@ -59,8 +59,8 @@ class Job:
 class FakeAgent:
     """Promises whatever it is asked for, and keeps what it is to keep."""
 
-    def __init__(self, connection):
-        self.connection, self.state, self.known = connection, None, {}
+    def __init__(self, connection, thinks_s):
+        self.connection, self.thinks_s, self.state, self.known = connection, thinks_s, None, {}
         self.send, self.abort = connection.send, connection.abort
         self._orders = asyncio.Queue()
         self._reading = asyncio.create_task(self._read())
@@ -80,6 +80,7 @@ class FakeAgent:
             while True:
                 message = await self.connection.recv()
                 if message.kind == "elect":
+                    await asyncio.sleep(self.thinks_s)
                     await self.send(Message({"kind": "promise", "epoch": message.header["epoch"], "free_in": 0.0}))
                 elif message.kind == "state":
                     self.state = {name: value for name, value in message.header.items() if name != "kind"}
@@ -179,7 +180,8 @@ def test_what_was_counted_is_known_to_agents_before_they_hear_of_what_follows():
             while second.known["asked"] is None:
                 await asyncio.sleep(0.01)
         async with job.controller():  # of which only one node knows the newest
-            again = [await job.agent(node, generation=1, state=s) for node, s in ((0, None), (1, second.state))]
+            knows = dict(state=second.state, thinks_s=0.5)
+            again = [await job.agent(node, generation=1, **what) for node, what in ((0, {}), (1, knows))]
             worker = (await hears(again[0], "start"))["worker"]
             await ends(again[0], worker, -15)
             assert (await hears(again[1], "end"))["code"] == 143
