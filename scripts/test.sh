@@ -7,8 +7,9 @@
 #   --no-venv  use the active environment instead of .venv
 #   --help     this text
 #
-# Everything else goes to pytest; without any, the whole suite runs. Three files are run at a time, since tests
-# of worker processes wait as much as they compute; -n 0 runs them one after the other. Examples:
+# Everything else goes to pytest; without any, the whole suite runs. Three workers share it, since tests of worker
+# processes wait as much as they compute: slow tests first, and what shares a fixture in one worker (tests/conftest.py);
+# -n 0 runs one test after the other. Examples:
 #
 #   ./scripts/test.sh tests/unit
 #   ./scripts/test.sh --quick -x

@@ -1,9 +1,12 @@
 """For all tests."""
 
 import os
+import re
 import shutil
 import tempfile
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 from tests import shared
@@ -23,3 +26,27 @@ def pytest_unconfigure(config):
     """Removes it."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(shared.VARIABLE))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Slow tests begin first, so that short ones keep all workers busy at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadfile``: a file of worlds or jobs goes to several workers, unless its tests share a fixture."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            text = Path(config.rootpath, file).read_text()
+            apart = file.startswith("tests/integration/") and not re.search(r'scope="module"\)\s+def (?!data\()', text)
+            return nodeid if apart else file
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+    return Scheduling(config, log)

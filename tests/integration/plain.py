@@ -53,7 +53,9 @@ def _train(engine: Engine, flags: dict, log: Log, records: list[dict]) -> int:
         {ours: flags[name] for name, ours in _SETTINGS.items() if name in flags},
     )
     if "ckpt_policy" in flags:
-        policy = policy_named(flags["ckpt_policy"])(engine.operators, interval_named(flags["snapshot_interval"], None))
+        policy = policy_named(flags["ckpt_policy"])(
+            engine.operators, interval_named(flags["snapshot_interval"], flags.get("ckpt_overhead_budget"))
+        )
         position, snapshots = begin(engine, Settings(**settings), policy, log, LocalRemains())
     began = position.iteration
     log.events.write("start", iteration=began)

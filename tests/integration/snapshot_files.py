@@ -70,11 +70,11 @@ def damage(store: Store, iteration: int) -> str | None:
         return str(error)
 
 
-def contents(store: Store, iteration: int) -> dict:
+def contents(store: Store, iteration: int) -> dict[str, str]:
     """The hash of each box that a snapshot holds, by tensor, slot and box."""
     files = [store.place.blob(f"{directory_of(iteration)}/{name}") for name in store.manifest(iteration).files]
     sources = RegionReader(files).sources()
-    return {(source.entry.name, source.entry.slot, source.entry.region): source.digest for source in sources}
+    return {f"{source.entry.name} {source.entry.slot} {source.entry.region}": source.digest for source in sources}
 
 
 def whole(flags: dict) -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.integration.tiny import DEEP, EXPERT_BIAS, known, train
+from tests.integration.tiny import DEEP, EXPERT_BIAS, LAYOUTS, known, train
 
 CLOSE = 1e-5
 
@@ -14,21 +14,14 @@ def assert_alike(trained, reference):
     assert trained.weights  # and copies of weights agree
 
 
-THIRTY = DEEP | dict(train_iters=30)
-
-
-@pytest.fixture(scope="module")
-def alone(data):
-    """Thirty iterations by one worker."""
-    trained = known("1", data | THIRTY)
-    assert len(trained.losses) == 30
-    assert trained.losses[-1] < trained.losses[0] - 0.4
-    return trained
-
-
 @pytest.mark.parametrize("layout", ["DP4", "PP2xEP2", "EP4", "TP2xEP2", "PP4", "interleaved"])
-def test_thirty_iterations(layout, data, alone):
-    assert_alike(train(layout, data | THIRTY), alone)
+def test_thirty_iterations(layout, data):
+    thirty = data | dict(train_iters=30)
+    deep = {name: value for name, value in LAYOUTS[layout][1].items() if name == "num_layers"}
+    alone = known("1", thirty | deep)
+    assert len(alone.losses) == 30
+    assert alone.losses[-1] < alone.losses[0] - 0.4
+    assert_alike(train(layout, thirty), alone)
 
 
 OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layout)

@@ -10,7 +10,7 @@ from moc.store.places import LocalPlace
 from moc.store.regions import RegionReader
 from moc.store.store import Store, directory_of
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import contents
+from tests.integration.snapshot_files import contents, events, start
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_refusal import refused_by_program
 from tests.integration.tiny import FLAGS, known, train
@@ -35,7 +35,7 @@ def test_it_learns_as_fp32_does(layout, moments, data):
     [
         ("PP2xEP2", {}),
         ("TP2xEP2", {}),
-        ("TP2", DENSE | dict(sequence_parallel=False)),
+        ("TP2", DENSE | dict(sequence_parallel=False, ffn_hidden_size=64)),
     ],
 )
 def test_products_in_8_bits_learn_as_others_do(layout, other, data):
@@ -53,32 +53,50 @@ def test_products_in_8_bits_take_sizes_that_are_multiples_of_16(data):
     assert "linear_fc2 is 32 x 72, and products in 8 bits take multiples of 16: change the sizes of" in result.output
 
 
+ROWS = [  # of Table 7: flags, and formats of weight and moments
+    (BF16, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+    (dict(bf16=True) | PRODUCTS, (torch.float32, torch.float32, torch.float32)),
+    (BF16 | PRODUCTS | dict(exp_avg_dtype="fp32"), (torch.bfloat16, torch.float32, torch.float32)),
+    (BF16 | PRODUCTS | EIGHT, (torch.bfloat16, torch.float8_e4m3fn, torch.float16)),
+]
+WINDOWS = dict(ckpt_policy="sparse", sparse_window=3, ckpt_blocking=True)
+
+
+def straight_to_the_end(data, precision, tmp_path):
+    """Flags of a run, what it is without faults, and what a snapshot of its end holds."""
+    flags = data | SMALL | DROPOUT | precision | dict(train_iters=14)
+    dense = dict(ckpt_policy="full", snapshot_interval=14, ckpt_dir=str(tmp_path / "straight"))
+    return flags, train("PP2", flags | dense), Store(LocalPlace(tmp_path / "straight"))
+
+
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("precision", "formats"),  # of weight and moments: rows 1 to 4 of Table 7
-    [
-        (BF16, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
-        (dict(bf16=True) | PRODUCTS, (torch.float32, torch.float32, torch.float32)),
-        (BF16 | PRODUCTS | dict(exp_avg_dtype="fp32"), (torch.bfloat16, torch.float32, torch.float32)),
-        (BF16 | PRODUCTS | EIGHT, (torch.bfloat16, torch.float8_e4m3fn, torch.float16)),
-    ],
-)
+@pytest.mark.parametrize(("precision", "formats"), [ROWS[0], ROWS[3]])
 def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tmp_path):
-    flags = data | SMALL | DROPOUT | precision | dict(train_iters=14)
-    sparse = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True, ckpt_blocking=True)
-    places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
+    flags, straight, end = straight_to_the_end(data, precision, tmp_path)
+    places = dict(upstream_logging=True, ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     faults = dict(inject=["kill rank=1 iteration=7 point=after_vote", "kill rank=0 iteration=12 point=before_vote"])
-    with Launched("PP2", flags | sparse | places | faults, tmp_path / "job") as job:
+    with Launched("PP2", flags | WINDOWS | places | faults, tmp_path / "job") as job:
         assert job.wait() == 0, job.console[-4000:]
-    dense = dict(ckpt_policy="full", snapshot_interval=14, ckpt_dir=str(tmp_path / "straight"))
-    straight = train("PP2", flags | dense)
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
-    assert contents(ends[0], 14) == contents(ends[1], 14)
+    assert contents(Store(LocalPlace(tmp_path / "c")), 14) == contents(end, 14)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert [event["stages"] for event in job.events("resume")] == [[1], [0]]
     assert all(event["exact"] in (True, None) for event in job.events("replay"))
-    assert formats_of(ends[1], 14) == dict(zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True))
+    assert formats_of(end, 14) == dict(zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True))
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize(("precision", "formats"), [ROWS[1], ROWS[2]])
+def test_all_stages_compute_a_window_again_to_the_bit(precision, formats, data, tmp_path):
+    flags, straight, end = straight_to_the_end(data, precision, tmp_path)
+    places = dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
+    killed = start("PP2", flags | WINDOWS | places, "pec_bodies:die_after", iteration=8).wait()
+    assert {result.exit for result in killed} == {-9}, killed[0].output[-2000:]
+    resumed = train("PP2", flags | WINDOWS | places)
+    assert resumed.start == 7 and resumed.records == straight.records[7:]
+    assert contents(Store(LocalPlace(tmp_path / "c")), 14) == contents(end, 14)
+    assert [event["exact"] for event in events(places, "replay")] == [True, True]
+    assert formats_of(end, 14) == dict(zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True))
 
 
 def formats_of(store, iteration):

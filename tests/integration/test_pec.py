@@ -18,9 +18,9 @@ from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
 from tests.worlds import run_world, start_world
 
-EXPERTS, LAYERS = FLAGS["num_experts"], FLAGS["num_layers"]
-PEC = dict(ckpt_policy="pec", snapshot_interval=1, train_iters=1000)
-SMALL = dict(global_batch_size=2, train_iters=100)
+EXPERTS, LAYERS = 8, FLAGS["num_layers"]  # enough for levels of 1, 4 and all
+PEC = dict(num_experts=EXPERTS, ckpt_policy="pec", snapshot_interval=1, train_iters=1000)
+SMALL = dict(ffn_hidden_size=96, global_batch_size=2, train_iters=100)
 
 
 def kill_when(layout: str, flags: dict, condition: Callable[[], bool]) -> None:

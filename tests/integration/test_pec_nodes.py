@@ -201,7 +201,10 @@ SCENES = {
 @pytest.mark.recovery
 @pytest.mark.parametrize("scene", SCENES)
 def test_every_subset_of_nodes_can_be_lost(scene, data, tmp_path):
-    flags, pec = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99), PEC | SCENES[scene].changes
+    flags, pec = (
+        FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8),
+        PEC | SCENES[scene].changes,
+    )
     logged = dict(log_dir=str(tmp_path / "log"))
     with node_memory() as memory:
         run = Spot(tmp_path / "run", Path(memory))

@@ -24,6 +24,7 @@ from tests.integration.test_atomic_save import wait_for
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
 from tests.integration.tiny import EXPERT_BIAS, known
+from tests.shared import once
 
 REPLICATED = dict(use_distributed_optimizer=False)
 SCALING = dict(fp16=True, initial_loss_scale=2.0**34, hysteresis=1, loss_scale_window=2)  # falls, then rises again
@@ -97,12 +98,16 @@ def test_another_layout_goes_on(move, data, flags):
     assert rest.samples == {i: whole_run.samples[i] for i in (3, 4, 5)}
 
 
-@pytest.fixture(scope="module")
-def blocking(data, tmp_path_factory):
-    """Snapshots for which training has waited, of each of four iterations."""
-    flags = data | EVERY | BLOCKING | dict(ckpt_dir=str(tmp_path_factory.mktemp("blocking")), ckpt_keep=10)
-    train("plain DP2", flags | dict(exit_interval=4))
-    return stores(flags)["storage"]
+@pytest.fixture
+def blocking(tmp_path):
+    """What snapshots hold for which training has waited, by iteration."""
+
+    def take() -> dict[str, dict]:
+        flags = EVERY | BLOCKING | dict(ckpt_dir=str(tmp_path / "blocking"), ckpt_keep=10, exit_interval=4)
+        train("plain DP2", flags)
+        return {str(i): contents(stores(flags)["storage"], i) for i in (1, 2, 3, 4)}
+
+    return once("blocking snapshots", take)
 
 
 SLOW = {
@@ -121,7 +126,7 @@ def test_however_slow_snapshots_are_they_hold_one_moment(slow, blocking, flags):
     iterations = whole(flags)["storage"]
     assert iterations[-1] == 4 and (tier or iterations == [1, 2, 3, 4])
     for iteration in iterations:
-        assert contents(stores(flags)["storage"], iteration) == contents(blocking, iteration), iteration
+        assert contents(stores(flags)["storage"], iteration) == blocking[str(iteration)], iteration
     if "copy_s" in delays:  # training has waited for all but the last, which is waited for at the end of the run
         assert sum(event["seconds"] for event in events(flags, "stall")) > 3 * 0.2
 
@@ -196,11 +201,11 @@ def test_finetuning_goes_on_from_its_snapshots(data, flags, tmp_path):
 
 
 def test_an_interval_that_finds_itself(data, flags):
-    small = dict(num_layers=2, hidden_size=32, num_experts=4, seq_length=16, global_batch_size=2, train_iters=120)
-    automatic = train("EP2", flags | small | dict(snapshot_interval="auto", ckpt_overhead_budget=0.5))
+    long = dict(train_iters=120)
+    automatic = train("plain DP2", flags | long | dict(snapshot_interval="auto", ckpt_overhead_budget=0.5))
     taken = [event["iteration"] for event in events(flags, "snapshot")]
     assert len(taken) > 3 and taken[0] > 30  # it measures undisturbed iterations first
-    assert automatic.records == train("EP2", data | small).records
+    assert automatic.records == train("plain DP2", data | long).records
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])

@@ -11,7 +11,7 @@ from tests.integration.launched import Launched
 from tests.integration.snapshot_files import events, node_memory, start, stores, train, whole
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import EXPERT_BIAS
+from tests.integration.tiny import DEEP, EXPERT_BIAS
 
 HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=9)
 SPARSE = dict(ckpt_policy="sparse", ckpt_blocking=True)
@@ -20,7 +20,7 @@ SCALING = dict(fp16=True, initial_loss_scale=2.0**18, hysteresis=1, loss_scale_w
 SMALL = dict(train_iters=14)
 RUNS = {  # layout, flags, window, killed after
     "bf16, expert bias": ("PP2xEP2", BF16 | EXPERT_BIAS | dict(sparse_order="soft"), 3, 8),
-    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | dict(sparse_order="decayed"), 5, 7),
+    "fp16, tied, replicated": ("PP2", SCALING | TIED | REPLICATED | DEEP | dict(sparse_order="decayed"), 5, 7),
     "fp32, each snapshot of everything": ("PP2", {}, 1, 4),
     "fp32, recomputed": (
         "EP2",
@@ -158,7 +158,7 @@ def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_me
 
 def test_a_window_that_finds_itself(data, flags):
     flags = flags | SMALL | dict(train_iters=20, ckpt_blocking=False)
-    slow = train("EP2", flags, "pec_bodies:train_with_slow_copies", bytes_per_s=2e6)
+    slow = train("EP2", flags, "pec_bodies:train_with_slow_copies", bytes_per_s=7e5)
     assert slow.records == train("EP2", data | SMALL | dict(train_iters=20)).records
     taken = {event["iteration"]: event["bytes"] for event in events(flags, "snapshot")}
     assert min(taken) == WARM_UP + BLOCK + 1  # of everything, which shows how slow copies are
