@@ -225,6 +225,9 @@ def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
     again = Carrier(store, NAMES)
     again.delete()
     assert CARRIED not in store.place.names(directory_of(1))
+    untouched = {path.name: path.stat().st_ino for path in (store.place.root / directory_of(1)).iterdir()}
+    again.delete()
+    assert {path.name: path.stat().st_ino for path in (store.place.root / directory_of(1)).iterdir()} == untouched
     take(store, again, 2, in_full(6, 7))  # other experts than before
     assert newest(store)["layers.0.expert.0"] == (1, 1)
 
