@@ -74,8 +74,9 @@ def assert_holds(path, part, fragments, expected):
 def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     fragments = state_of(6, 2, 12)
     expected = values(fragments)
-    saver = Saver(3, CPU, None, storage)
+    saver, begun = Saver(3, CPU, None, storage), time.perf_counter()
     snapshot = saver.take(0, 100, share(fragments), OPERATORS)
+    assert (snapshot.persist_s, snapshot.persisted_bytes, snapshot.persisted) == (0, 0, None)
     snapshot.capture.wait()
     for f in fragments:
         f.view.zero_()  # the update
@@ -83,6 +84,8 @@ def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     snapshot.persisted.result()
     path = storage.place.root / "iter_0000100" / "rank_00003.safetensors"
     part = snapshot.sealed.result()
+    assert 0 < snapshot.seal_s <= time.perf_counter() - begun and snapshot.persisted_bytes == path.stat().st_size
+    assert 0 < snapshot.persist_s <= time.perf_counter() - begun
     assert_holds(path, part, fragments, expected)
     assert part.name == path.name and storage.reported(100, [3]) == [part]
     assert part.operators == OPERATORS
