@@ -52,7 +52,7 @@ class LocalBlob:
 
         Advice to the kernel would be cheaper, but it reads less far ahead than a disk needs.
         """
-        if self._in_memory or stop <= start:
+        if self._in_memory:
             return
         scratch = memoryview(bytearray(min(_PIECE, stop - start)))
         for position in range(start, stop, _PIECE):

@@ -211,6 +211,8 @@ def test_snapshots_that_cost_nothing_are_taken_in_every_iteration():
     clock.run(10 * REFRESH)
     assert clock.interval.interval == 1
     assert len(clock.starts) - before > 0.9 * 10 * REFRESH
+    waits = [a for a, b in zip(clock.starts, clock.starts[1:], strict=False) if b - a > 1][SNAPSHOTS - 1 :]
+    assert waits == list(range(clock.starts[SNAPSHOTS - 1] + REFRESH - 1, clock.starts[-1], REFRESH + BLOCK))
 
 
 def test_an_unplanned_snapshot_is_measured_too():

@@ -21,11 +21,19 @@ def test_times_without_stalls_and_rates():
     found = measured(WARM_UP + BLOCK, seen)
     assert found.figures == {"iteration_s": 2.0, "forward_backward_s": 1.5, "copy_rate": 40.0, "write_rate": 10.0}
     assert found.trained_s == 3.0 * (WARM_UP + BLOCK)
+    for unknown in (Observed(2.0), Observed(2.0, copied=Transfer(80.0, 0.0), written=Transfer(0.0, 8.0))):
+        for _ in range(BLOCK + 1):  # what took no time, or had no bytes, tells nothing
+            found.observe(unknown)
+    assert found.figures == {"iteration_s": 2.0, "forward_backward_s": 1.5, "copy_rate": 40.0, "write_rate": 10.0}
 
 
 def test_the_first_iterations_do_not_count_and_one_hiccup_neither():
     found = measured(WARM_UP, Observed(100.0, forward_backward_s=90.0))
     assert not found.figures
+    for _ in range(BLOCK - 1):
+        found.observe(Observed(2.0, forward_backward_s=1.0))
+    assert not found.figures  # not before there is a block of them
+    found = measured(WARM_UP, Observed(100.0, forward_backward_s=90.0))
     for seconds in (*(2.0,) * BLOCK, 50.0):
         found.observe(Observed(seconds, forward_backward_s=0.5 * seconds))
     assert found.figures == {"iteration_s": 2.0, "forward_backward_s": 1.0}

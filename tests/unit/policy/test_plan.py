@@ -74,6 +74,7 @@ def test_everything_is_saved_whether_due_or_not():
     full = Full(OPERATORS, Every(10))
     assert full.plan(3) is None
     assert full.everything(3).operators == full.plan(10).operators
+    assert (full.window_length, full.counts_tokens, full.counts_probabilities) == (1, False, False)
 
 
 def test_policies_are_found_by_name():

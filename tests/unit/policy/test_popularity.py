@@ -44,6 +44,21 @@ def test_a_change_of_more_than_10_percent_of_25_percent_of_experts():
     assert not has_changed({}, {})
 
 
+@pytest.mark.parametrize(
+    ("now", "changed"),
+    [
+        ([11.0, 9.0, 10.0, 10.0], False),  # by 10 % and no more
+        ([11.5, 10.0, 10.0, 10.0], True),  # one of four is 25 %
+        ([8.5, 10.0, 10.0, 10.0], True),
+        ([11.5, 10.0, 10.0, 10.0, 10.0], False),
+    ],
+)
+def test_the_limits_of_a_change(now, changed):
+    assert has_changed({0: [10.0] * len(now)}, {0: now}) == changed
+    nothing = {0: [0.0] * len(now)}
+    assert not has_changed(nothing, nothing) and has_changed(nothing, {0: now})
+
+
 def test_frequencies_are_shares_of_a_layer():
     assert frequencies({0: [1, 3], 1: [0, 0]}) == {0: [0.25, 0.75], 1: [0.0, 0.0]}
 

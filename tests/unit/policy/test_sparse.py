@@ -251,3 +251,15 @@ def test_gauges_show_how_unequal_experts_are_of_late():
     run(policy, [1, 2], loads.get)
     assert policy.gauges() == {"sparse_window": 2, "hhi": (1 + 0.25) / 2, "skewness": 0.5}
     assert policy.reason() is None
+
+
+def test_tokens_of_an_iteration_are_the_mean_since_the_last_snapshot():
+    policy = Sparse(OPERATORS, None, window=1, order="decayed", alpha=0.75)
+    policy.on_snapshot(policy.everything(2), {0: [6, 2, 0, 0], 2: [2, 2, 2, 2]})
+    assert policy.gauges() == {"sparse_window": 1, "hhi": (10 / 16 + 1 / 4) / 2, "skewness": 0.25}
+    assert policy.state_dict()["counts"] == {0: [3.0, 1.0, 0.0, 0.0], 2: [1.0] * 4}
+    policy.on_snapshot(policy.everything(6), {0: [10, 2, 8, 0], 2: [2, 2, 2, 2]})
+    assert policy.state_dict()["counts"] == {0: [1.0, 0.0, 2.0, 0.0], 2: [0.0] * 4}
+    assert policy.state_dict()["mean"] == {0: [0.8125, 0.1875, 0.5, 0.0], 2: [0.1875] * 4}
+    policy.on_snapshot(policy.everything(6), {0: [11, 2, 8, 0], 2: [2, 2, 2, 2]})  # once more, at the end of the run
+    assert policy.state_dict()["counts"][0] == [1.0, 0.0, 0.0, 0.0]

@@ -209,6 +209,15 @@ def test_of_copies_the_newest_is_left_alone(store):
     assert [CARRIED in store.place.names(directory_of(iteration)) for iteration in (1, 2)] == [True, False]
 
 
+def test_what_is_not_reduced_yet_is_left_as_it_is(store):
+    carrier = Carrier(store, NAMES)
+    save(store, 1, in_full(*range(EXPERTS)))
+    save(store, 2, in_full(0, 1))
+    manifest, files = store.manifest(1), store.place.names(directory_of(1))
+    carrier.drop(2)
+    assert store.manifest(1) == manifest and store.place.names(directory_of(1)) == files
+
+
 def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
     carrier = Carrier(store, NAMES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
@@ -216,6 +225,9 @@ def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
     again = Carrier(store, NAMES)
     again.delete()
     assert CARRIED not in store.place.names(directory_of(1))
+    untouched = {path.name: path.stat().st_ino for path in (store.place.root / directory_of(1)).iterdir()}
+    again.delete()
+    assert {path.name: path.stat().st_ino for path in (store.place.root / directory_of(1)).iterdir()} == untouched
     take(store, again, 2, in_full(6, 7))  # other experts than before
     assert newest(store)["layers.0.expert.0"] == (1, 1)
 

@@ -171,6 +171,11 @@ def test_what_can_be_thrown_away():
     assert needed([holds(10), holds(20), holds(30)], OPERATORS, exact=True, keep=2) == {(20, STORAGE), (30, STORAGE)}
 
 
+def test_what_is_as_new_as_the_newest_way_but_not_on_it_can_be_thrown_away():
+    held = [holds(10, MEMORY), holds(10, STORAGE), holds(20, experts=[0])]
+    assert needed(held, OPERATORS, exact=True, keep=1) == {(10, MEMORY), (20, STORAGE)}
+
+
 checkpoints = st.builds(
     holds,
     st.integers(1, 4),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.sharding import Layout, LayoutError, StateBytes, contents, cut_large
+from moc.sharding import Item, Layout, LayoutError, StateBytes, contents, cut_large
 from moc.sharding.zero import flat_ranges
 from moc.state.shape import ModelShape, model_operators
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
@@ -103,6 +103,16 @@ def test_master_weights_of_experts_that_were_not_chosen_can_be_kept():
 def test_what_does_not_divide_is_refused(layout, message):
     with pytest.raises(LayoutError, match=message):
         contents(model_operators(EXPERTS), layout, STATE)
+
+
+@pytest.mark.parametrize("begin", [0, 4096])
+def test_pieces_are_a_64th_of_an_even_share_in_whole_pages(begin):
+    item = Item("embedding", "weights", None, begin, begin + (64 << 20), (0, 1))
+    size = 32 * 1024 * 1024 // 64
+    starts = [piece.start for piece in cut_large([item])]
+    assert starts == list(range(begin, begin + (64 << 20), size))
+    odd = cut_large([Item("embedding", "weights", None, 0, 20_001, (0, 1))])
+    assert [piece.stop for piece in odd] == [4096, 8192, 12288, 16384, 20_001]
 
 
 @given(item_lists(holders=(0, 1, 2)), st.integers(1, 50_000))

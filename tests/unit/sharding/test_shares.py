@@ -169,6 +169,15 @@ def test_the_order_of_items_does_not_depend_on_the_way_of_the_holdings():
     assert [item.operator for item in items if item.slot == "weights"] == ["layers.1.router", "layers.2.router"]
 
 
+def test_on_the_wire_what_has_copies_comes_first_and_replicas_send_the_same_of_it():
+    copies = [Holding(f"layers.{n}.router", "full", "weights", f"copy {n}", 4, 4) for n in (1, 2)]
+    alone = [Holding("output", "full", "optimizer", "", size, 0) for size in (8, 12)]
+    texts = [pack([one, *copies]) for one in alone]
+    assert [unpack(text) for text in texts] == [[*copies, one] for one in alone]
+    middle = 4 + int.from_bytes(texts[0][:4], "big")
+    assert texts[0][:middle] == texts[1][:middle] and texts[0][middle:] != texts[1][middle:]
+
+
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ShardingError, match="no sharding rule 'x': choose one of .*adaptive.*, baseline.*, equal"):
         shares(StageHoldings(told(world())), FULL, Scheme("equal", "x"))

@@ -42,3 +42,9 @@ def test_what_does_not_return_soon_is_left():
     goes_on.set()
     with pytest.raises(ValueError, match="invalid literal"):
         within(60.0, int, "x")
+
+    def times_out():
+        raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="of its own"):
+        within(60.0, times_out)

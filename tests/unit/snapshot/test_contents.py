@@ -9,9 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.snapshot.contents import share
+from moc.sharding import scheme_named
+from moc.sharding.shares import StageHoldings, describe, heaviest
+from moc.snapshot import contents as of_ranks
+from moc.snapshot.contents import Contents, share
+from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import Region
+from moc.store.manifest import FileEntry, OperatorEntry, RankReport, merge
+from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +27,7 @@ from pathlib import Path
 import torch
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 from moc.sharding import scheme_named
-from moc.sharding.shares import Stage, describe
+from moc.sharding.shares import StageHoldings, describe
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
@@ -44,7 +50,7 @@ class State:
         return {}
 
 states = [State(rank) for rank in world.ranks]
-stage = Stage({rank: describe(state.held, Detail.FULL) for rank, state in enumerate(states)})
+stage = StageHoldings({rank: describe(state.held, Detail.FULL) for rank, state in enumerate(states)})
 storage = Store(LocalPlace(sys.argv[1]))
 for rank, state in enumerate(states):
     contents = Contents(state, stage, rank, scheme_named("EE+AN"))
@@ -90,3 +96,60 @@ def test_the_order_is_that_of_each_memory_and_not_of_addresses(numbers, addresse
     random.shuffle(fragments)
     told = [int(entry.name.rpartition(".")[2]) for entry in share(fragments).layout.entries]
     assert told == [number for memory in sorted(memories, key=lambda memory: memory[0]) for number in memory]
+
+
+class Held:
+    """The state of a rank of a world, as far as it is saved."""
+
+    def __init__(self, world, rank):
+        self._world, self._rank, self.asked = world, rank, 0
+
+    def operators(self):
+        return list(NAMES)
+
+    def fragments(self, operators, detail):
+        self.asked += 1
+        return iter(self._world.fragments(self._rank, dict.fromkeys(operators, detail)))
+
+    def steps(self):
+        return {"output": 9}
+
+
+def contents_of(rank):
+    """The contents of one of two data-parallel ranks which hold all operators but one alike, and what all hold."""
+    made = [
+        Tensor(name, torch.arange(60).view(20, 3), False, (0, 1), (0.5,))
+        for operator, names in NAMES.items()
+        for name in names
+        if operator != "layers.1.expert.7"
+    ]
+    world = World(1, 2, False, tuple(made))
+    full = dict.fromkeys(NAMES, Detail.FULL)
+    stage = StageHoldings({one: describe(world.fragments(one, full), Detail.FULL) for one in world.ranks})
+    state = Held(world, rank)
+    return Contents(state, stage, rank, scheme_named("EE+AN")), state, stage
+
+
+def test_what_ranks_save_of_a_plan_is_all_of_it():
+    plan = dict.fromkeys(NAMES, Detail.FULL)
+    reports = []
+    for rank in (0, 1):
+        contents, _, stage = contents_of(rank)
+        reports.append(RankReport(str(rank), FileEntry(0, 0, ""), contents.entries(plan)))
+        assert contents.busiest(plan) == heaviest(stage, plan, scheme_named("EE+AN")) > 0
+    elements = {"master": 120, "exp_avg": 120, "exp_avg_sq": 120}
+    expected = {name: OperatorEntry("full", 9 if name == "output" else None, elements) for name in NAMES}
+    del expected["layers.1.expert.7"]  # which another stage holds
+    expected["layers.1.router"] = OperatorEntry("full", None, dict.fromkeys(elements, 60) | {"param": 60})
+    assert merge(reports)[1] == expected
+
+
+def test_what_falls_to_a_rank_is_found_once_for_a_plan(monkeypatch):
+    monkeypatch.setattr(of_ranks, "_REMEMBERED", 3)
+    contents, state, _ = contents_of(0)
+    plans = [{name: Detail.FULL} for name in list(NAMES)[:4]]
+    first, *others = [contents.share(plan) for plan in plans[:3]]
+    assert contents.share(dict(plans[0])) is first
+    last = contents.share(plans[3])  # the oldest goes
+    assert [contents.share(plan) for plan in plans[1:]] == [*others, last]
+    assert contents.share(plans[0]) is not first and state.asked == 1

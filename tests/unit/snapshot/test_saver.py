@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from moc.state.fragments import Fragment
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
-from moc.store.regions import LocalBlob, RegionReader, digest_of, read_sources
+from moc.store.regions import LocalBlob, RegionReader, bytes_of, digest_of, read_sources
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
@@ -73,8 +74,9 @@ def assert_holds(path, part, fragments, expected):
 def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     fragments = state_of(6, 2, 12)
     expected = values(fragments)
-    saver = Saver(3, CPU, None, storage)
+    saver, begun = Saver(3, CPU, None, storage), time.perf_counter()
     snapshot = saver.take(0, 100, share(fragments), OPERATORS)
+    assert (snapshot.persist_s, snapshot.persisted_bytes, snapshot.persisted) == (0, 0, None)
     snapshot.capture.wait()
     for f in fragments:
         f.view.zero_()  # the update
@@ -82,6 +84,8 @@ def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     snapshot.persisted.result()
     path = storage.place.root / "iter_0000100" / "rank_00003.safetensors"
     part = snapshot.sealed.result()
+    assert 0 < snapshot.seal_s <= time.perf_counter() - begun and snapshot.persisted_bytes == path.stat().st_size
+    assert 0 < snapshot.persist_s <= time.perf_counter() - begun
     assert_holds(path, part, fragments, expected)
     assert part.name == path.name and storage.reported(100, [3]) == [part]
     assert part.operators == OPERATORS
@@ -186,6 +190,31 @@ def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
     assert taken(3, 2, []) not in buffers
     saver.trim(1)
     assert [path.name for path in (memory.place.root / "slots").iterdir()] == [buffers[1].path.name]
+
+
+def test_a_snapshot_is_not_sealed_before_what_it_waits_for(storage):
+    saver, after = Saver(0, CPU, None, storage), Future()
+    first = saver.take(0, 7, share(state_of(6, 2)), OPERATORS, after=after)
+    first.capture.wait()
+    with pytest.raises(TimeoutError):
+        first.sealed.result(timeout=0.05)
+    after.set_result(None)
+    assert first.sealed.result().name == "rank_00000.safetensors"
+    failed = Future()
+    failed.set_exception(RuntimeError("the other one failed"))
+    with pytest.raises(RuntimeError, match="the other one failed"):
+        saver.take(0, 8, share(state_of(6, 2)), OPERATORS, after=failed).sealed.result()
+
+
+def test_more_shares_than_are_remembered_take_turns_in_a_buffer(storage):
+    saver, fragments = Saver(0, CPU, None, storage), [state_of(2) for _ in range(18)]
+    turns = [share(some) for some in fragments]
+    saver.reserve(0, turns[0])
+    for iteration, (some, its) in enumerate([*zip(fragments, turns, strict=True)] * 2):
+        snapshot = saver.take(0, iteration, its, OPERATORS)
+        snapshot.sealed.result()
+        data = [bytes(snapshot.buffer.memory[start:stop]) for start, stop in its.layout.spans]
+        assert data == [bytes_of(view) for view in its.sources] and len(data) == len(some)
 
 
 def test_storage_alone_may_get_it(storage, memory):

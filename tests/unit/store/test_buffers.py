@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -56,8 +57,18 @@ def test_closing_removes_the_name_but_not_another_one_of_the_same_memory(tmp_pat
 
 
 def test_an_empty_buffer():
-    buffer = Buffer(0)
+    buffer = Buffer(0, pin=True)  # there is nothing to lock
     assert buffer.nbytes == 0 and not buffer.view(0, 0, torch.float32).numel()
+    buffer.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 4097])
+@pytest.mark.parametrize("name", ["buffer", None])
+def test_a_buffer_has_the_size_that_was_asked_for(tmp_path, nbytes, name):
+    buffer = Buffer(nbytes, name and tmp_path / name)
+    assert len(buffer.memory) == buffer.values.numel() == buffer.nbytes == nbytes
+    assert not buffer.values.any()
+    assert name is None or (tmp_path / name).stat().st_size == nbytes
 
 
 def test_a_buffer_is_never_laid_over_a_file_that_is_there(tmp_path):
@@ -87,3 +98,9 @@ def test_too_little_memory_is_an_error_now_and_not_a_signal_later(small_memory):
     assert all(remedy in message for remedy in ("--shm-size", "--ckpt-memory-dir", "--ckpt-tier disk"))
     assert not list((small_memory / "slots").iterdir())
     assert Buffer(1 << 19, small_memory / "slots" / "rank_00000.0").nbytes == 1 << 19
+
+
+def test_more_than_the_machine_has_is_refused_before_anything_is_taken():
+    nbytes = 2 * psutil.virtual_memory().total
+    with pytest.raises(CheckpointError, match=f"^host memory has no room for a log buffer of {nbytes:,} bytes .*or go"):
+        Buffer(nbytes, purpose="a log", otherwise="go without")

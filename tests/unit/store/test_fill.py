@@ -85,3 +85,33 @@ def test_reading_ahead_leaves_nothing_out(tmp_path, lead):
     assert given_back == fragments
     for row, one in enumerate(given_back[:6]):
         assert torch.equal(values_for(one, reader), values[row : row + 1])
+
+
+class Recorded(list):
+    """A sequence that tells which of its items were asked for by number."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.asked = []
+
+    def __getitem__(self, number):
+        self.asked.append(number)
+        return super().__getitem__(number)
+
+
+@pytest.mark.parametrize(
+    ("lead", "beforehand"), [(0, [1, 2, 3, 4, 5]), (12, [1, 2, 3, 4, 5]), (13, [2, 3, 4, 5, 5]), (36, [3, 4, 5, 5, 5])]
+)
+def test_reading_ahead_keeps_to_its_lead(tmp_path, lead, beforehand):
+    """Fragments of 12 bytes: those that begin within the lead are read in advance, and the next one in any case."""
+    saved(tmp_path / "file", 5)
+    fragments = Recorded(fragment((5, 3), Region((row, 0), (1, 3))) for row in range(5))
+    seen, read = [], []
+
+    class Reader(RegionReader):
+        def will_read(self, name, slot, region):
+            read.append(region.offset[0])
+
+    for _ in reading_ahead(fragments, Reader([tmp_path / "file"]), lead):
+        seen.append(len(fragments.asked))
+    assert seen == beforehand and read == fragments.asked == [0, 1, 2, 3, 4]

@@ -1,12 +1,14 @@
 """What a run has left on a node is given back as a whole; nothing of others goes, and nothing that is in use."""
 
+import os
 import shutil
 
 import pytest
 
+from moc.store.buffers import Buffer
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import give_back
+from moc.store.leftovers import Leftover, give_back, leftover, leftovers, remove_leftover
 from moc.store.runs import Run, record_run
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
@@ -48,6 +50,41 @@ def test_nothing_else_is_removed(places, tmp_path):
         with pytest.raises(CheckpointError, match="is no memory of a run"):
             give_back(other, "1")
         assert other.exists()
+
+
+def test_what_jobs_have_left_is_listed(places, tmp_path):
+    (memory_home(tmp_path) / "notes").write_text("no directory")
+    found = {one.path: one for one in leftovers(tmp_path)}
+    assert list(found) == sorted(places.values())
+    for (run, _), path in places.items():
+        assert (found[path].run, found[path].address, found[path].newest, found[path].used_by) == (run, JOB, 20, ())
+    (memory_home(tmp_path) / "empty").mkdir()
+    assert leftover(memory_home(tmp_path) / "empty") == Leftover(
+        memory_home(tmp_path) / "empty", None, None, None, 0, ()
+    )
+
+
+def test_a_file_with_several_names_counts_once(tmp_path):
+    (tmp_path / "slot").write_bytes(bytes(10_000))
+    taken = (tmp_path / "slot").stat().st_blocks * 512
+    os.link(tmp_path / "slot", tmp_path / "rank_00000.safetensors")
+    (tmp_path / "link").symlink_to(tmp_path / "slot")
+    assert leftover(tmp_path).bytes == taken >= 10_000
+
+
+def test_what_a_process_uses_is_not_removed(places):
+    path = places["aaaa", "1"]
+    owner = LocalPlace(path, claim=Claim("next", (0, 0), "aaaa"))
+    owner.lock()
+    assert leftover(path).used_by == (os.getpid(),)
+    with pytest.raises(CheckpointError, match=f"{path} is used by process {os.getpid()}: stop that job first"):
+        remove_leftover(leftover(path))
+    other = places["aaaa", "10"]
+    buffer = Buffer(4096, other / "slots" / "rank_00000.0")
+    assert leftover(other).used_by == (os.getpid(),)  # nobody has the place, but somebody its memory
+    buffer.close()
+    remove_leftover(leftover(other))
+    assert not other.exists() and path.exists()
 
 
 def test_where_there_is_no_memory_none_is_made(tmp_path):

@@ -24,6 +24,14 @@ def test_one_that_is_too_small_makes_room(tmp_path):
     assert list(tmp_path.iterdir()) == [small]
 
 
+def test_a_slot_is_its_owners_alone(tmp_path):
+    for nbytes in (0, 5):
+        os.close(reserve(tmp_path / str(nbytes), nbytes))
+        assert (tmp_path / str(nbytes)).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        reserve(tmp_path / "5", 5)
+
+
 def test_nothing_is_left_where_there_is_no_room(tmp_path):
     with pytest.raises(OSError):
         reserve(tmp_path / "slots" / "rank_00000.0", 1 << 62)

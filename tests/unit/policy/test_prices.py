@@ -1,0 +1,130 @@
+"""What policies make of flags, and what a checkpoint of theirs is priced at."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from moc.policy import Every, IntervalTuner, interval_named, policy_named
+from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy.flags import JobShape, number_or_auto
+from moc.policy.prices import Machine, Price, Sizes
+from moc.policy.window import OperatorBytes
+from moc.state.shape import ModelShape, model_operators
+
+ONE, FOUR = OperatorBytes(12.0, 2.0), [OperatorBytes(12.0, 2.0)] * 4
+SMALL = [OperatorBytes(6.0, 1.0)] * 6
+
+
+def machine(ks=(1, 2, 4, 16), stages=(FOUR, SMALL), hidden_s=1.0, rate=31.0) -> Machine:
+    return Machine(3, Sizes(48.0, 144.0), lambda k: Sizes(10.0 * k, 30.0 * k), stages, hidden_s, rate, ks)
+
+
+def test_a_dense_checkpoint_is_everything():
+    full = policy_named("full")
+    assert list(full.candidates(machine())) == [{}] and full.described({}) == ""
+    assert full.price(machine(), {}) == Price(Sizes(48.0, 144.0), (), None, 1)
+
+
+def test_partial_checkpoints_have_some_experts():
+    pec = policy_named("pec")
+    assert list(pec.candidates(machine())) == [{"k": 1}, {"k": 2}, {"k": 4}]
+    assert pec.price(machine(), {"k": 4}) == Price(Sizes(40.0, 120.0), k=4)
+    assert pec.price(machine(), {}) == Price(Sizes(20.0, 60.0), k=2)  # one in eight
+    assert pec.price(machine(ks=(1, 2, 3)), {}).k == pec.price(machine(ks=(1, 2, 3)), {"k": 0}).k == 1
+    assert pec.price(machine(ks=()), {}) == Price(Sizes(48.0, 144.0))
+    assert (pec.described({"k": 4}), pec.described({})) == ("K 4", "")
+    assert (machine().num_experts, machine(ks=()).num_experts) == (16, 0)
+
+
+def test_windows_up_to_the_shortest_that_hides_and_one_more():
+    """At 31 bytes in an iteration, two of four operators fit beside the compute weights of the others (28 bytes)."""
+    sparse = policy_named("sparse")
+    assert list(sparse.candidates(machine())) == [{"window": 1}, {"window": 2}, {"window": 3}]
+    snapshots = [2 * 12.0 + 2 * 2.0, 2 * 12.0]
+    price = sparse.price(machine(), {})
+    assert price == Price(Sizes(52.0, 156.0), snapshots, length=2) and price == sparse.price(machine(), {"window": 2})
+    assert sparse.price(machine(), {"window": 4}) == Price(Sizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], length=4)
+    longer = sparse.price(machine(stages=(FOUR[:1], SMALL)), {"window": 3})  # of the first, all is in one snapshot
+    assert longer.length == 3 and longer.size == Sizes(42.0, 126.0)
+    assert longer.snapshots == [2 * 6.0 + 4.0, 2 * 6.0 + 2.0, 2 * 6.0]
+    assert sparse.described({"window": 2}) == "window 2"
+
+
+ASKED = dict(
+    ckpt_policy="pec", ckpt_tier="memory", snapshot_interval="4", persist_interval=None, mtbf_s=3600.0, pec_k="2",
+    pec_k_snapshot=None, pec_k_persist=None, pec_selection="sequential", pec_target="both", pec_dynamic_k=False,
+    pec_plt_limit=PLT_LIMIT, sparse_window="auto", sparse_order="popularity",
+)  # fmt: skip
+
+
+def asked(**flags) -> SimpleNamespace:
+    return SimpleNamespace(**ASKED | flags)
+
+
+def settings(name="pec", **flags) -> dict:
+    return policy_named(name).settings(asked(**flags), JobShape(ep=2, stages=(0, 0, 1)))
+
+
+def test_settings_follow_from_flags_and_job():
+    found = settings()
+    assert found == dict(
+        k=2, k_persist=2, selection="sequential", target="both", ep=2, plt_limit=0.0, auto=False,
+        auto_plt_limit=PLT_LIMIT, mtbf_s=3600.0, one_level=False, persist_every=1,
+    )  # fmt: skip
+    operators = model_operators(ModelShape((1, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=8))
+    assert policy_named("pec")(operators, Every(4), **found).k_to_persist == 2
+    more = settings(pec_k_snapshot=4, pec_k_persist=1, pec_dynamic_k=True, pec_plt_limit=0.01, ckpt_tier="disk")
+    assert (more["k"], more["k_persist"], more["plt_limit"], more["one_level"]) == (4, 1, 0.01, True)
+    chosen = settings(pec_k="auto")
+    assert (chosen["auto"], chosen["k"], chosen["k_persist"]) == (True, 1, 1)
+    assert settings("sparse", sparse_order="index") == dict(window=0, order="index", ep=2, stages=(0, 0, 1))
+    assert settings("sparse", sparse_window="7")["window"] == 7
+    assert settings("full") == {}
+
+
+@pytest.mark.parametrize(
+    ("persist", "snapshot", "every"), [(12, "4", 3), (4, "4", 1), (None, "4", 1), (12, "auto", 1), (13, "4", 3)]
+)
+def test_one_snapshot_in_so_many_goes_to_storage(persist, snapshot, every):
+    assert settings(persist_interval=persist, snapshot_interval=snapshot)["persist_every"] == every
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentences"),
+    [
+        ({}, []),
+        (dict(pec_k="auto"), []),
+        (dict(pec_k="auto", pec_k_snapshot=2, pec_k_persist=2), ["--pec-k auto chooses"]),
+        (dict(pec_k="auto", persist_interval=4), ["--pec-k auto chooses"]),
+        (dict(pec_k="auto", pec_k_persist=2), ["--pec-k auto chooses", "--pec-k-persist 2 is more than the 1"]),
+        (dict(pec_k_snapshot=3), []),
+        (dict(pec_k_persist=3), ["--pec-k-persist 3 is more than the 2"]),
+        (dict(pec_k_snapshot=3, ckpt_tier="disk"), ["of the 3 experts in a snapshot, 2 would go on"]),
+        (dict(ckpt_tier="disk"), []),
+        (dict(pec_dynamic_k=True), []),
+        (dict(pec_target="optimizer"), []),
+        (dict(pec_dynamic_k=True, pec_target="optimizer"), ["so it would never act: drop one"]),
+        (dict(pec_plt_limit=0.01), ["--pec-plt-limit needs --pec-dynamic-k"]),
+        (dict(pec_plt_limit=0.01, pec_dynamic_k=True), []),
+        (dict(pec_plt_limit=0.01, pec_k="auto"), []),
+        (dict(pec_plt_limit=0.01, ckpt_policy="auto"), []),
+    ],
+    ids=str,
+)
+def test_flags_that_cannot_work_together_are_refused(flags, sentences):
+    found = list(policy_named("pec").refusals(asked(**flags)))
+    assert len(found) == len(sentences) and all(map(str.__contains__, found, sentences))
+
+
+def test_sparse_windows_take_a_snapshot_in_every_iteration():
+    refusals = policy_named("sparse").refusals
+    assert [list(refusals(asked(snapshot_interval=every))) for every in ("auto", "1")] == [[], []]
+    assert "not in every 4th" in next(refusals(asked()))
+
+
+def test_numbers_and_auto():
+    assert [number_or_auto(text) for text in ("auto", "1", 12)] == ["auto", "1", "12"]
+    for wrong in ("0", "-1", "1.5", "", "all"):
+        with pytest.raises(ValueError, match="at least 1"):
+            number_or_auto(wrong)
+    assert isinstance(interval_named("auto"), IntervalTuner) and interval_named("auto").budget == 0.03

@@ -1,0 +1,22 @@
+"""Which slots of an operator a detail holds."""
+
+import pytest
+
+from moc.state.detail import Detail
+
+SLOTS = ("param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "grad")
+
+
+@pytest.mark.parametrize(
+    ("detail", "slots"),
+    [
+        (Detail.FULL, {"param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"}),
+        (Detail.MASTER, {"param", "master"}),
+        (Detail.MOMENTS, {"exp_avg", "exp_avg_sq", "momentum_buffer"}),
+        (Detail.COMPUTE, {"param"}),
+        (Detail.GRAD, {"grad"}),
+    ],
+    ids=str,
+)
+def test_slots_of_a_detail(detail, slots):
+    assert {slot for slot in SLOTS if detail.holds(slot)} == slots

@@ -1,0 +1,64 @@
+"""In whose name files are written: what a name tells, and who comes after whom."""
+
+import pytest
+
+from moc.store.claims import Claim, term_in
+from moc.store.errors import SupersededError
+from moc.store.fence import Holder, refuse_superseded, successors
+
+OURS = Claim("launch", (1, 2), "run")
+
+
+def test_the_tag_of_a_name():
+    assert OURS.tag == "launch-1-2" and OURS.generation == "1.2"
+    assert term_in(".file.launch-1-2.77-a.tmp") == term_in(".rank_00000.launch-1-2") == ("launch", (1, 2))
+    assert term_in(".file.77-a.tmp") is term_in("launch-1-2") is term_in(".x.launch-1") is None
+    assert Claim("launch") == Claim("launch", (0, 0), "")
+    odd = Claim("not a word")
+    assert term_in(f".lock.{odd.tag}") == (odd.tag.partition("-")[0], (0, 0)) and odd.made(f".lock.{odd.tag}")
+    one, other = Claim.of_process(), Claim.of_process()
+    assert one.job != other.job and len(one.job) == 16
+
+
+@pytest.mark.parametrize(
+    ("tag", "superseded", "made"),
+    [
+        ("launch-1-1", True, True),
+        ("launch-1-2", False, True),
+        ("launch-1-3", False, True),
+        ("launch-0-9", True, True),
+        ("launch-2-0", False, True),
+        ("other-9-9", True, False),
+        ("none", False, False),
+    ],
+)
+def test_older_terms_and_other_launches_are_superseded(tag, superseded, made):
+    assert (OURS.supersedes(f".file.{tag}.x.tmp"), OURS.made(f".file.{tag}.x.tmp")) == (superseded, made)
+
+
+def test_who_has_a_place_is_read_as_it_was_written_and_from_older_programs():
+    holder = Holder.this(OURS, ("first", "second"))
+    assert Holder.from_json(holder.to_json()) == holder
+    old = Holder.from_json('{"job": "first"}')
+    assert (old.claim, old.pid, old.before) == (Claim("first", (0, 0), ""), 0, ())
+
+
+def test_nothing_newer_may_have_a_place():
+    refuse_superseded(OURS, None, "here")
+    for term in ((0, 9), (1, 1), (1, 2)):
+        refuse_superseded(OURS, Holder(Claim("launch", term), "host", 7), "here")
+    for term in ((1, 3), (2, 0)):
+        with pytest.raises(SupersededError, match=rf"generation {term[0]}\.{term[1]} of this job, led by process 7"):
+            refuse_superseded(OURS, Holder(Claim("launch", term), "host", 7), "here")
+    with pytest.raises(SupersededError, match="another job, process 7 on host, has taken here"):
+        refuse_superseded(OURS, Holder(Claim("other", (0, 0)), "host", 7), "here")
+
+
+def test_a_launch_comes_after_those_before_it_and_they_do_not_come_back():
+    assert successors(OURS, None, "here") == ()
+    assert successors(OURS, Holder(Claim("launch"), "host", 7, ("first",)), "here") == ("first",)
+    assert successors(OURS, Holder(Claim("second"), "host", 7, ("first",)), "here") == ("first", "second")
+    with pytest.raises(SupersededError):
+        successors(OURS, Holder(Claim("second"), "host", 7, ("launch",)), "here")
+    many = tuple(map(str, range(200)))
+    assert successors(OURS, Holder(Claim("second"), "host", 7, many), "here") == (*many[1:], "second")

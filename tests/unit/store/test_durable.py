@@ -1,0 +1,68 @@
+"""What has been written is on disk when the call returns: contents before the name, and then the name."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from moc.store.durable import temporary_of, write_durably, write_parts_durably
+from moc.store.storage import LocalPlace
+
+
+@pytest.fixture
+def synced(tmp_path, monkeypatch):
+    """By name below ``tmp_path``, in the order of syncs: the bytes of a file, or the names in a directory, by then."""
+    seen, fsync = [], os.fsync
+
+    def watched(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        held = sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
+        seen.append((str(path.relative_to(tmp_path)), held))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return seen
+
+
+def test_contents_are_durable_before_the_name(tmp_path, synced):
+    write_durably(tmp_path / "file", "hello")
+    write_parts_durably(tmp_path / "parts", [b"he", memoryview(b"llo")], name_too=False, tag="job-1-2")
+    temporary, tagged = temporary_of(tmp_path / "file").name, temporary_of(tmp_path / "parts", "job-1-2").name
+    assert synced == [(temporary, b"hello"), (".", ["file"]), (tagged, b"hello")]
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "parts").read_bytes() == b"hello"
+
+
+def test_a_temporary_file_is_hidden_and_of_its_thread():
+    path, own = Path("/place/file"), f"{os.getpid()}-{threading.get_ident():x}.tmp"
+    assert temporary_of(path) == Path(f"/place/.file.{own}")
+    assert temporary_of(path, "job-1-2") == Path(f"/place/.file.job-1-2.{own}")
+
+
+def test_what_the_check_refuses_gets_no_name(tmp_path):
+    (tmp_path / "file").write_text("before")
+
+    def superseded():
+        assert temporary_of(tmp_path / "file", "job").read_text() == "after"  # all is written by then
+        raise RuntimeError("superseded")
+
+    with pytest.raises(RuntimeError, match="superseded"):
+        write_durably(tmp_path / "file", "after", tag="job", check=superseded)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
+
+
+def test_a_place_makes_new_directories_durable_too(tmp_path, synced):
+    place = LocalPlace(tmp_path / "place")
+    place.write("iter/part", [b"x"], final=False)
+    place.write("iter/manifest", [b"y"])
+    place.write("run", [b"z"])
+    assert [where for where, _ in synced if ".tmp" not in where] == ["place/iter", "place", "place"]
+    assert synced[2] == ("place/iter", ["manifest", "part"])
+    del synced[:]
+    assert place.create("one", [b"1"]) and not place.create("one", [b"2"]) and place.read("one") == b"1"
+    assert ("place", ["iter", "one", "run"]) in synced
+    del synced[:]
+    place.remove("iter")
+    assert synced == [("place", ["one", "run"])]
+    place.remove("iter")
+    assert len(synced) == 1  # it was not there
