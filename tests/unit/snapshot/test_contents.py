@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 from moc.sharding import scheme_named
-from moc.sharding.shares import Stage, describe
+from moc.sharding.shares import StageHoldings, describe
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
@@ -44,7 +44,7 @@ class State:
         return {}
 
 states = [State(rank) for rank in world.ranks]
-stage = Stage({rank: describe(state.held, Detail.FULL) for rank, state in enumerate(states)})
+stage = StageHoldings({rank: describe(state.held, Detail.FULL) for rank, state in enumerate(states)})
 storage = Store(LocalPlace(sys.argv[1]))
 for rank, state in enumerate(states):
     contents = Contents(state, stage, rank, scheme_named("EE+AN"))
