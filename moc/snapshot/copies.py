@@ -35,6 +35,24 @@ def coalesced(copies: Iterable[Copy]) -> Iterator[Copy]:
         yield pending
 
 
+def pieces(copies: Iterable[Copy], nbytes: int) -> Iterator[list[Copy]]:
+    """Cuts copies into pieces of at most so many bytes, which is no less than an element has, in their order."""
+    piece, room = [], nbytes
+    for copy in copies:
+        start, stop, width = 0, copy.source.numel(), copy.source.itemsize
+        while start < stop:
+            end = min(stop, start + room // width)
+            if end > start:
+                whole = end - start == stop
+                piece.append(copy if whole else Copy(copy.source[start:end], copy.target[start:end]))
+                start, room = end, room - (end - start) * width
+            if start < stop:
+                yield piece
+                piece, room = [], nbytes
+    if piece:
+        yield piece
+
+
 def _joined(one: Copy, other: Copy) -> Copy | None:
     source, target = _longer(one.source, other.source), _longer(one.target, other.target)
     return Copy(source, target) if source is not None and target is not None else None

@@ -15,7 +15,7 @@ import torch
 
 from moc.faults import reach
 from moc.snapshot.background import background
-from moc.snapshot.capture import Capture, capturer
+from moc.snapshot.capture import Capture, Gate, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
 from moc.state.detail import Detail
@@ -79,11 +79,14 @@ class Saver:
         device: where the state lives.
         memory: the tier in this node's memory, if there is one.
         storage: the tier on disk or object storage, if there is one.
+        gate: by which copies can be held up for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
     """
 
-    def __init__(self, rank: int, device: torch.device, memory: Store | None, storage: Store | None):
+    def __init__(
+        self, rank: int, device: torch.device, memory: Store | None, storage: Store | None, gate: Gate | None = None
+    ):
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
-        self._capturer = capturer(device)
+        self._capturer = capturer(device, gate)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), [], threading.Event()
         self._buffers: dict[int, Buffer] = {}
@@ -197,7 +200,7 @@ class Saver:
 
     def _seal(self, snapshot: Snapshot) -> RankReport:
         reach("snapshot_copying")
-        snapshot.capture.wait()
+        snapshot.capture.wait(opens=False)
         begun = time.perf_counter()
         layout, memory = snapshot.layout, snapshot.buffer.memory
         snapshot.digests = tuple(digest_of(memory[start:stop]) for start, stop in layout.spans)

@@ -38,9 +38,35 @@ class Region:
             return None
         return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
+    def without(self, part: Region) -> Iterator[Region]:
+        """Boxes that cover all but a part of this one, each element once."""
+        offset, shape = self.offset, self.shape
+        for axis, (start, count) in enumerate(zip(part.offset, part.shape, strict=True)):
+            stop, end = start + count, offset[axis] + shape[axis]
+            for one, other in ((offset[axis], start), (stop, end)):
+                if one < other:
+                    yield Region(_with(offset, axis, one), _with(shape, axis, other - one))
+            offset, shape = _with(offset, axis, start), _with(shape, axis, count)
+
+    def cut(self, most: int) -> Iterator[Region]:
+        """Boxes of at most so many elements, at least one, that cover this one in the order of its elements."""
+        if self.numel <= most:
+            yield self
+            return
+        axis = next(axis for axis, count in enumerate(self.shape) if count > 1)
+        start, count = self.offset[axis], self.shape[axis]
+        step = max(1, most * count // self.numel)
+        for first in range(0, count, step):
+            shape = _with(self.shape, axis, min(step, count - first))
+            yield from Region(_with(self.offset, axis, start + first), shape).cut(most)
+
     def shifted(self, by: tuple[int, ...]) -> Region:
         """The same box, moved by ``by``."""
         return Region(tuple(map(sum, zip(self.offset, by, strict=True))), self.shape)
+
+
+def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:axis], number, *numbers[axis + 1 :])
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:

@@ -46,7 +46,7 @@ def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
         return call
 
     capture.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
-    capture._copy = lambda copies: (waited.wait(100), time.sleep(copy_s), copy(copies))[2]
+    capture._copy = lambda *args: (waited.wait(100), time.sleep(copy_s), copy(*args))[2]
     capture._ThreadCapture.wait = waiting(capture._ThreadCapture.wait)
     snapshots.Snapshots._wait_and_vote = waiting(snapshots.Snapshots._wait_and_vote)
     return bodies.train(flags)
@@ -142,12 +142,12 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
 def _watch_memory(calls: _Calls) -> None:
     copy, header = capture._copy, FileLayout.header
 
-    def watched_copy(copies) -> float:
+    def watched_copy(copies, gate) -> float:
         middle = len(copies) // 2
         calls.note("copies")
-        seconds = copy(copies[:middle])
+        seconds = copy(copies[:middle], gate)
         calls.note("copies half")
-        return seconds + copy(copies[middle:])
+        return seconds + copy(copies[middle:], gate)
 
     def watched_header(layout, digests) -> bytes:
         if digests and any(digest.strip("0") for digest in digests):  # not while sizes are worked out

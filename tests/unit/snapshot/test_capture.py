@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from moc.snapshot.capture import ThreadCapturer, capturer
+from moc.snapshot import capture as module
+from moc.snapshot.capture import Gate, ThreadCapturer, capturer
 from moc.snapshot.copies import Copy
 
 
@@ -61,3 +62,82 @@ def test_who_waits_hears_of_an_error():
     capture = ThreadCapturer().start([Copy(torch.ones(3), torch.zeros(2))])
     with pytest.raises(RuntimeError, match="size"):
         capture.wait()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Of one element each."""
+    monkeypatch.setattr(module, "PIECE", 4)
+
+
+def closed_after(gate: Gate, count: int) -> list[Copy]:
+    """Six copies; as soon as so many are done, the gate is closed."""
+
+    class Closing(torch.Tensor):
+        """Closes the gate when it is copied; a subclass of tensors is asked first."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch._foreach_copy_:
+                gate.close()
+            return super().__torch_function__(func, types, args, kwargs)
+
+    sources = [torch.full((1,), 1.0 + number) for number in range(6)]
+    sources[count - 1] = sources[count - 1].as_subclass(Closing)
+    return [Copy(source, torch.zeros(1)) for source in sources]
+
+
+def arrived(copies: list[Copy]) -> list[bool]:
+    return [bool(copy.target) for copy in copies]
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_closed_gate_lets_no_piece_pass_and_an_open_one_all(small_pieces):
+    gate = Gate()
+    gate.close()
+    copies = [Copy(torch.ones(6), torch.zeros(6))]
+    capture = ThreadCapturer(gate).start(copies)
+    following = threading.Thread(target=capture.wait, kwargs=dict(opens=False), daemon=True)
+    following.start()
+    following.join(0.05)
+    assert following.is_alive() and not copies[0].target.any()  # who follows opens nothing
+    gate.open()
+    following.join(60)
+    assert not following.is_alive() and copies[0].target.all()
+
+
+def test_a_gate_that_closes_lets_the_piece_under_way_pass_and_no_other(small_pieces):
+    gate = Gate()
+    copies = closed_after(gate, 3)
+    capture = ThreadCapturer(gate).start(copies)
+    until(lambda: sum(arrived(copies)) == 3)
+    time.sleep(0.02)
+    assert arrived(copies) == [True] * 3 + [False] * 3
+    capture.wait()  # the update is due
+    assert all(arrived(copies)) and capture.seconds < 60
+
+
+def test_closing_a_capturer_opens_the_gate(small_pieces):
+    gate, copies = Gate(), [Copy(torch.ones(6), torch.zeros(6))]
+    gate.close()
+    capturing = ThreadCapturer(gate)
+    capturing.start(copies)
+    until(lambda: capturing._thread._work_queue.empty())  # it has begun
+    capturing.close()
+    assert copies[0].target.all()
+
+
+def test_waits_for_the_gate_are_no_part_of_the_time_that_copies_took(small_pieces):
+    gate = Gate()
+    gate.close()
+    capture = ThreadCapturer(gate).start([Copy(torch.ones(2), torch.zeros(2))])
+    begun = time.perf_counter()
+    time.sleep(0.2)
+    capture.wait()
+    assert capture.seconds < (time.perf_counter() - begun) / 2

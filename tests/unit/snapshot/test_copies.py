@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.snapshot.copies import Copy, coalesced
+from moc.snapshot.copies import Copy, coalesced, pieces
 
 
 @st.composite
@@ -71,3 +71,22 @@ def test_other_dtypes_are_not_joined():
 def test_nothing_to_copy():
     assert list(coalesced([])) == []
     assert list(coalesced([Copy(torch.empty(0), torch.empty(0))])) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float64, torch.bfloat16, torch.uint8])), max_size=6),
+    st.integers(8, 100),
+)
+def test_pieces_are_bounded_follow_each_other_and_hold_all(sizes, nbytes):
+    sources = [torch.arange(1, size + 1).to(dtype) for size, dtype in sizes]
+    copies = [Copy(source, torch.zeros_like(source)) for source in sources]
+    cut = list(pieces(copies, nbytes))
+    amounts = [sum(copy.source.nbytes for copy in piece) for piece in cut]
+    assert all(0 < amount <= nbytes for amount in amounts)
+    assert all(amount > nbytes - 8 for amount in amounts[:-1])  # as full as elements allow
+    for piece in cut:
+        for copy in piece:
+            copy.target.copy_(copy.source)
+    assert all(torch.equal(copy.source, copy.target) for copy in copies)
+    first = [copy.source.data_ptr() for piece in cut for copy in piece]
+    assert all(sum(source.data_ptr() == one for one in first) == 1 for source in sources if source.numel())

@@ -3,12 +3,13 @@
 import os
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from moc.snapshot.capture import Gate
 from moc.snapshot.contents import share
 from moc.snapshot.saver import GivenUpError, Saver
 from moc.state.detail import Detail
@@ -90,6 +91,18 @@ def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     assert part.name == path.name and storage.reported(100, [3]) == [part]
     assert part.operators == OPERATORS
     assert storage.iterations() == []  # to publish is somebody else's
+
+
+def test_a_gate_holds_a_snapshot_up_until_training_waits_for_it(storage):
+    fragments, gate = state_of(6, 2), Gate()
+    gate.close()
+    snapshot = Saver(0, CPU, None, storage, gate).take(0, 1, share(fragments), OPERATORS)
+    assert not wait([snapshot.sealed], timeout=0.05).done  # who seals it does not open the gate
+    snapshot.capture.wait()
+    for f in fragments:
+        f.view.zero_()  # the update
+    assert snapshot.sealed.result().file.bytes == snapshot.layout.nbytes
+    assert snapshot.digests[0] != digest_of(bytes(24))
 
 
 def test_a_part_goes_on_as_it_was_taken(storage):

@@ -72,3 +72,19 @@ def test_shifting_back_and_slices(boxes):
     assert one.shifted(other.offset).shifted(tuple(-o for o in other.offset)) == one
     assert one.slices(one.offset) == tuple(slice(0, n) for n in one.shape)
     assert one.slices() == tuple(slice(o, o + n) for o, n in zip(one.offset, one.shape, strict=True))
+
+
+@given(two_boxes())
+def test_what_is_left_without_a_part_is_covered_once(boxes):
+    one, other = boxes
+    common = one.intersect(other)
+    if common is not None:
+        left = [element for box in one.without(common) for element in elements(box)]
+        assert sorted(left) == sorted(elements(one) - elements(common))
+
+
+@given(two_boxes(), st.integers(1, 70))
+def test_a_box_is_cut_into_bounded_ones_in_the_order_of_its_elements(boxes, most):
+    cut = list(boxes[0].cut(most))
+    assert all(box.numel <= most for box in cut)
+    assert [element for box in cut for element in sorted(elements(box))] == sorted(elements(boxes[0]))

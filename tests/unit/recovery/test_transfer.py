@@ -1,0 +1,106 @@
+"""Any holder gives any other what that one wants: each element once, in bounded pieces, and nobody waits for ever."""
+
+import math
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.recovery.transfer import Box, transfers
+from moc.state.region import Region, boxes_of_range
+
+SHAPE, WIDTH = (6, 5), 4
+WHOLE = Region((0, 0), SHAPE)
+
+
+def box(region, name="embedding", slot="master"):
+    return Box(name, slot, region, WIDTH)
+
+
+def cut_at(*cuts):
+    """By rank, the boxes of a tensor that is cut at some elements, as ZeRO does."""
+    edges = [0, *sorted(cuts), math.prod(SHAPE)]
+    return [
+        [box(region) for _, region in boxes_of_range(SHAPE, start, stop)]
+        for start, stop in zip(edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def cells(region):
+    rows, columns = region.slices()
+    return {(row, column) for row in range(6)[rows] for column in range(5)[columns]}
+
+
+def covered(found, target, number):
+    """The elements of a wanted box, as often as they are given."""
+    return sorted(cell for one in found if (one.target, one.wanted) == (target, number) for cell in cells(one.region))
+
+
+@st.composite
+def regions(draw):
+    rows, columns = draw(st.integers(0, 5)), draw(st.integers(0, 4))
+    return Region((rows, columns), (draw(st.integers(1, 6 - rows)), draw(st.integers(1, 5 - columns))))
+
+
+boxes_by_rank = st.lists(st.lists(regions().map(box), max_size=3), min_size=4, max_size=4)
+
+
+@given(boxes_by_rank, boxes_by_rank, st.integers(WIDTH, 200))
+def test_all_that_anybody_holds_is_given_once_in_pieces_and_the_rest_is_named(held, wanted, most):
+    found, missing = transfers(held, wanted, most)
+    for one in found:
+        assert cells(one.region) <= cells(held[one.source][one.held].region)
+        assert one.region.numel * WIDTH <= most
+    there = set().union(*(cells(its.region) for boxes in held for its in boxes))
+    lost = Counter()
+    for target, boxes in enumerate(wanted):
+        for number, its in enumerate(boxes):
+            assert covered(found, target, number) == sorted(cells(its.region) & there)
+            lost.update(cells(its.region) - there)
+    assert Counter(cell for its in missing for cell in cells(its.region)) == lost
+    assert (found, missing) == transfers(held, wanted, most)
+
+
+@given(boxes_by_rank, boxes_by_rank, st.integers(WIDTH, 200))
+def test_workers_that_take_one_after_the_other_all_come_to_the_end(held, wanted, most):
+    found, _ = transfers(held, wanted, most)
+    queues = [[one for one in found if rank in (one.source, one.target)] for rank in range(4)]
+    while any(queues):
+        ready = [queue[0] for queue in queues if queue and all(queues[r][0] == queue[0] for r in queue[0][:3:2])]
+        assert ready
+        for one in set(ready):
+            for rank in {one.source, one.target}:
+                queues[rank].pop(0)
+
+
+cuts = st.lists(st.integers(0, math.prod(SHAPE)), max_size=4)
+
+
+@given(cuts, cuts, st.booleans())
+def test_layouts_may_cut_a_tensor_anywhere(old, new, twice):
+    held = cut_at(*old) * (2 if twice else 1)  # replicas hold the same
+    wanted = [[]] * len(held) + cut_at(*new)
+    held += [[]] * (len(wanted) - len(held))
+    found, missing = transfers(held, wanted)
+    assert not missing
+    for target, boxes in enumerate(wanted):
+        for number, its in enumerate(boxes):
+            assert covered(found, target, number) == sorted(cells(its.region))
+
+
+def test_replicas_share_what_they_give_and_nobody_asks_others_for_what_it_holds():
+    held = [[box(WHOLE)], [box(WHOLE)], [], []]
+    found, _ = transfers(held, [[], [box(WHOLE)], [box(WHOLE)], [box(WHOLE)]], most=5 * WIDTH)
+    given = Counter()
+    for one in found:
+        assert one.source == 1 if one.target == 1 else one.source in (0, 1)
+        given[one.source] += one.region.numel * (one.source != one.target)
+    assert given == {0: 30, 1: 30}
+    first = found[:3]  # different workers give and take at the same time
+    assert len({rank for one in first for rank in (one.source, one.target)}) > 2
+
+
+def test_other_tensors_and_slots_are_not_taken():
+    held = [[box(WHOLE, slot="exp_avg"), box(WHOLE, name="output")], []]
+    found, missing = transfers(held, [[], [box(WHOLE)]])
+    assert not found and missing == [box(WHOLE)]
