@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from moc.inspect import dense
-from moc.inspect.checkpoint import Box, Checkpoint
+from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.policy import is_of_everything
 from moc.state.operators import operator_of
 from moc.state.region import Region
+from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
 
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
@@ -20,7 +20,7 @@ BUFFER = "router.expert_bias"
 """How the names of the latter end."""
 
 
-def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[Box]) -> list[str]:
+def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
     """What is missing or there more than once, one sentence each.
 
     Args:
@@ -28,24 +28,24 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[Box]) -> list[str]
         boxes: those of all its files of regions.
     """
     state, operators = checkpoint.state, checkpoint.operators
-    tensors: dict[str, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
+    tensors: dict[str, dict[str, list[StoredBox]]] = defaultdict(lambda: defaultdict(list))
     for box in boxes:
         tensors[box.name][box.slot].append(box)
     if operators is None:
         problems = list(_missing_slots(tensors, state.get("optimizer")))
         if tensors and state.get("optimizer"):
-            problems += _missing_operators(tensors, state.get("shape"), dense.STATE)
+            problems += _missing_operators(tensors, state.get("shape"), dense_files.STATE)
     else:
         problems = list(_broken_promises(tensors, operators))
         problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
         if is_of_everything(checkpoint.policy):
-            problems += _missing_operators(tensors, state.get("shape"), dense.MANIFEST)
+            problems += _missing_operators(tensors, state.get("shape"), dense_files.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])
     return problems
 
 
-def _broken_promises(tensors: Mapping[str, Mapping[str, list[Box]]], operators: Mapping[str, OperatorEntry]):
+def _broken_promises(tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry]):
     """Format v1: what its manifest says of operators, and its files do not hold."""
     held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, slots in tensors.items():
@@ -56,11 +56,11 @@ def _broken_promises(tensors: Mapping[str, Mapping[str, list[Box]]], operators: 
         for slot in sorted(held[operator].keys() | promised.keys()):
             there, wanted = held[operator][slot], promised.get(slot, 0)
             if there != wanted:
-                yield f"{operator}: files hold {there:,} elements of {slot}, {dense.MANIFEST} promises {wanted:,}"
+                yield f"{operator}: files hold {there:,} elements of {slot}, {dense_files.MANIFEST} promises {wanted:,}"
 
 
 def _missing_slots_of_details(
-    tensors: Mapping[str, Mapping[str, list[Box]]], operators: Mapping[str, OperatorEntry], optimizer: str | None
+    tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry], optimizer: str | None
 ) -> Iterator[str]:
     """Format v1: slots that a tensor must have by the detail in which its operator was saved."""
     for name in sorted(tensors):
@@ -103,7 +103,7 @@ def _missing_operators(tensors: Iterable[str], shape: dict, where: str) -> list[
         missing = missing_operators(tensors, shape)
     except ValueError as error:
         return [f"{where}: {error}"]
-    kept = "optimizer state" if where == dense.STATE else "state"
+    kept = "optimizer state" if where == dense_files.STATE else "state"
     return [f"{operator}: no file holds any {kept} of it" for operator in missing]
 
 
@@ -128,7 +128,7 @@ def operator_or_other(name: str) -> str:
         return "other"
 
 
-def _missing_slots(tensors: dict[str, dict[str, list[Box]]], optimizer: str | None) -> Iterator[str]:
+def _missing_slots(tensors: dict[str, dict[str, list[StoredBox]]], optimizer: str | None) -> Iterator[str]:
     found = {slot for slots in tensors.values() for slot in slots}
     for slot in SLOTS.get(optimizer, ()):
         if tensors and slot not in found:
@@ -138,7 +138,7 @@ def _missing_slots(tensors: dict[str, dict[str, list[Box]]], optimizer: str | No
             yield f"{name}: has no {' and no '.join(missing)}"
 
 
-def _problems_of_tensor(name: str, slots: dict[str, list[Box]]) -> Iterator[str]:
+def _problems_of_tensor(name: str, slots: dict[str, list[StoredBox]]) -> Iterator[str]:
     shapes = {box.global_shape for boxes in slots.values() for box in boxes}
     if len(shapes) > 1:
         yield f"{name}: its boxes are of tensors of different shapes, {' and '.join(map(str, sorted(shapes)))}"
@@ -148,7 +148,7 @@ def _problems_of_tensor(name: str, slots: dict[str, list[Box]]) -> Iterator[str]
             yield f"{name}: {slot} {problem}"
 
 
-def _problems_of_boxes(boxes: list[Box]) -> Iterator[str]:
+def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
     if not boxes:
         return
     whole = Region((0,) * len(boxes[0].global_shape), boxes[0].global_shape)
@@ -167,13 +167,13 @@ def _problems_of_boxes(boxes: list[Box]) -> Iterator[str]:
             yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
 
 
-def _overlaps(boxes: list[Box]) -> Iterator[tuple[Box, Box, Region]]:
+def _overlaps(boxes: list[StoredBox]) -> Iterator[tuple[StoredBox, StoredBox, Region]]:
     axes = range(len(boxes[0].region.offset))
     axis = max(axes, key=lambda axis: len({box.region.offset[axis] for box in boxes}), default=None)
     if axis is None:  # scalars
         yield from ((boxes[0], other, other.region) for other in boxes[1:])
         return
-    open_boxes: list[Box] = []  # those that reach beyond where the next one starts
+    open_boxes: list[StoredBox] = []  # those that reach beyond where the next one starts
     for box in sorted(boxes, key=lambda box: box.region.offset[axis]):
         start = box.region.offset[axis]
         open_boxes = [other for other in open_boxes if other.region.offset[axis] + other.region.shape[axis] > start]
@@ -183,7 +183,7 @@ def _overlaps(boxes: list[Box]) -> Iterator[tuple[Box, Box, Region]]:
         open_boxes.append(box)
 
 
-def _holes(whole: Region, boxes: list[Box]) -> list[Region]:
+def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region]:
     rest = [whole]
     for box in boxes:
         rest = [piece for part in rest for piece in _without(part, box.region)]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moc.inspect.checkpoint import SNAPSHOT, Box, Checkpoint, choose, is_checkpoint, read_checkpoint, read_regions
+from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
 from moc.output import human
 from moc.store.errors import CheckpointError
@@ -96,7 +96,7 @@ class Row:
     nbytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """By slot."""
 
-    def add(self, box: Box, operator: str) -> None:
+    def add(self, box: StoredBox, operator: str) -> None:
         """Takes in a box.
 
         Args:
@@ -118,7 +118,7 @@ class Row:
         return sum(self.nbytes.values())
 
 
-def group(boxes: list[Box], by: str) -> dict[str, Row]:
+def group(boxes: list[StoredBox], by: str) -> dict[str, Row]:
     """Adds boxes up, in the order of the forward pass or of the files' names.
 
     Args:
@@ -155,7 +155,7 @@ def rows_to_dict(rows: dict[str, Row], checkpoint: Checkpoint, by: str) -> list[
     return told
 
 
-def facts(checkpoint: Checkpoint, boxes: list[Box], problems: list[str]) -> dict:
+def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -> dict:
     """What is told about a checkpoint as a whole, in bytes.
 
     Args:
@@ -193,7 +193,7 @@ def loss_scale(state: dict) -> float | None:
     return scale[0] if isinstance(scale, list) else scale
 
 
-def show(checkpoint: Checkpoint, boxes: list[Box], problems: list[str], rows: dict[str, Row], by: str) -> None:
+def show(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str], rows: dict[str, Row], by: str) -> None:
     """Prints facts and table for people.
 
     Args:

@@ -17,7 +17,7 @@ from moc.store.errors import CheckpointError, DamagedRegionError
 from moc.store.manifest import FileEntry, Manifest, Part
 from moc.store.places import Place
 
-_DIRECTORY = re.compile(r"^iter_(\d{7,})$")
+_DIRECTORY = re.compile(r"iter_(\d{7,})")
 _RANK = re.compile(r"rank_\d{5,}\.safetensors")
 _CHUNK = 16 << 20  # bytes written at once
 _SET_ASIDE = f"{manifests.NAME}.superseded"
@@ -27,6 +27,12 @@ _REMOVED = f"{manifests.NAME}.removed"
 def directory_of(iteration: int) -> str:
     """Megatron's name for the checkpoint of an iteration, ``iter_0000100``."""
     return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """The inverse of :func:`directory_of`; None where the name is another one."""
+    match = _DIRECTORY.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def file_of(rank: int) -> str:
@@ -260,8 +266,8 @@ class Store:
         return part
 
     def _directories(self) -> list[int]:
-        matches = map(_DIRECTORY.match, self.place.names())
-        return sorted(int(match[1]) for match in matches if match)
+        iterations = map(iteration_of, self.place.names())
+        return sorted(iteration for iteration in iterations if iteration is not None)
 
     def _published(self, iteration: int) -> bool:
         return self._counts(iteration, self.place.names(directory_of(iteration)))

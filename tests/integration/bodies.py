@@ -25,13 +25,13 @@ import pretrain_gpt_moe as program
 from megatron.pretraining import errors, loop, setup
 from megatron.pretraining.checkpoint import writer as checkpoint_writer
 from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.config import compose
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process import stopping
+from moc.store.errors import CheckpointError
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
 

@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.pretraining.checkpoint import files
 from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint
 from moc.output import human, progress
+from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
 TORCH_DIST = "torch_dist"
@@ -153,7 +153,7 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 
     one, root = is_checkpoint(args.source), args.source.resolve()
     window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
-    refuse_to_replace(files.directory_of(args.output, window.end.iteration))
+    refuse_to_replace(dense_files.directory_of(args.output, window.end.iteration))
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".window-", dir=args.output) as scratch:
         directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))

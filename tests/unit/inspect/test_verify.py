@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.inspect import verify as tool
-from moc.inspect.checkpoint import Box, Checkpoint
+from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.inspect.coverage import coverage_problems
 from moc.state.region import Region
 from tests.unit.conftest import REPOSITORY
@@ -234,7 +234,7 @@ def test_a_training_state_that_makes_no_sense(capsys, tmp_path, state):
 
 
 def boxes_of(regions, shape, slots=SLOTS):
-    return [Box("f", "w", s, shape, region, 4 * region.numel) for s in slots for region in regions]
+    return [StoredBox("f", "w", s, shape, region, 4 * region.numel) for s in slots for region in regions]
 
 
 def problems(boxes):
