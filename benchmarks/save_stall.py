@@ -152,7 +152,7 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed
 def state_bytes(flags: list[str]) -> int:
     """Bytes of masters and moments of the model that the flags describe."""
     from megatron.pretraining.arguments import parse_config
-    from megatron.pretraining.presets import count_parameters
+    from megatron.pretraining.model.shape import count_parameters
 
     config = parse_config([*flags, "--train-iters", "1"])
     rows = config.tokenizer.vocab_size + 1
