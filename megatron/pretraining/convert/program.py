@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint
-from moc.output import human, progress
+from moc.output import human, progress, refused
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
@@ -108,8 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         written = convert(args)
     except CheckpointError as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return 1
+        return refused("convert_checkpoint", error)
     except OSError as error:
         failed = f"{args.source} could not be converted into {args.output} ({error})"
         remedy = "make room or repair the disk, and start again; nothing was published"
