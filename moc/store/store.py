@@ -212,11 +212,6 @@ class Store:
         self._check()
         self.place.remove("")
 
-    def remove_before(self, iteration: int) -> None:
-        """Removes the checkpoints that are older, the oldest first."""
-        for older in [other for other in self.iterations() if other < iteration]:
-            self.remove(older)
-
     def damage_in_header(self, iteration: int, name: str, entry: FileEntry) -> str | None:
         """What is wrong with size or header of a file, if anything is; its data are compared as they are read."""
         try:
