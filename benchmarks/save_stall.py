@@ -38,6 +38,7 @@ from benchmarks.save_peers import ours, report
 from benchmarks.save_peers.cases import CASES, DEEPSPEED, LAYOUTS, OURS, WORKERS, Case, left_out, model_flags
 from benchmarks.save_peers.launching import TORCHRUN, RunFailed, launch
 from benchmarks.save_peers.rounds import Plan
+from moc.simulate.profile import read_events
 
 MEMORY = "/dev/shm"
 
@@ -104,7 +105,7 @@ class Bench:
 
     def _train(self, flags: list[str], own: list[str], log: Path) -> list[dict]:
         launch([sys.executable, *TORCHRUN, ours.PROGRAM, *flags, *own], log.parent)
-        return ours.read_events(log)
+        return read_events(log)
 
     def _module(self, python: str, module: str, flags: list[str], directory: Path) -> dict:
         result = directory / "result.json"
