@@ -53,6 +53,7 @@ from benchmarks.save_peers import ours
 from benchmarks.save_peers.cases import WORKERS
 from benchmarks.save_peers.launching import OUTPUT, TORCHRUN, RunFailed, launch
 from benchmarks.save_peers.rounds import WARM_UP, Plan
+from moc.simulate.profile import read_events
 
 MEMORY = "/dev/shm"
 LEAST_EVERY = WARM_UP + 3  # iterations: some without a snapshot before the first one
@@ -103,7 +104,7 @@ class Bench:
     def _train(self, layout: str, flags: list[str], directory: Path) -> list[dict]:
         model = model_flags(self._own.quick, layout, self._own.hidden_size)
         launch([sys.executable, *TORCHRUN, ours.PROGRAM, *model, *flags], directory)
-        return ours.read_events(directory)
+        return read_events(directory)
 
     def _directory(self) -> _Directory:
         return _Directory(Path(tempfile.mkdtemp(dir=self._scratch)))
@@ -171,8 +172,8 @@ def _attempt(what: str, name: str, failed: dict[str, str], run) -> None:
 
 
 def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
+    from benchmarks.papers.equations import pec_size
     from moc.sharding.contents import StateBytes
-    from moc.sharding.pec_sizes import pec_size
 
     counts, state, told = parameters(model), StateBytes(weights=0), {}
     for name, s in summaries.items():

@@ -38,6 +38,7 @@ from benchmarks.save_peers import ours, report
 from benchmarks.save_peers.cases import CASES, DEEPSPEED, LAYOUTS, OURS, WORKERS, Case, left_out, model_flags
 from benchmarks.save_peers.launching import TORCHRUN, RunFailed, launch
 from benchmarks.save_peers.rounds import Plan
+from moc.simulate.profile import read_events
 
 MEMORY = "/dev/shm"
 
@@ -104,7 +105,7 @@ class Bench:
 
     def _train(self, flags: list[str], own: list[str], log: Path) -> list[dict]:
         launch([sys.executable, *TORCHRUN, ours.PROGRAM, *flags, *own], log.parent)
-        return ours.read_events(log)
+        return read_events(log)
 
     def _module(self, python: str, module: str, flags: list[str], directory: Path) -> dict:
         result = directory / "result.json"
@@ -152,7 +153,7 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed
 def state_bytes(flags: list[str]) -> int:
     """Bytes of masters and moments of the model that the flags describe."""
     from megatron.pretraining.arguments import parse_config
-    from megatron.pretraining.presets import count_parameters
+    from megatron.pretraining.model.shape import count_parameters
 
     config = parse_config([*flags, "--train-iters", "1"])
     rows = config.tokenizer.vocab_size + 1

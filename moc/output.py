@@ -1,4 +1,4 @@
-"""What programs put out: sizes for people, files that are there as a whole or not at all, a bar while they work."""
+"""What programs put out: why they end, sizes for people, files that are there whole or not at all, a bar."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+class ToolError(Exception):
+    """Ends a program: one sentence for the user, no traceback."""
+
+
+def refused(program: str, error: Exception, path: object = "") -> int:
+    """Says on stderr why a program ends.
+
+    Args:
+        program: its name.
+        error: what ended it.
+        path: the file that an OSError without a name is about.
+
+    Returns:
+        The exit status.
+    """
+    said = f"{error.filename or path}: {error.strerror or error}." if isinstance(error, OSError) else error
+    print(f"{program}: {said}", file=sys.stderr)
+    return 1
 
 
 @contextmanager

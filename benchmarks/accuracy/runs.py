@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.cells import Cell, Plan
 from benchmarks.live.job import free_ports
+from moc.simulate.profile import read_events
 from moc.store.tiers import memory_found
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,17 +139,6 @@ def start(cell: Cell, flags: list[str], directory: Path, dies_after: int | None)
         if code != wanted:
             said = path.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
             raise RunFailed(f"{cell.name}, seed {cell.seed}: exit code {code}, not {wanted}\n{said}")
-
-
-def read_events(log: Path) -> list[dict]:
-    """All events of a run; a line that a kill cut off is left out."""
-    events = []
-    for line in (log / "events.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return events
 
 
 def told(events: list[dict], cell: Cell, plan: Plan) -> dict:

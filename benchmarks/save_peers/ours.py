@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from benchmarks.save_peers.rounds import WARM_UP, Plan
@@ -43,11 +42,6 @@ def plain_flags(plan: Plan, log: Path) -> list[str]:
 
 def _iterations(plan: Plan) -> int:
     return plan.every * (plan.saves + 2) - 1
-
-
-def read_events(log: Path) -> list[dict]:
-    """All events of a run."""
-    return [json.loads(line) for line in (log / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def plain_seconds(events: list[dict]) -> list[float]:

@@ -10,7 +10,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
 from megatron.pretraining.engine.step import NonFiniteError
@@ -18,6 +17,7 @@ from megatron.pretraining.process.rank0 import let_first_worker_speak
 from moc.runtime.agreement import first_line
 from moc.runtime.groups import Aborted, Suspicion
 from moc.session.settings import SettingsError
+from moc.store.errors import CheckpointError
 
 EXIT_FLAGS = 2
 EXIT_FAILED = 1

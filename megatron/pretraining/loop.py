@@ -6,7 +6,6 @@ import ctypes
 import gc
 import time
 
-from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.evaluation import evaluate
@@ -21,6 +20,7 @@ from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord
+from moc.store.errors import CheckpointError
 from moc.store.tiers import memory_of_run
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.pretraining.config import MoeFlags, NetworkFlags
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -156,51 +154,3 @@ PRESETS: dict[str, Preset] = {
         "twice as wide, so that the active parameters come out",
     ),
 }
-
-
-def count_parameters(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> tuple[int, int]:
-    """Weights of a model: all of them, and those that one token passes through.
-
-    Args:
-        network: its shape.
-        moe: its experts.
-        vocab_size: rows of the embedding, with padding where there is some.
-    """
-    matrices = 2 if network.untie_embeddings_and_output_weights else 1
-    embedding = matrices * vocab_size * network.hidden_size
-    if network.position_embedding_type == "learned_absolute":
-        embedding += network.max_position_embeddings * network.hidden_size
-    shared = embedding + _norm(network) + network.num_layers * (_attention(network) + 2 * _norm(network))
-    total = active = shared
-    for has_experts in moe.expert_layers(network.num_layers):
-        if not has_experts:
-            dense = _feed_forward(network, network.ffn_hidden_size)
-            total, active = total + dense, active + dense
-            continue
-        every_token = moe.num_experts * (network.hidden_size + network.add_bias_linear)
-        if moe.moe_shared_expert_intermediate_size:
-            every_token += _feed_forward(network, moe.moe_shared_expert_intermediate_size)
-        expert = _feed_forward(network, moe.moe_ffn_hidden_size)
-        total += every_token + moe.num_experts * expert
-        active += every_token + moe.moe_router_topk * expert
-    return total, active
-
-
-def _norm(network: NetworkFlags) -> int:
-    return network.hidden_size * (2 if network.normalization == "LayerNorm" else 1)
-
-
-def _attention(network: NetworkFlags) -> int:
-    queries = network.num_attention_heads * network.kv_channels
-    both = queries + 2 * network.num_query_groups * network.kv_channels
-    weights = network.hidden_size * (both + queries)
-    biases = both * (network.add_bias_linear or network.add_qkv_bias)
-    biases += network.hidden_size * network.add_bias_linear
-    norm_pieces = 2 if network.normalization == "LayerNorm" else 1
-    return weights + biases + 2 * norm_pieces * network.kv_channels * network.qk_layernorm
-
-
-def _feed_forward(network: NetworkFlags, width: int) -> int:
-    into = (2 if network.swiglu else 1) * width
-    biases = (into + network.hidden_size) * network.add_bias_linear
-    return network.hidden_size * (into + width) + biases

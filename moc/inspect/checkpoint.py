@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moc.inspect import dense
-from moc.state.region import Region
+from moc.store import dense_files
 from moc.store import manifest as manifests
+from moc.store.boxes import StoredBox, read_boxes
+from moc.store.dense_files import MANIFEST, STATE
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
+from moc.store.store import iteration_of
 
 SNAPSHOT, DENSE = "snapshot", "dense"
 OPTIMIZER = "optimizer"
-_PARTS = ("rank_", ".rank_", f"{dense.MANIFEST}.")  # what there is of Format v1 before its manifest
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_LENGTH = 8  # a safetensors file starts with the length of its JSON header
-_NUMBER_FORMATS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
-_ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for name in names.split()}
-
-
-@dataclass(frozen=True)
-class StoredBox:
-    """A box of one slot of a tensor, as the header of a file describes it."""
-
-    file: str
-    name: str
-    slot: str
-    global_shape: tuple[int, ...]
-    region: Region
-    nbytes: int
-    start: int = 0
-    """Its first byte in the file."""
-    digest: str | None = None
-    """xxh3-128 of its bytes in hex, where the file says it."""
+_PARTS = ("rank_", ".rank_", f"{MANIFEST}.")  # what there is of Format v1 before its manifest
 
 
 @dataclass
@@ -80,14 +60,14 @@ class Checkpoint:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is one checkpoint, rather than a --save directory of several."""
-    named = _ITERATION.fullmatch(path.resolve().name)
-    return bool(named) or any((path / name).is_file() for name in (dense.MANIFEST, dense.STATE))
+    named = iteration_of(path.resolve().name) is not None
+    return named or any((path / name).is_file() for name in (MANIFEST, STATE))
 
 
 def format_of(directory: Path) -> str:
     """``snapshot`` where the manifest says Format v1, ``dense`` otherwise."""
     try:
-        return SNAPSHOT if json.loads((directory / dense.MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
+        return SNAPSHOT if json.loads((directory / MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
     except (OSError, ValueError, LookupError, TypeError):
         return DENSE
 
@@ -95,12 +75,12 @@ def format_of(directory: Path) -> str:
 def is_unpublished(directory: Path) -> bool:
     """Whether a directory is what a save in Format v1 has written so far: without a manifest, it is no checkpoint."""
     names = [path.name for path in directory.iterdir()]
-    return dense.MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
+    return MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
 
 
 def saved_iterations(root: Path) -> list[int]:
     """Iterations of the checkpoints in a directory, ascending."""
-    return [i for i in dense.saved_iterations(root) if not is_unpublished(dense.directory_of(root, i))]
+    return [i for i in dense_files.saved_iterations(root) if not is_unpublished(dense_files.directory_of(root, i))]
 
 
 def choose(root: Path, iteration: int | None) -> Path:
@@ -118,12 +98,12 @@ def choose(root: Path, iteration: int | None) -> Path:
     if iteration not in saved:
         known = ", ".join(map(str, saved)) or "none"
         raise CheckpointError(f"{root}: holds no checkpoint of iteration {iteration} (there are: {known})")
-    return dense.directory_of(root, iteration)
+    return dense_files.directory_of(root, iteration)
 
 
 def _tracked(root: Path) -> int | None:
     try:
-        return dense.latest_iteration(root)
+        return dense_files.latest_iteration(root)
     except (CheckpointError, ValueError):
         return None
 
@@ -137,25 +117,25 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if format_of(directory) == SNAPSHOT:
         return _read_snapshot(directory)
     try:
-        manifest = dense.read_manifest(directory)
+        manifest = dense_files.read_manifest(directory)
     except OSError as error:
-        raise CheckpointError(f"{dense.MANIFEST}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{MANIFEST}: cannot be read ({error.strerror})") from None
     if manifest is None:
-        raise CheckpointError(f"{dense.MANIFEST}: is missing, so this is no checkpoint of this program, or half of one")
+        raise CheckpointError(f"{MANIFEST}: is missing, so this is no checkpoint of this program, or half of one")
     checkpoint = Checkpoint(directory, _listed(manifest), iteration=manifest.get("iteration"))
     _compare_names(checkpoint)
-    for name in (dense.STATE, ".metadata"):
+    for name in (STATE, ".metadata"):
         if name not in checkpoint.files:
-            checkpoint.problems.append(f"{dense.MANIFEST}: does not list {name}")
+            checkpoint.problems.append(f"{MANIFEST}: does not list {name}")
     if not checkpoint.weight_files:
-        checkpoint.problems.append(f"{dense.MANIFEST}: lists no weights (*.distcp)")
+        checkpoint.problems.append(f"{MANIFEST}: lists no weights (*.distcp)")
     _compare_sizes(checkpoint)
     _read_state(checkpoint)
     return checkpoint
 
 
 def _read_snapshot(directory: Path) -> Checkpoint:
-    manifest = Manifest.from_json((directory / dense.MANIFEST).read_text(), dense.MANIFEST)
+    manifest = Manifest.from_json((directory / MANIFEST).read_text(), MANIFEST)
     checkpoint = Checkpoint(
         directory,
         {name: asdict(entry) for name, entry in manifest.files.items()},
@@ -170,7 +150,7 @@ def _read_snapshot(directory: Path) -> Checkpoint:
     _compare_sizes(checkpoint)
     if not manifest.complete:
         checkpoint.problems.append(
-            f"{dense.MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
+            f"{MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
         )
     return checkpoint
 
@@ -178,25 +158,25 @@ def _read_snapshot(directory: Path) -> Checkpoint:
 def _listed(manifest: dict) -> dict[str, dict]:
     entries = manifest.get("files")
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{dense.MANIFEST}: lists no files")
+        raise CheckpointError(f"{MANIFEST}: lists no files")
     for name, entry in entries.items():
         path = Path(name)
         if path.is_absolute() or ".." in path.parts:
-            raise CheckpointError(f"{dense.MANIFEST}: {name} lies outside of the checkpoint")
+            raise CheckpointError(f"{MANIFEST}: {name} lies outside of the checkpoint")
         if not (isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and entry.get("xxh3_128")):
-            raise CheckpointError(f"{dense.MANIFEST}: the entry of {name} lacks size or hash")
+            raise CheckpointError(f"{MANIFEST}: the entry of {name} lacks size or hash")
     return entries
 
 
 def _compare_names(checkpoint: Checkpoint) -> None:
     say = checkpoint.problems.append
-    named = _ITERATION.fullmatch(checkpoint.directory.resolve().name)
-    if named and checkpoint.iteration != int(named[1]):
-        say(f"{dense.MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {int(named[1])}")
-    found = _present(checkpoint.directory) - checkpoint.files.keys() - {dense.MANIFEST}
+    named = iteration_of(checkpoint.directory.resolve().name)
+    if named is not None and checkpoint.iteration != named:
+        say(f"{MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {named}")
+    found = _present(checkpoint.directory) - checkpoint.files.keys() - {MANIFEST}
     for name in sorted(found):
         if checkpoint.format == DENSE or not name.startswith(".rank_"):  # of a kill after the manifest was written
-            say(f"{name}: is not listed in {dense.MANIFEST}")
+            say(f"{name}: is not listed in {MANIFEST}")
 
 
 def _present(directory: Path) -> set[str]:
@@ -220,24 +200,24 @@ def _compare_sizes(checkpoint: Checkpoint) -> None:
 
 
 def _read_state(checkpoint: Checkpoint) -> None:
-    path = checkpoint.directory / dense.STATE
-    if dense.STATE in checkpoint.broken or not path.is_file():
+    path = checkpoint.directory / STATE
+    if STATE in checkpoint.broken or not path.is_file():
         return  # said already
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("not an object")
     except (ValueError, OSError) as error:
-        checkpoint.broken.add(dense.STATE)
-        checkpoint.problems.append(f"{dense.STATE}: cannot be read ({error})")
+        checkpoint.broken.add(STATE)
+        checkpoint.problems.append(f"{STATE}: cannot be read ({error})")
         return
     checkpoint.state = state
     if state.get("iteration") != checkpoint.iteration:
         checkpoint.problems.append(
-            f"{dense.STATE}: is of iteration {state.get('iteration')}, {dense.MANIFEST} of {checkpoint.iteration}"
+            f"{STATE}: is of iteration {state.get('iteration')}, {MANIFEST} of {checkpoint.iteration}"
         )
     if state.get("optimizer") and not checkpoint.region_files:
-        checkpoint.problems.append(f"{dense.MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
+        checkpoint.problems.append(f"{MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
 
 
 def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
@@ -248,7 +228,7 @@ def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
     boxes, problems = [], []
     for name in checkpoint.region_files:
         try:
-            boxes += read_boxes(checkpoint.directory, name)
+            boxes += boxes_of(checkpoint.directory, name)
         except CheckpointError as error:
             if name not in checkpoint.broken:
                 problems.append(str(error))
@@ -256,59 +236,16 @@ def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
     return boxes, problems
 
 
-def read_boxes(directory: Path, name: str) -> list[StoredBox]:
+def boxes_of(directory: Path, name: str) -> list[StoredBox]:
     """What the header of a file of regions describes.
 
     Raises:
         CheckpointError: the header makes no sense, or the file does not hold what it describes.
     """
     try:
-        header, room = _header(directory / name)
-        index = json.loads(header.pop("__metadata__")["regions"])
-        begin = (directory / name).stat().st_size - room
-        boxes = [_box(name, begin, header[key], entry) for key, entry in index.items()]
-        if unknown := header.keys() - index.keys():
-            raise ValueError(f"nothing says what its tensor {min(unknown)} is")
-        _check_spans([header[key]["data_offsets"] for key in index], room)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{name}: its header is not one of regions ({error!r})") from None
+        with open(directory / name, "rb", buffering=0) as file:
+            descriptor = file.fileno()
+            size = os.fstat(descriptor).st_size
+            return read_boxes(name, size, lambda start, stop: os.pread(descriptor, stop - start, start), slack=False)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{name}: its header is damaged ({error})") from None
-    return boxes
-
-
-def _header(path: Path) -> tuple[dict, int]:
-    """The JSON header of a safetensors file, and the number of bytes behind it."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(_LENGTH), "little")
-        if length > size - _LENGTH:
-            raise ValueError("it ends beyond the file")
-        return json.loads(file.read(length)), size - _LENGTH - length
-
-
-def _box(file: str, begin: int, tensor: dict, entry: list) -> StoredBox:
-    name, slot, global_shape, offset, *digest = entry
-    shape = tensor["shape"]
-    if not all(isinstance(n, int) for n in (*global_shape, *offset, *shape)) or not isinstance(name, str):
-        raise TypeError("a box has no place")
-    if not len(global_shape) == len(offset) == len(shape):
-        raise ValueError(f"{slot} of {name} has {len(global_shape)} axes, and a box of it {len(shape)}")
-    start, stop = tensor["data_offsets"]
-    element = _ELEMENT_BYTES.get(tensor["dtype"])
-    if element and math.prod(shape) * element != stop - start:
-        raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {math.prod(shape) * element}")
-    region = Region(tuple(offset), tuple(shape))
-    return StoredBox(file, name, slot, tuple(global_shape), region, stop - start, begin + start, *digest[:1])
-
-
-def _check_spans(spans: list[list[int]], room: int) -> None:
-    end = 0
-    for start, stop in sorted(spans):
-        if start != end:
-            raise ValueError(
-                f"byte {min(start, end):,} of its data belongs to {'no' if start > end else 'more than one'} box"
-            )
-        end = stop
-    if end != room:
-        raise ValueError(f"it describes {end:,} bytes, and {room:,} follow")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from moc.inspect import dense
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.policy import is_of_everything
 from moc.state.operators import operator_of
 from moc.state.region import Region
+from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
 
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
@@ -34,12 +34,12 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> lis
     if operators is None:
         problems = list(_missing_slots(tensors, state.get("optimizer")))
         if tensors and state.get("optimizer"):
-            problems += _missing_operators(tensors, state.get("shape"), dense.STATE)
+            problems += _missing_operators(tensors, state.get("shape"), dense_files.STATE)
     else:
         problems = list(_broken_promises(tensors, operators))
         problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
         if is_of_everything(checkpoint.policy):
-            problems += _missing_operators(tensors, state.get("shape"), dense.MANIFEST)
+            problems += _missing_operators(tensors, state.get("shape"), dense_files.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])
     return problems
@@ -56,7 +56,7 @@ def _broken_promises(tensors: Mapping[str, Mapping[str, list[StoredBox]]], opera
         for slot in sorted(held[operator].keys() | promised.keys()):
             there, wanted = held[operator][slot], promised.get(slot, 0)
             if there != wanted:
-                yield f"{operator}: files hold {there:,} elements of {slot}, {dense.MANIFEST} promises {wanted:,}"
+                yield f"{operator}: files hold {there:,} elements of {slot}, {dense_files.MANIFEST} promises {wanted:,}"
 
 
 def _missing_slots_of_details(
@@ -103,7 +103,7 @@ def _missing_operators(tensors: Iterable[str], shape: dict, where: str) -> list[
         missing = missing_operators(tensors, shape)
     except ValueError as error:
         return [f"{where}: {error}"]
-    kept = "optimizer state" if where == dense.STATE else "state"
+    kept = "optimizer state" if where == dense_files.STATE else "state"
     return [f"{operator}: no file holds any {kept} of it" for operator in missing]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
-from moc.output import human
+from moc.output import human, refused
 from moc.store.errors import CheckpointError
 
 _KINDS = ("embedding", "attention", "mlp", "router", "expert", "output", "other")
@@ -71,8 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         checkpoint = read_checkpoint(args.path if single else choose(args.path, args.iteration))
     except CheckpointError as error:
-        print(f"inspect_checkpoint: {error}", file=sys.stderr)
-        return 1
+        return refused("inspect_checkpoint", error)
     boxes, damaged = read_regions(checkpoint)
     problems = checkpoint.problems + damaged
     if checkpoint.broken.isdisjoint(checkpoint.region_files):

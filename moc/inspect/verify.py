@@ -11,27 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
-from moc.inspect import dense
 from moc.inspect.checkpoint import (
     DENSE,
     SNAPSHOT,
     Checkpoint,
+    boxes_of,
     choose,
     format_of,
     is_checkpoint,
     is_unpublished,
-    read_boxes,
     read_checkpoint,
     read_regions,
     saved_iterations,
 )
 from moc.inspect.coverage import coverage_problems
 from moc.output import human, progress
+from moc.store import dense_files
+from moc.store.digest import digest_of_file
 from moc.store.errors import CheckpointError
-
-_BLOCK = 1 << 22
 
 EPILOG = """\
 examples:
@@ -169,7 +166,7 @@ def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
     if iteration is None and (problem := tracker_problem(path)):
         directory.problems.append(problem)
     if every:
-        chosen = [dense.directory_of(path, i) for i in saved_iterations(path)]
+        chosen = [dense_files.directory_of(path, i) for i in saved_iterations(path)]
     return [directory, *map(_opened, chosen)]
 
 
@@ -187,28 +184,28 @@ def tracker_problem(root: Path) -> str | None:
     """What is wrong with the tracker file of a --save directory, if anything is; Format v1 has none."""
     saved = saved_iterations(root)
     try:
-        tracked = dense.latest_iteration(root)
+        tracked = dense_files.latest_iteration(root)
     except (CheckpointError, ValueError, OSError):
-        return f"{dense.TRACKER}: does not hold an iteration"
+        return f"{dense_files.TRACKER}: does not hold an iteration"
     if tracked is None:
-        written = any(format_of(dense.directory_of(root, iteration)) == DENSE for iteration in saved)
-        return f"{dense.TRACKER}: is missing, so --load finds nothing" if written else None
+        written = any(format_of(dense_files.directory_of(root, iteration)) == DENSE for iteration in saved)
+        return f"{dense_files.TRACKER}: is missing, so --load finds nothing" if written else None
     if tracked not in saved:
-        return f"{dense.TRACKER}: names iteration {tracked}, which is not there"
+        return f"{dense_files.TRACKER}: names iteration {tracked}, which is not there"
     return None
 
 
 def leftovers(root: Path) -> list[str]:
     """What a save that was killed, or still goes on, has left in a directory; all of it is harmless."""
-    unpublished = [dense.directory_of(root, iteration) for iteration in dense.saved_iterations(root)]
+    unpublished = [dense_files.directory_of(root, iteration) for iteration in dense_files.saved_iterations(root)]
     unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_unpublished, unpublished)]
     notes = [f"{path.name}: a save that has not ended; the next one clears it" for path in unfinished]
     for path in root.glob(".iter_*.replaced"):
         notes.append(f"{path.name}: was to be replaced; the next start with --save here brings it back or clears it")
     if tracker_problem(root) is None and (saved := saved_iterations(root)):
-        tracked = dense.latest_iteration(root)
+        tracked = dense_files.latest_iteration(root)
         if tracked is not None and tracked != saved[-1]:
-            notes.append(f"{dense.TRACKER}: names iteration {tracked}; --ckpt-step {saved[-1]} loads the newest")
+            notes.append(f"{dense_files.TRACKER}: names iteration {tracked}; --ckpt-step {saved[-1]} loads the newest")
     return sorted(notes)
 
 
@@ -240,7 +237,7 @@ def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], N
         with open(checkpoint.directory / name, "rb", buffering=0) as file:
             if checkpoint.format == SNAPSHOT:
                 return _snapshot_problems(checkpoint, name, file, advance)
-            if _hash(file, entry["bytes"], advance) != entry["xxh3_128"]:
+            if digest_of_file(file, entry["bytes"], advance) != entry["xxh3_128"]:
                 return ["does not match its hash: its content is damaged"]
     except OSError as error:
         return [f"cannot be read ({error.strerror})"]
@@ -250,29 +247,19 @@ def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], N
 def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callable[[int], None]) -> list[str]:
     """Of Format v1: the manifest has the hash of the header, and the header those of all that follows."""
     entry = checkpoint.files[name]
-    if _hash(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
+    if digest_of_file(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
         return ["its header does not match its hash: it is damaged"]
     try:
-        boxes = read_boxes(checkpoint.directory, name)
+        boxes = boxes_of(checkpoint.directory, name)
     except CheckpointError as error:
         return [str(error).removeprefix(f"{name}: ")]
     problems = []
     for box in sorted(boxes, key=lambda box: box.start):
         file.seek(box.start)
-        if _hash(file, box.nbytes, advance) != box.digest:
+        if digest_of_file(file, box.nbytes, advance) != box.digest:
             place = list(box.region.offset)
             problems.append(f"{box.slot} of {box.name} at {place} does not match its hash: it is damaged")
     return problems
-
-
-def _hash(file, size: int, advance: Callable[[int], None]) -> str:
-    """xxh3-128 of the next bytes of a file."""
-    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
-    while size and (count := file.readinto(block[: min(size, len(block))])):
-        hasher.update(block[:count])
-        advance(count)
-        size -= count
-    return hasher.hexdigest()
 
 
 def check_coverage(verdict: Verdict) -> None:
@@ -288,7 +275,7 @@ def check_coverage(verdict: Verdict) -> None:
     verdict.problems += [problem for problem in problems if problem not in verdict.problems]
     verdict.tensors = len({box.name for box in boxes})
     if checkpoint.broken.isdisjoint(checkpoint.region_files):
-        if dense.STATE in checkpoint.broken:
+        if dense_files.STATE in checkpoint.broken:
             checkpoint.state = {}
         verdict.problems += coverage_problems(checkpoint, boxes)
     else:  # each tensor in a lost file would be a problem of its own

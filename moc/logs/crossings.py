@@ -1,11 +1,10 @@
-"""What crosses the boundaries of pipeline stages in an iteration, in which order, and whose log a replay needs.
+"""What crosses the boundaries of pipeline stages in an iteration, and in which order.
 
 All of it follows from the schedule, so that sender and receiver number what passes between them alike without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -80,35 +79,3 @@ class Pipeline:
         All that one stage sends in a direction goes to one other, and channels keep their order.
         """
         return self.sent(self.sender(stage, direction), direction)
-
-
-@dataclass(frozen=True)
-class Needed:
-    """An entry of a log that a replay needs.
-
-    Attributes:
-        stage: whose log.
-        iteration: of which iteration, counted from 1.
-        crossing: which of its tensors.
-    """
-
-    stage: int
-    iteration: int
-    crossing: Crossing
-
-
-def needed(pipeline: Pipeline, stages: Collection[int], iterations: Collection[int]) -> Iterator[Needed]:
-    """The entries that stages need to compute iterations again (sections 3.4 and Appendix A).
-
-    Args:
-        pipeline: of all stages.
-        stages: those that compute again; what they send to each other comes from no log.
-        iterations: which they compute, counted from 1.
-    """
-    for iteration in iterations:
-        for stage in stages:
-            for direction in Direction:
-                sender = pipeline.sender(stage, direction)
-                if sender not in stages:
-                    for crossing in pipeline.received(stage, direction):
-                        yield Needed(sender, iteration, crossing)

@@ -6,11 +6,10 @@ import argparse
 import itertools
 import json
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moc.output import replacing
+from moc.output import ToolError, refused, replacing
 
 EXTRA = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
 RESUME_COLOR = "0.75"
@@ -49,10 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class ToolError(Exception):
-    """Ends the tool: one sentence for the user, no traceback."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
@@ -69,12 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         if not any(run.train or run.valid for run in runs):
             raise ToolError("There is no loss to draw in these events.")
         _save(draw(runs, args.title, args.smoothing, args.extra), args.output)
-    except ToolError as error:
-        print(f"plot_loss: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"plot_loss: {error.filename or args.output}: {error.strerror or error}.", file=sys.stderr)
-        return 1
+    except (ToolError, OSError) as error:
+        return refused("plot_loss", error, args.output)
     points = sum(len(run.train) for run in runs)
     print(f"wrote {args.output} ({points:,} iterations of {len(runs)} run{'s' if len(runs) > 1 else ''})")
     return 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
-from moc.output import replacing
+from moc.output import refused, replacing
 from moc.report.figures import report
 from moc.report.plot import plot
 from moc.report.tables import show
@@ -65,10 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         if args.plot:
             path = args.plot
             plot(path, runs, events)
-    except ValueError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"report: {error.filename or path}: {error.strerror or error}.", file=sys.stderr)
-        return 1
+    except (ValueError, OSError) as error:
+        return refused("report", error, path)
     return 0

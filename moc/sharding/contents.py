@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from moc.sharding.item import Item
 from moc.sharding.layout import Layout, LayoutError
-from moc.sharding.zero import flat_ranges
 from moc.state.operators import Operator
 
 
@@ -112,6 +111,31 @@ def _optimizer(
         for number, places in buffer.copies(segment):
             holders = places[part] if zero else _together(places)
             yield Item(segment.operator.name, slot, number, start * size, stop * size, holders)
+
+
+def flat_ranges(sizes: Sequence[int], parts: int) -> Iterator[tuple[int, int, int, int]]:
+    """ZeRO's partition: cuts segments that lie behind each other in a buffer into equal contiguous parts of the buffer.
+
+    DeepSpeed's ZeRO-1 and ZeRO-2 and megatron-core's distributed optimizer all give each data-parallel rank one
+    such part of the optimizer state.
+
+    Args:
+        sizes: elements of each segment.
+        parts: how many ranks share the buffer; its end is padded to a multiple of that.
+
+    Yields:
+        (segment, part, first element in the segment, the one after the last), in ascending order, none empty.
+    """
+    each = -(-sum(sizes) // parts)
+    begin = 0
+    for segment, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            part = (begin + start) // each
+            stop = min(size, (part + 1) * each - begin)
+            yield segment, part, start, stop
+            start = stop
+        begin += size
 
 
 def _is_chosen(operator: Operator, chosen: Collection[str] | None) -> bool:

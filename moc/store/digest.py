@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import BinaryIO
+
 import xxhash
+
+_BLOCK = 4 << 20
 
 
 def digest_of(data) -> str:
     """xxh3-128 of a buffer, in hex."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of_file(file: BinaryIO, size: int, advance: Callable[[int], object] = lambda count: None) -> str:
+    """xxh3-128 of the next bytes of a file, in hex.
+
+    Args:
+        file: an open file.
+        size: how many bytes; fewer where the file ends.
+        advance: is told how many were read, block by block.
+    """
+    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
+    while size and (count := file.readinto(block[: min(size, len(block))])):
+        hasher.update(block[:count])
+        advance(count)
+        size -= count
+    return hasher.hexdigest()

@@ -8,6 +8,7 @@ described in ``docs/reference/format.md``.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import torch
 
 from moc.state.region import Region
 from moc.store.blobs import Blob, LocalBlob
+from moc.store.boxes import INDEX, StoredBox, read_boxes
 from moc.store.digest import digest_of
 from moc.store.errors import DamagedRegionError, MissingRegionError
+from moc.store.manifest import FileEntry
 
-_INDEX = "regions"
 _PAGE = 4096  # the data begin at a multiple, so that they can be mapped and written by pages
 _NO_DIGEST = "0" * 32
 _DTYPES = {
@@ -130,23 +132,39 @@ class FileLayout:
             digests: xxh3-128 of the bytes of each entry, in hex.
         """
         index = {key: [*named, digest] for (key, named), digest in zip(self._named.items(), digests, strict=True)}
-        text = f'{{"__metadata__": {json.dumps({_INDEX: json.dumps(index)})}{self._described}'.encode()
+        text = f'{{"__metadata__": {json.dumps({INDEX: json.dumps(index)})}{self._described}'.encode()
         text = text.ljust(self.header_bytes - 8)
         return len(text).to_bytes(8, "little") + text
 
 
-def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> None:
+def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> FileEntry:
     """Writes one file; its values are copied to the host one after the other."""
     tensors = sorted(tensors, key=lambda tensor: -tensor.values.dtype.itemsize)
-    layout, digests = FileLayout(tensor.entry for tensor in tensors), []
+    layout = FileLayout(tensor.entry for tensor in tensors)
+    return write_layout(path, layout, (tensor.values.detach().cpu() for tensor in tensors))
+
+
+def write_layout(path: Path, layout: FileLayout, values: Iterable[torch.Tensor]) -> FileEntry:
+    """Writes one file durably; returns what a manifest says of it.
+
+    Args:
+        path: the file.
+        layout: its entries.
+        values: of the entries, in the order of the layout, on the host.
+    """
+    digests = []
     with open(path, "wb") as file:
         file.seek(layout.header_bytes)
-        for tensor in tensors:
-            values = bytes_of(tensor.values.detach().cpu())
-            digests.append(digest_of(values))
-            file.write(values)
+        for tensor in values:
+            data = bytes_of(tensor)
+            digests.append(digest_of(data))
+            file.write(data)
+        header = layout.header(digests)
         file.seek(0)
-        file.write(layout.header(digests))
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(layout.nbytes, len(header), digest_of(header))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -199,25 +217,14 @@ def read_sources(blob: Blob) -> list[Source]:
         MissingRegionError: it is not a file of regions.
     """
     try:
-        length = int.from_bytes(blob.read(0, 8), "little")
-        if not 2 <= length <= blob.size - 8:
-            raise ValueError(f"its header cannot have {length} bytes")
-        header = json.loads(bytes(blob.read(8, 8 + length)))
-        index = json.loads(header["__metadata__"][_INDEX])
-        sources = [_source(blob, 8 + length, header[key], *about) for key, about in index.items()]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise MissingRegionError(f"{blob.name} is not a file of regions ({error})") from None
-    return sources
+        return [_source(blob, box) for box in read_boxes(blob.name, blob.size, blob.read)]
+    except (OSError, KeyError, ValueError) as error:
+        raise MissingRegionError(f"{blob.name} is not a file of regions: its header is damaged ({error})") from None
 
 
-def _source(blob: Blob, data: int, described: dict, name, slot, global_shape, offset, digest=None) -> Source:
-    entry = Entry(
-        name, slot, tuple(global_shape), Region(tuple(offset), tuple(described["shape"])), _DTYPES[described["dtype"]]
-    )
-    start, stop = described["data_offsets"]
-    if stop - start != entry.nbytes or data + stop > blob.size or start < 0:
-        raise ValueError(f"{slot} of {name} does not lie inside of it: it is truncated")
-    return Source(blob, entry, data + start, digest)
+def _source(blob: Blob, box: StoredBox) -> Source:
+    entry = Entry(box.name, box.slot, box.global_shape, box.region, _DTYPES[box.dtype])
+    return Source(blob, entry, box.start, box.digest)
 
 
 class RegionReader:

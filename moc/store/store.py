@@ -17,7 +17,7 @@ from moc.store.errors import CheckpointError, DamagedRegionError
 from moc.store.manifest import FileEntry, Manifest, RankReport
 from moc.store.storage import Storage
 
-_DIRECTORY = re.compile(r"^iter_(\d{7,})$")
+_DIRECTORY = re.compile(r"iter_(\d{7,})")
 _RANK = re.compile(r"rank_\d{5,}\.safetensors")
 _CHUNK = 16 << 20  # bytes written at once
 _SET_ASIDE = f"{manifests.NAME}.superseded"
@@ -27,6 +27,12 @@ _REMOVED = f"{manifests.NAME}.removed"
 def directory_of(iteration: int) -> str:
     """Megatron's name for the checkpoint of an iteration, ``iter_0000100``."""
     return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """The inverse of :func:`directory_of`; None where the name is another one."""
+    match = _DIRECTORY.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def file_of(rank: int) -> str:
@@ -206,11 +212,6 @@ class Store:
         self._check()
         self.place.remove("")
 
-    def remove_before(self, iteration: int) -> None:
-        """Removes the checkpoints that are older, the oldest first."""
-        for older in [other for other in self.iterations() if other < iteration]:
-            self.remove(older)
-
     def damage_in_header(self, iteration: int, name: str, entry: FileEntry) -> str | None:
         """What is wrong with size or header of a file, if anything is; its data are compared as they are read."""
         try:
@@ -260,8 +261,8 @@ class Store:
         return part
 
     def _directories(self) -> list[int]:
-        matches = map(_DIRECTORY.match, self.place.names())
-        return sorted(int(match[1]) for match in matches if match)
+        iterations = map(iteration_of, self.place.names())
+        return sorted(iteration for iteration in iterations if iteration is not None)
 
     def _published(self, iteration: int) -> bool:
         return self._counts(iteration, self.place.names(directory_of(iteration)))

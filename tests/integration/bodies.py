@@ -25,7 +25,6 @@ import pretrain_gpt_moe as program
 from megatron.pretraining import errors, loop, setup
 from megatron.pretraining.checkpoint import writer as checkpoint_writer
 from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.checkpoint.files import CheckpointError
 from megatron.pretraining.config import compose
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.logging.log import Log
@@ -33,6 +32,7 @@ from megatron.pretraining.model.parameters import unpartitioned_parameters, unwr
 from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process import stopping
 from moc.session import snapshots
+from moc.store.errors import CheckpointError
 from tests.integration import plain
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live.job import Events
+from benchmarks.papers.equations import TARGETS, pec_size
 from moc.sharding import StateBytes
-from moc.sharding.pec_sizes import TARGETS, full_size, pec_size
 from moc.store.regions import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_equation_6(target, data, tmp_path):
     parameters = {name: entry.elements["master"] for name, entry in store.manifest(1).operators.items()}
     experts = sum(n for name, n in parameters.items() if ".expert." in name)
     others, state = sum(parameters.values()) - experts, StateBytes(weights=4, master=0)  # as Format v1 saves them
-    assert full == full_size(others, experts, state)
+    assert full == pec_size(others, experts, EXPERTS, EXPERTS, state)
     assert partial == pytest.approx(pec_size(others, experts, 2, EXPERTS, state, target), rel=0.01)
 
 

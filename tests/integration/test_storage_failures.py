@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pretraining.checkpoint import files
+from moc.store import dense_files
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import EVERY, events, newest_whole, node_memory, start, told, train
 from tests.integration.test_atomic_save import assert_whole, wait_for
@@ -94,7 +94,7 @@ def test_no_checkpoint_can_be_saved_for_a_while(data, tmp_path):
     wait_for(lambda: len(events(flags, "save_failed")) > 1 or world.ended())
     assert not world.ended()
     root.unlink()
-    wait_for(lambda: files.saved_iterations(root) or world.ended())
+    wait_for(lambda: dense_files.saved_iterations(root) or world.ended())
     run = stopped(world)
     assert assert_whole(root) == len(run.records)
     first, second, *_ = events(flags, "save_failed")

@@ -33,8 +33,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pretraining.checkpoint import contents, files, writer
-from megatron.pretraining.checkpoint.files import CheckpointError
+from megatron.pretraining.checkpoint import contents, writer
 from megatron.pretraining.checkpoint.loading import CheckpointLoader
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.optimizer import VotedOptimizer
@@ -45,8 +44,10 @@ from moc.runtime.groups import Aborted, Suspicion
 from moc.runtime.world import World
 from moc.snapshot.background import within
 from moc.state.record import Position
+from moc.store import dense_files
 from moc.store.claims import Claim
-from moc.store.errors import TakenError
+from moc.store.durable import write_durably
+from moc.store.errors import CheckpointError, TakenError
 from moc.store.fence import Fence
 from moc.store.regions import RegionTensor
 from moc.trouble import Trouble
@@ -94,9 +95,9 @@ class Checkpoints:
         checkpoint = self._config.checkpoint
         if checkpoint.load is None or checkpoint.finetune:
             return None
-        look = functools.partial(files.latest_iteration, checkpoint.load)
+        look = functools.partial(dense_files.latest_iteration, checkpoint.load)
         if checkpoint.ckpt_step is not None:
-            directory = files.directory_of(checkpoint.load, checkpoint.ckpt_step)
+            directory = dense_files.directory_of(checkpoint.load, checkpoint.ckpt_step)
             look = lambda: checkpoint.ckpt_step if directory.is_dir() else None  # noqa: E731
         return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
 
@@ -117,7 +118,7 @@ class Checkpoints:
             return None
         position = loader.load(directory)
         save = self._config.checkpoint.save
-        if save and files.directory_of(save, position.iteration).resolve() == directory.resolve():
+        if save and dense_files.directory_of(save, position.iteration).resolve() == directory.resolve():
             self.last_saved = position.iteration
         return position
 
@@ -138,8 +139,8 @@ class Checkpoints:
 
     def _save(self, position: Position) -> None:
         root, iteration = Path(self._config.checkpoint.save), position.iteration
-        run_on_rank0(lambda: files.start(root, iteration, self._fence), "cannot start a checkpoint")
-        staging = files.staging_of(root, iteration, self._fence.claim.tag)
+        run_on_rank0(lambda: dense_files.start(root, iteration, self._fence), "cannot start a checkpoint")
+        staging = dense_files.staging_of(root, iteration, self._fence.claim.tag)
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -268,7 +269,7 @@ class Checkpoints:
 
     def _write_state(self, staging: Path, position: Position) -> None:
         state = contents.training_state(self._config, self._world, position, self._optimizer, self._scheduler)
-        files.write_durably(staging / files.STATE, json.dumps(state, indent=1))
+        write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
 
     def _optimizer_entries(self) -> list[RegionTensor]:
         """This rank's share of the optimizer state, on the host: forked writers cannot read the device."""

@@ -12,8 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.safe_globals import register_safe_globals
 
-from megatron.pretraining.checkpoint import contents, files, writer
-from megatron.pretraining.checkpoint.files import CheckpointError
+from megatron.pretraining.checkpoint import contents, writer
 from megatron.pretraining.config import Config, global_batch_size
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import set_step
@@ -22,6 +21,8 @@ from megatron.pretraining.model.parameters import unwrap
 from moc.runtime.agreement import first_line, first_reported, run_on_rank0
 from moc.runtime.world import World
 from moc.state.record import Position
+from moc.store import dense_files
+from moc.store.errors import CheckpointError
 from moc.store.fill import values_for
 from moc.store.regions import MissingRegionError, RegionReader
 
@@ -56,7 +57,7 @@ class CheckpointLoader:
         checkpoint = self._config.checkpoint
         self._say(f"loading checkpoint {directory}")
         manifest = self._verified_manifest(directory)
-        state = json.loads((directory / files.STATE).read_text()) if manifest else None
+        state = json.loads((directory / dense_files.STATE).read_text()) if manifest else None
         if state:
             contents.check_shape(self._config, state["shape"], directory)
         elif checkpoint.load_optim and not checkpoint.finetune:
@@ -79,27 +80,27 @@ class CheckpointLoader:
     def _look(self) -> str | None:
         checkpoint = self._config.checkpoint
         if checkpoint.save and Path(checkpoint.load).is_dir():
-            files.restore_replaced(checkpoint.load)
+            dense_files.restore_replaced(checkpoint.load)
         iteration = checkpoint.ckpt_step
         if iteration is None:
-            iteration = files.latest_iteration(checkpoint.load)
+            iteration = dense_files.latest_iteration(checkpoint.load)
         if iteration is not None:
-            return str(files.directory_of(checkpoint.load, iteration))
+            return str(dense_files.directory_of(checkpoint.load, iteration))
         if checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(
-                f"{checkpoint.load} holds no checkpoint ({files.TRACKER} is missing): check --load, "
+                f"{checkpoint.load} holds no checkpoint ({dense_files.TRACKER} is missing): check --load, "
                 "or drop --exit-on-missing-checkpoint to start from random weights"
             )
         return None
 
     def _verified_manifest(self, directory: Path) -> dict | None:
-        manifest = run_on_rank0(lambda: files.read_manifest(directory), "cannot read a checkpoint")
+        manifest = run_on_rank0(lambda: dense_files.read_manifest(directory), "cannot read a checkpoint")
         if manifest is None:
-            self._say(f"{directory} has no {files.MANIFEST} (another program wrote it): it is not verified")
+            self._say(f"{directory} has no {dense_files.MANIFEST} (another program wrote it): it is not verified")
             return None
         mine = dict(sorted(manifest["files"].items())[self._world.rank :: self._world.size])
-        if damage := first_reported(files.damage_in(directory, mine)):
-            raise files.damaged(damage)
+        if damage := first_reported(dense_files.damage_in(directory, mine)):
+            raise dense_files.damaged(damage)
         return manifest
 
     def _load_weights(self, directory: Path) -> dict:

@@ -16,8 +16,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
-from megatron.pretraining.checkpoint import files
 from moc.runtime.children import die_with_parent
+from moc.store import dense_files
+from moc.store.durable import write_durably
+from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
 from moc.store.regions import RegionTensor, write_regions
 
@@ -49,11 +51,11 @@ def write_files(
             (staging / OPTIMIZER).mkdir(exist_ok=True)
             write_regions(staging / OPTIMIZER / f"rank_{rank:05d}.safetensors", entries)
         written = [*staging.glob(f"__{rank}_*"), *staging.glob(f"{OPTIMIZER}/rank_{rank:05d}.*")]
-        report = {"files": {str(path.relative_to(staging)): files.describe(path) for path in written}}
+        report = {"files": {str(path.relative_to(staging)): dense_files.describe(path) for path in written}}
     except Exception as error:  # whatever it is, the first worker must hear of it
         report = {"error": f"worker {rank}: {error}"}
     with contextlib.suppress(OSError):  # a missing report is bad news too
-        files.write_durably(_report(staging, rank), json.dumps(report))
+        write_durably(_report(staging, rank), json.dumps(report))
 
 
 def publish(root: Path, iteration: int, workers: int, retain_interval: int | None, fence: Fence | None = None) -> None:
@@ -71,13 +73,13 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     """
     if fence is not None:
         fence.check()
-    staging = files.staging_of(root, iteration, fence.claim.tag if fence is not None else "")
+    staging = dense_files.staging_of(root, iteration, fence.claim.tag if fence is not None else "")
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
         report = json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} could not even say why"}
         if "error" in report:
-            raise files.CheckpointError(
+            raise CheckpointError(
                 f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "
                 f"earlier ones are untouched: make room or repair {root}, and start again"
             )
@@ -85,14 +87,14 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
         path.unlink()
     for path in staging.iterdir():
         if path.is_file():
-            described.setdefault(path.name, files.describe(path))
-    files.publish(root, iteration, described, fence)
+            described.setdefault(path.name, dense_files.describe(path))
+    dense_files.publish(root, iteration, described, fence)
     if retain_interval:
         if fence is not None:
             fence.check()
-        for older in files.saved_iterations(root):
+        for older in dense_files.saved_iterations(root):
             if older < iteration and older % retain_interval:
-                files.remove(root, older)
+                dense_files.remove(root, older)
 
 
 def _report(staging: Path, rank: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ import torch
 from moc.inspect.coverage import BUFFER, PARAM, SLOTS, missing_operators, operator_or_other
 from moc.policy import is_of_windows
 from moc.state.region import Region
+from moc.store import store
 from moc.store.errors import CheckpointError
 from moc.store.regions import Entry
 
@@ -109,10 +109,10 @@ def iteration_of(directory: Path) -> int:
     Raises:
         CheckpointError: it is named otherwise.
     """
-    found = re.fullmatch(r"iter_(\d{7,})", directory.resolve().name)
-    if not found:
+    iteration = store.iteration_of(directory.resolve().name)
+    if iteration is None:
         raise CheckpointError(f"{directory} is not called iter_ and a number: give it the name that it was saved by")
-    return int(found[1])
+    return iteration
 
 
 def whole_of(shape: tuple[int, ...]) -> Region:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.pretraining.checkpoint import files
 from megatron.pretraining.convert.contents import (
     COMPUTE,
     DTYPE_NAMES,
@@ -42,6 +41,8 @@ from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write
 from moc.inspect.checkpoint import OPTIMIZER
 from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.region import Region
+from moc.store import dense_files
+from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 from moc.store.regions import Entry, RegionReader
 from moc.store.store import file_of
@@ -133,7 +134,7 @@ class DenseContents(ConvertedState):
 
     def _facts(self, directory: Path, ours: bool, writers: int) -> Facts:
         if ours:
-            state = json.loads((directory / files.STATE).read_text(encoding="utf-8"))
+            state = json.loads((directory / dense_files.STATE).read_text(encoding="utf-8"))
         else:
             state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._places)}
         state = {"interval": None, **state}  # which a policy has not adapted yet
@@ -143,15 +144,15 @@ class DenseContents(ConvertedState):
 
 def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[str, dict]:
     """What our manifest lists, nothing where there is none; hashes are compared before anything is unpickled."""
-    manifest = files.read_manifest(directory)
+    manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
-            f"{directory} has no {files.MANIFEST}, so it is not known who wrote it, and torch unpickles its .metadata: "
-            "pass --trust if you know that it is harmless"
+            f"{directory} has no {dense_files.MANIFEST}, so it is not known who wrote it, and torch unpickles its "
+            ".metadata: pass --trust if you know that it is harmless"
         )
     listed = manifest["files"] if manifest else {}
     for name, entry in listed.items():
-        if damage := files.damage_in(directory, {name: entry}):
+        if damage := dense_files.damage_in(directory, {name: entry}):
             raise CheckpointError(f"{damage}; convert another checkpoint with --iteration")
         advance(entry["bytes"])
     return listed
@@ -202,9 +203,9 @@ def write_dense(
     state = _training_state(contents) | {"params_dtype": DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
     places = _places(weights)
-    refuse_to_replace(files.directory_of(root, iteration))
+    refuse_to_replace(dense_files.directory_of(root, iteration))
     _refuse_to_disturb(root, iteration)
-    staging = files.start(root, iteration)
+    staging = dense_files.start(root, iteration)
     boxes = [_weight(weights, entry, places[entry.name], advance) for entry in weights.tensors]
     write_weights(staging, boxes, extra_states(places), iteration, file_bytes)
     owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
@@ -212,9 +213,9 @@ def write_dense(
         (staging / OPTIMIZER).mkdir()
     for rank, part in enumerate(cut(owned, writers) if owned else ()):
         write_regions(staging / OPTIMIZER / file_of(rank), part, contents, advance)
-    files.write_durably(staging / files.STATE, json.dumps(state, indent=1))
+    write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
     written = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
-    return files.publish(root, iteration, {name: files.describe(staging / name) for name in written})
+    return dense_files.publish(root, iteration, {name: dense_files.describe(staging / name) for name in written})
 
 
 def _training_state(contents: ConvertedState) -> dict:
@@ -248,7 +249,7 @@ def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: A
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:
     """Starting a save clears all that others have not ended."""
-    others = set(_leftovers(root)) - {files.staging_of(root, iteration)}
+    others = set(_leftovers(root)) - {dense_files.staging_of(root, iteration)}
     if others:
         raise CheckpointError(
             f"{min(others)} is a save that goes on, or was killed: wait for it or remove it, or name another directory"

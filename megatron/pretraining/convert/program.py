@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.pretraining.checkpoint import files
 from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint
-from moc.output import human, progress
+from moc.output import human, progress, refused
+from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
 TORCH_DIST = "torch_dist"
@@ -108,8 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         written = convert(args)
     except CheckpointError as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return 1
+        return refused("convert_checkpoint", error)
     except OSError as error:
         failed = f"{args.source} could not be converted into {args.output} ({error})"
         remedy = "make room or repair the disk, and start again; nothing was published"
@@ -153,7 +152,7 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 
     one, root = is_checkpoint(args.source), args.source.resolve()
     window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
-    refuse_to_replace(files.directory_of(args.output, window.end.iteration))
+    refuse_to_replace(dense_files.directory_of(args.output, window.end.iteration))
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".window-", dir=args.output) as scratch:
         directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from megatron.pretraining.convert.contents import MASTER, ConvertedState, whole_
 from moc.state.region import Region, boxes_of_range
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry
-from moc.store.regions import Entry, FileLayout, MissingRegionError, RegionReader, bytes_of, digest_of
+from moc.store.regions import Entry, FileLayout, MissingRegionError, RegionReader, write_layout
 
 Advance = Callable[[int], None]
 _NUMBER = re.compile(r"\d+")
@@ -62,20 +62,14 @@ def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
 
 def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState, advance: Advance) -> FileEntry:
     """Writes a file of regions, one box after the other, durably; returns what a manifest says of it."""
-    layout, digests = FileLayout(entries), []
-    with open(path, "wb") as file:
-        file.seek(layout.header_bytes)
+    layout = FileLayout(entries)
+
+    def values() -> Iterator[torch.Tensor]:
         for entry in layout.entries:
-            data = bytes_of(contents.read(entry.name, entry.slot, entry.region))
-            digests.append(digest_of(data))
-            file.write(data)
-            advance(len(data))
-        header = layout.header(digests)
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(layout.nbytes, len(header), digest_of(header))
+            yield contents.read(entry.name, entry.slot, entry.region)
+            advance(entry.nbytes)
+
+    return write_layout(path, layout, values())
 
 
 def refuse_to_replace(directory: Path) -> None:

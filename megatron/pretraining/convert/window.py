@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.pretraining.arguments import parse_config
-from megatron.pretraining.checkpoint import files
 from megatron.pretraining.config import Config, compose, layout_sizes
 from megatron.pretraining.config.composed import group_classes
 from megatron.pretraining.config.flag import flags_of
@@ -23,6 +22,7 @@ from moc.inspect.coverage import missing_operators
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
 from moc.state.operators import Operator
+from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
 from moc.store.storage import LocalPlace
@@ -115,7 +115,7 @@ def compute_again(
     for event in map(json.loads, told.splitlines()):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
-    return files.directory_of(Path(config.checkpoint.save), window.end.iteration), not elsewhere
+    return dense_files.directory_of(Path(config.checkpoint.save), window.end.iteration), not elsewhere
 
 
 def _run(command: Sequence[str]) -> str | None:

@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from moc.output import ToolError
+
 DEFAULT_GLOB = ("*.txt", "*.jsonl", "*.json")
 PIECE_BYTES = 64 * 1024  # tokenizers are slower on longer strings
 _COMPRESSED = (".gz", ".zst")
 _JSON = (".jsonl", ".ndjson", ".json")
 _BOM = b"\xef\xbb\xbf"
-
-
-class ToolError(Exception):
-    """Ends a tool: one sentence for the user, no traceback."""
 
 
 class BadText(ToolError):

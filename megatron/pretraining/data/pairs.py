@@ -7,7 +7,8 @@ import fcntl
 import os
 import shutil
 
-from megatron.pretraining.data.documents import ToolError, sync
+from megatron.pretraining.data.documents import sync
+from moc.output import ToolError
 
 
 class PairWriter:

@@ -25,7 +25,6 @@ from megatron.pretraining.data.documents import (
     BadText,
     DocumentPiece,
     Reader,
-    ToolError,
     add_input_arguments,
     cut,
     find_files,
@@ -34,6 +33,7 @@ from megatron.pretraining.data.documents import (
     on_regex,
 )
 from megatron.pretraining.data.pairs import PairWriter
+from moc.output import ToolError, refused
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024
@@ -99,13 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(preprocess(args))
         return 0
-    except ToolError as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        reason = error.strerror or error
-        print(f"preprocess_data: {error.filename or args.output_prefix}: {reason}.", file=sys.stderr)
-        return 1
+    except (ToolError, OSError) as error:
+        return refused("preprocess_data", error, args.output_prefix)
     except BrokenProcessPool:
         print(
             "preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.",

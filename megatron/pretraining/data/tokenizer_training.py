@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.pretraining.data.documents import BadText, Reader, ToolError, add_input_arguments, find_files, sync
+from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, find_files, sync
+from moc.output import ToolError, refused, replacing
 
 CHUNK_CHARACTERS = 4096
 CHECKED_CHARACTERS = 1_000_000
@@ -85,12 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train_tokenizer(args)
         return 0
-    except ToolError as error:
-        print(f"train_tokenizer: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"train_tokenizer: {error.filename or args.output}: {error.strerror or error}.", file=sys.stderr)
-        return 1
+    except (ToolError, OSError) as error:
+        return refused("train_tokenizer", error, args.output)
     except KeyboardInterrupt:
         print("train_tokenizer: interrupted; no tokenizer was written.", file=sys.stderr)
         return 130
@@ -241,20 +238,12 @@ def _write(prefix: str, model: bytes) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = ((processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size()))
     vocab = "".join(f"{_escaped(piece)}\t{score:g}\n" for piece, score in pieces)
-    directory = os.path.dirname(os.path.abspath(prefix))
-    os.makedirs(directory, exist_ok=True)
     for path, data in ((f"{prefix}.vocab", vocab.encode("utf-8")), (f"{prefix}.model", model)):
-        partial = f"{path}.partial"
-        try:
+        with replacing(path) as partial:
             with open(partial, "wb") as file:
                 file.write(data)
             sync(partial)
-            os.replace(partial, path)
-        except BaseException:
-            if os.path.exists(partial):
-                os.unlink(partial)
-            raise
-    sync(directory)
+    sync(os.path.dirname(os.path.abspath(prefix)))
 
 
 def _escaped(piece: str) -> str:

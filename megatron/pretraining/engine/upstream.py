@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -28,17 +27,12 @@ from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported
 from moc.runtime.world import World
+from moc.session.tap import NoTap
 from moc.store.errors import CheckpointError, MissingRegionError
 
 
-class UpstreamTap:
+class UpstreamTap(NoTap):
     """The boundaries of this worker's stage; here nothing happens but what megatron-core does."""
-
-    gauges: Mapping[str, float] = MappingProxyType({})
-    """What there is to see of every iteration."""
-
-    feeds: Mapping[int, Collection[int]] = MappingProxyType({})
-    """By stage, the stages from whose logs it could be computed again; empty where nothing is logged."""
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
@@ -61,56 +55,6 @@ class UpstreamTap:
             known: tokens of all ranks, where an iteration is computed again.
         """
         finalize_model_grads(chunks, tokens)
-
-    def open(self, memory: Path) -> None:
-        """Makes what is needed; no collective.
-
-        Args:
-            memory: the directory of this job in the memory of this node.
-
-        Raises:
-            CheckpointError: there is not so much memory.
-        """
-
-    def ballot(self) -> dict[str, float]:
-        """What this worker has to say in the vote."""
-        return {}
-
-    def on_vote(self, tally: Mapping[str, float]) -> None:
-        """Hears the vote.
-
-        Raises:
-            CheckpointError: on all workers; something could not be logged.
-        """
-
-    def on_stored(self, plan: SnapshotPlan) -> None:
-        """A snapshot is safe, and so are all that were taken before it."""
-
-    def close(self) -> None:
-        """Ends what is under way; logs stay."""
-
-    def delete(self) -> None:
-        """Removes the logs: there is nothing left that would need them."""
-
-    def kept(self) -> list[int]:
-        """Iterations of which this worker's log is there, counted from 1."""
-        return []
-
-    def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
-        """Of iterations, each with the stages that compute it, those that this worker could not :meth:`serve`."""
-        return []
-
-    def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """Sends to stages that compute an iteration again what this worker sent them then."""
-
-    @contextlib.contextmanager
-    def replaying(self, stages: Collection[int]) -> Iterator[None]:
-        """While only some stages compute, and this worker's is one of them; the others :meth:`serve`.
-
-        Args:
-            stages: that compute; none where all do, as ever.
-        """
-        yield
 
 
 class UpstreamLog(UpstreamTap):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice
 from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.presets import PRESETS
+from moc.output import ToolError, refused
 from moc.policy.adaptive import TuningLimits, candidates, choose
 from moc.policy.sequential import sequential_experts
 from moc.sharding import (
@@ -84,10 +84,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class ToolError(Exception):
-    """Ends the tool: one sentence for the user, no traceback."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
@@ -106,8 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         choice = choose(measured(args, busiest), TuningLimits(plt=args.plt_limit)) if args.explain_k else None
         policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
     except (ToolError, ValueError) as error:
-        print(f"plan_checkpoint: {error}", file=sys.stderr)
-        return 1
+        return refused("plan_checkpoint", error)
     if args.json:
         told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
         told |= {"policy": policy and policy_choice.told(*policy)}

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import save_stall
 from benchmarks.save_peers import cases, ours, report, rounds
 from benchmarks.save_peers.rounds import Plan
+from moc.simulate.profile import read_events
 
 
 def test_an_early_worker_waits_for_the_others_and_not_for_the_save():
@@ -98,8 +99,8 @@ def test_our_flags_make_as_many_iterations_as_are_read(tmp_path):
 
 def test_iterations_without_saves_leave_out_the_first_ones(tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events()))
-    assert len(ours.plain_seconds(ours.read_events(tmp_path))) == 8 - rounds.WARM_UP
-    assert ours.load_seconds(ours.read_events(tmp_path)) == 1.5
+    assert len(ours.plain_seconds(read_events(tmp_path))) == 8 - rounds.WARM_UP
+    assert ours.load_seconds(read_events(tmp_path)) == 1.5
 
 
 def test_deepspeed_is_left_out_where_it_cannot_run_and_no_other():

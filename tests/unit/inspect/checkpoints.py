@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.pretraining.checkpoint import files
 from moc.state.region import boxes_of_range
+from moc.store import dense_files
 from moc.store.regions import RegionTensor, write_regions
 
 TENSORS = {
@@ -52,26 +52,26 @@ def _half(slot: str, worker: int) -> Iterator[RegionTensor]:
 
 def save(root: Path, iteration: int = 3, workers: list[list[RegionTensor]] | None = None, **state) -> Path:
     """Publishes a checkpoint whose files are as listed, whatever they hold."""
-    staging = files.start(root, iteration)
+    staging = dense_files.start(root, iteration)
     (staging / "optimizer").mkdir()
     for worker, boxes in enumerate(entries() if workers is None else workers):
         write_regions(staging / "optimizer" / f"rank_{worker:05d}.safetensors", boxes)
     for name in (".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp"):
         (staging / name).write_bytes(name.encode() * 100)
-    (staging / files.STATE).write_text(json.dumps({"iteration": iteration} | STATE | state))
+    (staging / dense_files.STATE).write_text(json.dumps({"iteration": iteration} | STATE | state))
     return publish(root, iteration)
 
 
 def publish(root: Path, iteration: int) -> Path:
     """Publishes what is staged."""
-    staging = files.staging_of(root, iteration)
+    staging = dense_files.staging_of(root, iteration)
     names = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
-    return files.publish(root, iteration, {name: files.describe(staging / name) for name in names})
+    return dense_files.publish(root, iteration, {name: dense_files.describe(staging / name) for name in names})
 
 
 def publish_again(directory: Path) -> Path:
     """Lists the files of a checkpoint anew, as they are now."""
     root, iteration = directory.parent, int(directory.name[5:])
-    directory.rename(files.staging_of(root, iteration))
-    (files.staging_of(root, iteration) / files.MANIFEST).unlink()
+    directory.rename(dense_files.staging_of(root, iteration))
+    (dense_files.staging_of(root, iteration) / dense_files.MANIFEST).unlink()
     return publish(root, iteration)

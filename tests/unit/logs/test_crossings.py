@@ -1,4 +1,4 @@
-"""What crosses stages in which order, by hand and by what must hold; and whose log a replay needs."""
+"""What crosses stages in which order, by hand and by what must hold."""
 
 from itertools import product
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.logs.crossings import Crossing, Direction, Needed, Pipeline, needed
+from moc.logs.crossings import Crossing, Direction, Pipeline
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 PLAIN = Pipeline(3, ((0, 0), (1, 0)))
@@ -29,23 +29,6 @@ def test_interleaved_chunks_go_around():
     assert pairs(INTERLEAVED.sent(1, B)) == [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
     assert pairs(INTERLEAVED.sent(0, B)) == [(0, 1), (1, 1), (2, 1), (3, 1)]
     assert INTERLEAVED.received(0, F) == INTERLEAVED.sent(1, F)
-
-
-def test_a_stage_needs_what_its_neighbours_sent():
-    entries = list(needed(PLAIN, [1], range(7, 9)))
-    assert {(one.stage, one.crossing.direction) for one in entries} == {(0, F), (2, B)}
-    assert [one.iteration for one in entries] == [7] * 4 + [8] * 4
-    assert Needed(2, 8, Crossing(B, 0, 1)) in entries
-
-
-def test_the_first_and_the_last_stage_need_one_neighbour():
-    assert {(one.stage, one.crossing.direction) for one in needed(PLAIN, [0], [1])} == {(1, B)}
-    assert {(one.stage, one.crossing.direction) for one in needed(PLAIN, [2], [1])} == {(1, F)}
-
-
-def test_stages_that_compute_together_need_no_log_of_each_other():
-    assert {(one.stage, one.crossing.direction) for one in needed(PLAIN, [0, 1], [1])} == {(2, B)}
-    assert not list(needed(PLAIN, range(3), [1]))
 
 
 @pytest.mark.parametrize("direction", Direction)

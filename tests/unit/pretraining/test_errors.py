@@ -9,11 +9,11 @@ from megatron.pretraining.process import cpu
 
 cpu.install()
 
-from megatron.pretraining.checkpoint.files import CheckpointError  # noqa: E402
 from megatron.pretraining.config import ConfigError  # noqa: E402
 from megatron.pretraining.errors import reported  # noqa: E402
 from megatron.pretraining.process import rank0 as first_worker  # noqa: E402
 from moc.runtime.groups import Aborted, Suspicion  # noqa: E402
+from moc.store.errors import CheckpointError  # noqa: E402
 
 
 @pytest.fixture

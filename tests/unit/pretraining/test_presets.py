@@ -3,7 +3,8 @@
 import pytest
 
 from megatron.pretraining.config import compose
-from megatron.pretraining.presets import PRESETS, count_parameters
+from megatron.pretraining.model.shape import count_parameters
+from megatron.pretraining.presets import PRESETS
 
 RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100)
 

@@ -134,7 +134,8 @@ def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp
     for iteration in range(1, 7):
         publish(tmp_path / "a", iteration)
         b.pull(of_a(replica_servers, iteration))
-        snapshots(copies).remove_before(iteration - 1)
+        if iteration > 2:
+            snapshots(copies).remove(iteration - 2)
     slots = {path.stat().st_ino for path in (copies / "slots").iterdir()}
     named = {path.stat().st_ino for path in copies.glob("iter_*/rank_*")}
     assert len(slots) == 3 * len(SIZES) and named < slots and len(named) == 2 * len(SIZES)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.sharding import Item, Layout, LayoutError, StateBytes, contents, cut_large
-from moc.sharding.zero import flat_ranges
+from moc.sharding.contents import flat_ranges
 from moc.state.shape import ModelShape, model_operators
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
 

@@ -15,7 +15,7 @@ from megatron.pretraining.config import Config, compose  # noqa: E402
 from megatron.pretraining.model.build import build_gpt, transformer_config  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_parameters  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
-from megatron.pretraining.presets import PRESETS, count_parameters  # noqa: E402
+from megatron.pretraining.presets import PRESETS  # noqa: E402
 from moc.state.operators import operator_of  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402
 
@@ -89,10 +89,9 @@ def operators(config: Config, vocabulary: int):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_operators_of_a_preset_have_all_of_its_parameters(name):
+def test_operators_of_a_preset_have_names_of_their_own(name):
     config, vocabulary = compose({**RUN, **PRESETS[name].values}), PRESETS[name].vocab_size
     found = operators(config, vocabulary)
-    assert sum(o.parameters for o in found) == count_parameters(config.network, config.moe, vocabulary)[0]
     assert len({o.name for o in found}) == len(found)
 
 

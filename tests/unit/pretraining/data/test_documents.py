@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.data import documents as reading
-from megatron.pretraining.data.documents import BadText, Reader, ToolError, find_files
+from megatron.pretraining.data.documents import BadText, Reader, find_files
+from moc.output import ToolError
 
 
 def documents(*files, split=None, keys=("text",)) -> list[str]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.equations import TARGETS, pec_size
 from moc.policy.sequential import sequential_experts
 from moc.sharding import Layout, StateBytes, contents
-from moc.sharding.pec_sizes import TARGETS, full_size, pec_size
 from moc.state.shape import ModelShape, model_operators
 
 GPT_350M_16E = ModelShape(
@@ -61,13 +61,12 @@ def test_sizes_are_those_of_the_items(checkpoint, target, keep_master):
 @given(checkpoints())
 def test_everything_is_equation_5(checkpoint):
     operators, experts, _, _, state = checkpoint
-    assert full_size(*parameters(operators), state) == listed(operators, state)
-    assert pec_size(*parameters(operators), experts, experts, state) == full_size(*parameters(operators), state)
+    assert pec_size(*parameters(operators), experts, experts, state) == listed(operators, state)
 
 
 def of_full(target, state=PAPER, **how) -> float:
     count = parameters(model_operators(GPT_350M_16E))
-    return pec_size(*count, 1, 16, state, target, **how) / full_size(*count, state)
+    return pec_size(*count, 1, 16, state, target, **how) / pec_size(*count, 16, 16, state)
 
 
 def test_table_3_to_the_digit():
@@ -84,11 +83,3 @@ def test_equation_6_is_much_smaller_than_table_3():
 def test_what_format_v1_holds():
     """Compute weights follow from the master's and are not saved: 4 bytes of weights and 8 of moments."""
     assert [round(of_full(target, OURS), 3) for target in TARGETS] == [0.73, 0.46, 0.191]
-
-
-@pytest.mark.parametrize(
-    ("k", "target", "sentence"), [(0, "both", "from 1 to 16"), (17, "both", "not 17"), (1, "WO", "no target WO")]
-)
-def test_what_does_not_fit_is_refused(k, target, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        pec_size(1, 1, k, 16, PAPER, target)

@@ -1,4 +1,4 @@
-"""A checkpoint directory on disk: published whole or not at all, and verified before it is used.
+"""A directory of dense checkpoints: each is published whole or not at all, and verified before it is used.
 
 A checkpoint is written under a hidden name and renamed when it is complete.  Its ``manifest.json`` is written last
 and lists every file with size and hash; without one a directory is not a checkpoint of ours.
@@ -12,37 +12,75 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import xxhash
-
-from moc.inspect.dense import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    TRACKER,
-    damaged,
-    directory_of,
-    latest_iteration,
-    read_manifest,
-    saved_iterations,
-)
+from moc.store import store
+from moc.store.digest import digest_of_file
 from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
+from moc.store.manifest import NAME as MANIFEST
 
-__all__ = [
-    "MANIFEST",
-    "STATE",
-    "TRACKER",
-    "CheckpointError",
-    "damaged",
-    "directory_of",
-    "latest_iteration",
-    "read_manifest",
-    "saved_iterations",
-    "write_durably",
-]
-
+STATE = "training_state.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+FORMAT = "moc-megatron dense checkpoint 1"
 _UNFINISHED = ".iter_*.incomplete*"
+
+
+def directory_of(root: str | Path, iteration: int) -> Path:
+    """Megatron's name for the checkpoint of an iteration, ``iter_0000100``."""
+    return Path(root) / store.directory_of(iteration)
+
+
+def saved_iterations(root: str | Path) -> list[int]:
+    """Iterations that have a published checkpoint under ``root``, ascending."""
+    root = Path(root)
+    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+    return sorted(iteration for iteration in map(store.iteration_of, names) if iteration is not None)
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The iteration that the tracker file names, or None where there is no tracker.
+
+    Raises:
+        CheckpointError: the tracker does not hold a number.
+    """
+    tracker = Path(root) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(f"{tracker} holds {text!r} instead of an iteration: write the iteration to load into it")
+    return int(text)
+
+
+def read_manifest(directory: Path) -> dict | None:
+    """The manifest of a checkpoint, or None where it has none (stock Megatron-LM wrote it).
+
+    Raises:
+        CheckpointError: the directory or manifest is damaged.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} does not exist: check --load and --ckpt-step")
+    path = directory / MANIFEST
+    if not path.is_file():
+        if (directory / STATE).is_file():
+            raise damaged(f"{path} is missing although {STATE} is there")
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} is of format {manifest['format']!r}; this program reads {FORMAT!r}")
+        return manifest
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): {_remedy()}") from None
+
+
+def damaged(what: str) -> CheckpointError:
+    """The refusal of a damaged checkpoint."""
+    return CheckpointError(f"{what}; {_remedy()}")
+
+
+def _remedy() -> str:
+    return "load an older checkpoint with --ckpt-step"
 
 
 def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
@@ -56,20 +94,12 @@ def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
     return Path(root) / f".iter_{iteration:07d}.{f'{tag}.' if tag else ''}incomplete"
 
 
-def digest_of(path: Path) -> str:
-    """xxh3-128 of a file's content, in hex."""
-    hasher = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            hasher.update(block)
-    return hasher.hexdigest()
-
-
 def describe(path: Path) -> dict:
     """A file's entry in the manifest; the file is on disk when this returns."""
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "xxh3_128": digest_of(path)}
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "xxh3_128": digest_of_file(file, size)}
 
 
 def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
@@ -172,6 +202,7 @@ def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
         size = path.stat().st_size
         if size != entry["bytes"]:
             return f"{path} has {size} bytes instead of {entry['bytes']}: it is truncated or overwritten"
-        if digest_of(path) != entry["xxh3_128"]:
-            return f"{path} does not match its hash: its content is damaged"
+        with open(path, "rb", buffering=0) as file:
+            if digest_of_file(file, size) != entry["xxh3_128"]:
+                return f"{path} does not match its hash: its content is damaged"
     return None

@@ -7,10 +7,9 @@ import shutil
 
 import pytest
 
-from megatron.pretraining.checkpoint import files
-from megatron.pretraining.checkpoint.files import CheckpointError
+from moc.store import dense_files as files
 from moc.store.claims import Claim
-from moc.store.errors import SupersededError
+from moc.store.errors import CheckpointError, SupersededError
 from moc.store.fence import Fence
 from tests.unit.store.turns import Actor
 

@@ -1,0 +1,91 @@
+"""The header of a file of regions, read and checked without its values, and so without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from moc.state.region import Region
+
+INDEX = "regions"
+"""The key of the metadata that says what each entry is."""
+_LENGTH = 8  # a safetensors file starts with the length of its JSON header
+_NUMBER_FORMATS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
+_ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for name in names.split()}
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A box of one slot of a tensor, as the header of a file describes it."""
+
+    file: str
+    name: str
+    slot: str
+    global_shape: tuple[int, ...]
+    region: Region
+    nbytes: int
+    start: int = 0
+    """Its first byte in the file."""
+    digest: str | None = None
+    """xxh3-128 of its bytes in hex, where the file says it."""
+    dtype: str = ""
+    """As safetensors calls it."""
+
+
+def read_boxes(
+    file: str, size: int, read: Callable[[int, int], bytes | memoryview], slack: bool = True
+) -> list[StoredBox]:
+    """What the header of a file describes, in the order of its index.
+
+    Args:
+        file: its name, which boxes get.
+        size: its bytes.
+        read: gives the bytes from one position to another.
+        slack: it may be longer than what it holds, as buffers are that are used again.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: the header makes no sense, or the file does not hold what it describes.
+    """
+    length = int.from_bytes(read(0, _LENGTH), "little")
+    begin = _LENGTH + length
+    if not 2 <= length <= size - _LENGTH:
+        raise ValueError(f"it cannot have {length:,} bytes")
+    try:
+        header = json.loads(bytes(read(_LENGTH, begin)))
+        index = json.loads(header.pop("__metadata__")[INDEX])
+        if unknown := header.keys() - index.keys():
+            raise ValueError(f"nothing says what its tensor {min(unknown)} is")
+        _check_spans((header[key]["data_offsets"] for key in index), size - begin, slack)
+        return [_box(file, begin, header[key], *about) for key, about in index.items()]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is not one of regions: {error!r}") from None
+
+
+def _box(file: str, begin: int, tensor: dict, name, slot, global_shape, offset, digest=None) -> StoredBox:
+    shape = tensor["shape"]
+    if not all(isinstance(n, int) for n in (*global_shape, *offset, *shape)) or not isinstance(name, str):
+        raise TypeError("a box has no place")
+    if not len(global_shape) == len(offset) == len(shape):
+        raise ValueError(f"{slot} of {name} has {len(global_shape)} axes, and a box of it {len(shape)}")
+    (start, stop), dtype = tensor["data_offsets"], tensor["dtype"]
+    element = _ELEMENT_BYTES.get(dtype)
+    if element and math.prod(shape) * element != stop - start:
+        raise ValueError(f"a box of {slot} of {name} has {stop - start} bytes instead of {math.prod(shape) * element}")
+    region = Region(tuple(offset), tuple(shape))
+    return StoredBox(file, name, slot, tuple(global_shape), region, stop - start, begin + start, digest, dtype)
+
+
+def _check_spans(spans: Iterable[list[int]], room: int, slack: bool) -> None:
+    end = 0
+    for start, stop in sorted(spans):
+        if start != end:
+            raise ValueError(
+                f"byte {min(start, end):,} of its data belongs to {'no' if start > end else 'more than one'} box"
+            )
+        end = stop
+    if end > room or (end < room and not slack):
+        truncated = ": it is truncated" if end > room else ""
+        raise ValueError(f"it describes {end:,} bytes, and {room:,} follow{truncated}")
