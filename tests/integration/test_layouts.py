@@ -42,14 +42,14 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
     "overlapped shared experts": (
         "EP2", dict(moe_shared_expert_intermediate_size=64), dict(moe_shared_expert_overlap=True)
     ),
-    "learned positions": ("PP2xEP2", dict(position_embedding_type="learned_absolute"), {}),
+    "learned positions": ("PP2", dict(position_embedding_type="learned_absolute"), {}),
     "GPT-2 like": (
         "TP2xEP2",
         dict(swiglu=False, add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=2),
         {},
     ),
-    "RMSNorm": ("TP2xEP2", dict(normalization="RMSNorm", qk_layernorm=True), {}),
-    "dense layers mixed in": ("PP2xEP2", DEEP | dict(moe_layer_freq=[0, 1, 1, 0]), {}),
+    "RMSNorm": ("TP2", dict(normalization="RMSNorm", qk_layernorm=True), {}),
+    "dense layers mixed in": ("PP2", DEEP | dict(moe_layer_freq=[0, 1, 1, 0]), {}),
     "no experts": ("TP2", dict(num_experts=None, moe_aux_loss_coeff=0.0, moe_token_dispatcher_type="allgather"), {}),
     "dropped tokens": ("EP4", dict(moe_expert_capacity_factor=0.8), {}),
     "padded to capacity": (
@@ -59,8 +59,8 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
     "expert bias": ("PP2xEP2", EXPERT_BIAS, {}),
     "loss per token": ("PP2xEP2", dict(calculate_per_token_loss=True), {}),
     "loss per token, interleaved": ("interleaved", DEEP | dict(calculate_per_token_loss=True), {}),
-    "z-loss": ("TP2xEP2", dict(moe_z_loss_coeff=0.01), {}),
-    "SGD": ("PP2xEP2", dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False), {}),
+    "z-loss": ("EP2", dict(moe_z_loss_coeff=0.01), {}),
+    "SGD": ("PP2", dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False), {}),
     "attention within documents": (
         "PP2xEP2",
         dict(

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.snapshot_files import events, node_memory, start, stores, train
-from tests.integration.test_pec import PEC, SMALL
-from tests.integration.tiny import FLAGS
+from tests.integration.test_pec import EXPERTS, LAYERS, PEC, SMALL
 
-EXPERTS = FLAGS["num_experts"]
 SLOW = "slow rank=0 iteration=0 point=persisting seconds=600"
 
 pytestmark = pytest.mark.recovery
@@ -66,7 +64,7 @@ def test_the_same_with_memory_and_killed_again_before_the_next_goes_to_storage(f
     last = train("1", flags)  # from storage alone
     assert set(last.codes) == {0} and 1 <= last.start <= 15 and last.start + len(last.records) == 20
     names = [operator for operator in stores(flags)["storage"].manifest(20).operators if ".expert." in operator]
-    assert len(names) == EXPERTS * SMALL["num_layers"]
+    assert len(names) == EXPERTS * LAYERS
 
 
 def test_an_early_fault_of_a_long_run_leaves_k_alone(flags):

@@ -19,7 +19,7 @@ def test_it_learns_as_fp32_does(layout, precision, data):
 
 def test_overflow_skips_and_halves_the_scale(data):
     flags = dict(fp16=True, initial_loss_scale=2.0**40, hysteresis=1, train_iters=30, global_batch_size=8)
-    trained = train("PP2xEP2", data | flags)
+    trained = train("PP2", data | flags)
     skipped = [r["skipped"] for r in trained.records]
     last = skipped.index(False)
     assert last >= 10 and all(skipped[:last])

@@ -113,8 +113,8 @@ class Scene:
 @pytest.mark.parametrize(
     ("tier", "layout", "rank", "every"),  # every call of one worker; of two, and of Megatron's engine, some
     [("disk", "plain", 0, 1), ("memory", "plain", 0, 1)]
-    + [("disk", "plain DP2", 0, 4), ("memory", "plain DP2", 0, 4)]
-    + [("disk", "plain DP2", 1, 3), ("memory", "plain DP2", 1, 3)]
+    + [("disk", "plain DP2", 0, 6), ("memory", "plain DP2", 0, 6)]
+    + [("disk", "plain DP2", 1, 5), ("memory", "plain DP2", 1, 5)]
     + [("disk", "EP2", 1, 10), ("memory", "EP2", 0, 10)],
 )
 def test_killed_before_calls_that_change_something(tier, layout, rank, every, flags, data, tmp_path):

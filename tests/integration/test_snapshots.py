@@ -34,7 +34,7 @@ RUNS = {
     "fp32": ("1", {}),
     "fp32 replicated, in memory": ("DP2", REPLICATED | MEMORY),
     "bf16 in memory": ("PP2xEP2", BF16 | MEMORY),
-    "fp16 replicated": ("PP2xEP2", SCALING | REPLICATED),
+    "fp16 replicated": ("PP2", SCALING | REPLICATED),
     "fp16 in memory, blocking": ("TP2xEP2", SCALING | MEMORY | BLOCKING),
     "fp32 blocking": ("EP4", BLOCKING),
     "bf16 interleaved": ("interleaved", BF16),
