@@ -160,6 +160,13 @@ class Launched:
         for pid in [self.pids[rank] for rank in ranks]:
             os.kill(pid, number)
 
+    def replaces(self, before: dict[int, int], *ranks: int, seconds: float = 120) -> None:
+        """Waits until other processes than before have the places of workers."""
+        deadline = time.monotonic() + seconds
+        while any(self.pids[rank] == before[rank] for rank in ranks):
+            assert time.monotonic() < deadline, self.console[-4000:]
+            time.sleep(0.01)
+
     def lose(self, node: int) -> None:
         """Kills all processes of a node, as when its machine is lost."""
         launcher = psutil.Process(self.launchers[node].pid)

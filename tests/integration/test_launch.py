@@ -72,6 +72,7 @@ def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturb
             shutil.rmtree(tmp_path / "tmp", ignore_errors=True)
             before = job.pids
             job.kill(*ranks)
+            job.replaces(before, *ranks)
             job.reach(iteration + 2)
             assert {rank for rank, pid in job.pids.items() if pid != before[rank]} == set(ranks)
         assert_nobody_can_tell(job, flags, undisturbed("PP2xEP2"))

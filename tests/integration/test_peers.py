@@ -124,7 +124,7 @@ def test_a_node_that_comes_back_as_a_spare_gives_back_what_it_had(flags, data, t
 
 def test_each_expert_comes_back_from_memory_in_its_newest_version(flags, data, tmp_path):
     """Of partial snapshots, the node that keeps copies has what older ones alone have, too."""
-    flags |= dict(ckpt_policy="pec", pec_k=1, persist_interval=100, train_iters=60, max_snapshot_lag=1)
+    flags |= dict(ckpt_policy="pec", pec_k=1, persist_interval=100, train_iters=30, max_snapshot_lag=1)
     with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2, spares=1) as job:
         job.reach(20)
         lose(job, 1, memory_of(flags, "1"))
