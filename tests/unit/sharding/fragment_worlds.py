@@ -8,17 +8,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from megatron.pretraining.process import cpu
-
-cpu.install()  # comes before megatron.core
-from moc.state.detail import Detail  # noqa: E402
-from moc.state.fragments import (  # noqa: E402
-    Fragment,
-    OwnedSlice,  # noqa: E402
-    Piece,  # noqa: E402
-    fragments_of,
-)
-from moc.state.region import Region  # noqa: E402
+from moc.state.detail import Detail
+from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
+from moc.state.region import Region
 
 NAMES = {
     "layers.0.attention": ("decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.input_layernorm.w"),
