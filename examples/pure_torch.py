@@ -28,6 +28,7 @@ from moc.session.begin import NoRecoveryPoint, begin
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings
 from moc.session.tap import NoTap
+from moc.state.detail import Detail
 from moc.state.record import StepRecord
 from moc.state.replicated import ReplicatedState
 from moc.store.errors import CheckpointError
@@ -119,6 +120,13 @@ class Engine:
             gradient.copy_(part.view_as(gradient) / self.world.size)
         return loss.item()
 
+    def apply(self, record, gradients=None):
+        """Updates the state, from the gradients that are there, or from kept ones."""
+        if gradients is not None:
+            for fragment in self.state.fragments(self.state.operators(), Detail.GRAD):
+                self.state.load(fragment, gradients(fragment))
+        self.optimizer.step()
+
 
 def train(engine, position, snapshots, records, iterations):
     """The loop: gradients, vote, update, snapshot."""
@@ -129,7 +137,7 @@ def train(engine, position, snapshots, records, iterations):
         mean, batch = vote["loss"] / engine.world.size, BATCH * engine.world.size
         record = StepRecord(position.iteration + 1, mean, 0.0, 1.0, False, batch * (SEQUENCE - 2), 1e-3, batch)
         snapshots.on_vote(vote)  # waits for copies of what the update is about to change
-        engine.optimizer.step()
+        engine.apply(record)
         position = position.after(record)
         records.add(record)
         snapshots.completed(position, record, begun)  # from here on a lost worker does not undo the iteration
