@@ -87,7 +87,8 @@ def apply_again(flags: dict) -> dict:
         engine.load_scalars(scalars, "the state before")
         engine.apply(record, lambda fragment: gradients[label(fragment)])
         for fragment in state.fragments(state.operators(), Detail.MASTER):
-            if fragment.slot == "param":  # biases of routers, which move without gradients
+            if fragment.slot == "param":  # biases of routers, which move without gradients, have stood still
+                assert fragment.view.equal(before[label(fragment)])
                 state.load(fragment, after[label(fragment)])
         state.gather_weights()
         answers["applied"] = _told(state) | {"scalars": engine.scalars(position.after(record))}
