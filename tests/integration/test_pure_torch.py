@@ -1,7 +1,6 @@
 """Somebody else's training loop survives what ours does, by moc alone (docs/how-to/own-engine.md)."""
 
 import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -9,14 +8,10 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from benchmarks.live.job import Events
-from moc.state.detail import Detail
 from tests.worlds import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "pure_torch.py"
@@ -107,27 +102,3 @@ def test_it_is_short_and_knows_no_engine_of_ours():
                 for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
     ours = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert ours == {"torch", "moc"}
-
-
-@pytest.fixture
-def alone():
-    """A world of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield SimpleNamespace(rank=0, size=1)
-    dist.destroy_process_group()
-
-
-def test_an_update_from_kept_gradients_is_the_iteration_that_they_are_of(alone):
-    spec = importlib.util.spec_from_file_location("pure_torch", EXAMPLE)
-    spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
-    computing, applying = example.Engine(alone), example.Engine(alone)
-    for iteration in range(3):
-        computing.gradients(iteration)
-        state = computing.state
-        kept = {one.name: one.view.clone() for one in state.fragments(state.operators(), Detail.GRAD)}
-        computing.apply(None)
-        applying.apply(None, lambda fragment, kept=kept: kept[fragment.name])
-    for one, other in zip(
-        *(e.state.fragments(state.operators(), Detail.FULL) for e in (computing, applying)), strict=True
-    ):
-        assert torch.equal(one.view, other.view)
