@@ -122,6 +122,13 @@ class Engine:
             gradient.copy_(part.view_as(gradient) / self.world.size)
         return loss.item()
 
+    def apply(self, record, gradients=None):
+        """Updates the state, from the gradients that are there, or from kept ones."""
+        if gradients is not None:
+            for fragment in self.state.fragments(self.state.operators(), Detail.GRAD):
+                self.state.load(fragment, gradients(fragment))
+        self.optimizer.step()
+
 
 def train(engine, session, iterations):
     """The loop: gradients, vote, update, commit, snapshot."""
@@ -133,7 +140,7 @@ def train(engine, session, iterations):
         mean, batch = vote["loss"] / engine.world.size, BATCH * engine.world.size
         record = StepRecord(position.iteration + 1, mean, 0.0, 1.0, False, batch * (SEQUENCE - 2), 1e-3, batch)
         session.on_vote(vote)  # waits for copies of what the update is about to change
-        engine.optimizer.step()
+        engine.apply(record)
         position = session.completed(record, begun)  # from here on a lost worker does not undo the iteration
         session.take()
     session.flush()

@@ -10,14 +10,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
 from moc.events import EventLog
 from moc.policy import SnapshotPlan
 from moc.runtime.world import World
+from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
 from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
+
+Gradients = Callable[[Fragment], torch.Tensor]
+"""Gives the reduced gradient of each fragment of detail ``GRAD``, as it was kept or logged."""
 
 
 class Listener(Protocol):
@@ -178,8 +183,16 @@ class Engine(Protocol):
             kernels are the same.
         """
 
-    def complete(self, record: StepRecord) -> None:
-        """Updates the state from the reduced gradients that it still has, by the decision of the vote."""
+    def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
+        """Updates the state of what is not frozen by the decision of the vote: no forward, no backward, no collective.
+
+        Loss scale and learning rate are to be those of the iteration.  What moves without gradients, such as biases of
+        routers, stays where gradients are given, and is to be loaded; weights are to be gathered afterwards.
+
+        Args:
+            record: of the iteration.
+            gradients: of the iteration; by default those that it still has, see ``reduced``.
+        """
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:
         """Counts what routers do from now on.

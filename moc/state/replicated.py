@@ -63,6 +63,8 @@ class ReplicatedState:
         if detail is Detail.COMPUTE:
             slots = {"param": weights}
         elif detail is Detail.GRAD:
+            if parameter.grad is None:  # to be loaded
+                parameter.grad = torch.zeros_like(parameter)
             slots = {"grad": parameter.grad}
         else:
             slots = {"master": weights} | {moment: moments[moment] for moment in MOMENTS}

@@ -60,6 +60,43 @@ def complete_late(flags: dict, pattern: str) -> dict:
     return with_run(flags, use)
 
 
+def apply_again(flags: dict) -> dict:
+    """From one state, an iteration is computed, and ``applied`` from its reduced gradients alone, which were kept.
+
+    Returns:
+        For each way digests and steps, schedule and loss scale; and ``before``, the same of the state before.
+    """
+
+    def use(run) -> dict:
+        engine = MegatronEngine(run.config, run.stepper, run.streams["train"], run.vocab_size)
+        state = engine.state
+        _steps(run, 1)
+        position, before, steps, scalars = run.position, _copies(state), state.steps(), engine.scalars(run.position)
+        answers = {"before": _told(state)}
+        (record,) = _steps(run, 1)
+        answers["computed"] = _told(state) | {"scalars": engine.scalars(run.position)}
+        gradients = {label(f): f.view.clone() for f in state.fragments(state.operators(), Detail.GRAD)}
+        after = _copies(state)
+        for chunk in run.stepper.chunks:
+            for parameter in chunk.parameters():
+                parameter.main_grad.fill_(float("nan"))
+        for fragment in state.fragments(state.operators(), Detail.FULL):
+            state.load(fragment, before[label(fragment)])
+        state.gather_weights()
+        state.set_steps(steps)
+        engine.load_scalars(scalars, "the state before")
+        engine.apply(record, lambda fragment: gradients[label(fragment)])
+        for fragment in state.fragments(state.operators(), Detail.MASTER):
+            if fragment.slot == "param":  # biases of routers, which move without gradients, have stood still
+                assert fragment.view.equal(before[label(fragment)])
+                state.load(fragment, after[label(fragment)])
+        state.gather_weights()
+        answers["applied"] = _told(state) | {"scalars": engine.scalars(position.after(record))}
+        return answers
+
+    return with_run(flags, use)
+
+
 def _at_once(run, state, replayer, record, frozen) -> None:
     state.freeze(frozen)
     replayer.compute(replayer.progress.at.position, record, frozen, ())

@@ -16,8 +16,9 @@ from megatron.pretraining.engine.routing import RouterCounts
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.shape import model_shape
-from moc.session.engine import Outcome
+from moc.session.engine import Gradients, Outcome
 from moc.sharding.layout import Layout
+from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
 from moc.state.shape import model_operators
 
@@ -91,8 +92,13 @@ class MegatronEngine:
         sums = self._stepper.repeat(record, samples, completing)
         return Outcome({name: float(value) for name, value in sums.items()}, rate)
 
-    def complete(self, record: StepRecord) -> None:
-        """Updates the state from the reduced gradients that are left."""
+    def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
+        """Updates the state from the reduced gradients that are left, or from others, in the place of these."""
+        if gradients is not None:
+            self._stepper.optimizer.zero_grad()
+            self._stepper.optimizer.hold_router_biases(lambda: None)
+            for fragment in self.state.fragments(set(self.state.operators()) - self.state.frozen, Detail.GRAD):
+                self.state.load(fragment, gradients(fragment))
         self._stepper.optimizer.take_gradients()
         self._stepper.complete(record)
 

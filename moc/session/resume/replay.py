@@ -122,7 +122,7 @@ class Replayer:
 
     def complete(self, record: StepRecord) -> None:
         """Completes an iteration of which this worker has the reduced gradients, but not seen the vote."""
-        self.engine.complete(record)
+        self.engine.apply(record)
 
     def compute(self, position: Position, record: StepRecord, frozen: Collection[str], stages: Collection[int]) -> None:
         """Computes the iteration after a position again.
