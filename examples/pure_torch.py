@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy, gelu, softmax
 
 from moc import (
     CheckpointError,
+    Detail,
     LocalRemains,
     NoRecoveryPoint,
     NoTap,

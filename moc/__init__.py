@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointError": "moc.store.errors",
+    "Detail": "moc.state.detail",
     "Engine": "moc.session.engine",
     "LocalRemains": "moc.session.resume.survivors",
     "NoRecoveryPoint": "moc.session.resume.point",

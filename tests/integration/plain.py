@@ -14,74 +14,65 @@ from datetime import timedelta
 import torch
 
 from examples.pure_torch import BATCH, SEQUENCE, Engine, Log
-from moc.policy import interval_named, policy_named
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import join_job
-from moc.session.begin import begin
-from moc.session.resume.survivors import LocalRemains
-from moc.session.settings import Settings
-from moc.state.record import Position, StepRecord
+from moc import CheckpointError, Session, Settings, StepRecord, join_job, sum_over_workers
 from moc.store.digest import digest_of
-from moc.store.errors import CheckpointError
 
-_SETTINGS = dict(ckpt_dir="directory", train_iters="train_iters", ckpt_tier="tier", ckpt_memory_dir="memory_directory",
-                 node_of_rank="nodes", ckpt_blocking="blocking", ckpt_keep="keep", persist_interval="persist_interval",
-                 ckpt_step="begin_at")  # fmt: skip
+_SETTINGS = dict(
+    ckpt_dir="directory",
+    ckpt_policy="policy",
+    snapshot_interval="interval",
+    ckpt_overhead_budget="overhead_budget",
+    ckpt_tier="tier",
+    ckpt_memory_dir="memory_directory",
+    node_of_rank="nodes",
+    ckpt_blocking="blocking",
+    ckpt_keep="keep",
+    persist_interval="persist_interval",
+    ckpt_step="begin_at",
+)
 
 
 def train(flags: dict) -> dict:
-    """Trains; what ``bodies.train`` returns but the local parameters."""
+    """Trains; what ``bodies.train`` returns but the local parameters and the samples."""
     job = join_job()
     job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
     engine, told = Engine(job), {"records": [], "samples": {}}
     log = Log(job.rank, flags.get("log_dir"))
+    settings = {name: flags[flag] for flag, name in _SETTINGS.items() if flag in flags}
+    session = Session(engine, Settings(**{"directory": None, "train_iters": flags["train_iters"]} | settings), log)
     try:
-        told["start"] = _train(engine, flags, log, told["records"])
+        told["start"] = _train(engine, session, log, told["records"], flags)
+        session.close()
     except CheckpointError as error:
         print(f"plain.py: error (worker {job.rank}): {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-    told["weights"] = {name: _digest(p) for name, p in engine.model.named_parameters()}
+    told["weights"] = {name: digest_of(p.detach().numpy().tobytes()) for name, p in engine.model.named_parameters()}
     job.leave()
     return told | {"code": 0}
 
 
-def _train(engine: Engine, flags: dict, log: Log, records: list[dict]) -> int:
+def _train(engine: Engine, session: Session, log: Log, records: list[dict], flags: dict) -> int:
     """Trains until ``exit_interval`` or the end; where it began."""
-    position, snapshots, settings = (
-        Position(),
-        None,
-        {ours: flags[name] for name, ours in _SETTINGS.items() if name in flags},
-    )
-    if "ckpt_policy" in flags:
-        policy = policy_named(flags["ckpt_policy"])(
-            engine.operators, interval_named(flags["snapshot_interval"], flags.get("ckpt_overhead_budget"))
-        )
-        position, snapshots = begin(engine, Settings(**settings), policy, log, LocalRemains())
+    position = session.resume()
     began = position.iteration
-    log.events.write("start", iteration=began)
+    job, parameters = engine.world.job, sum(p.numel() for p in engine.model.parameters())
+    told = dict(run=session.run, job=job.id, term=job.term, world_size=job.size, parameters=parameters, startup_s={})
+    log.events.write("start", iteration=began, **told)
     while position.iteration < flags["train_iters"]:
         begun = time.perf_counter()
-        sums = {"loss": engine.gradients(position.iteration)} | (snapshots.ballot() if snapshots else {})
+        sums = {"loss": engine.gradients(position.iteration), **session.ballot()}
         vote = sum_over_workers(sums, engine.world)
         batch = BATCH * engine.world.size
         loss, tokens = vote["loss"] / engine.world.size, batch * (SEQUENCE - 2)
         record = StepRecord(position.iteration + 1, loss, 0.0, 1.0, False, tokens, 1e-3, batch)
-        if snapshots:
-            snapshots.on_vote(vote)
-        engine.optimizer.step()
-        position = position.after(record)
-        if snapshots:
-            snapshots.completed(position, record, begun)
-            snapshots.take()
+        session.on_vote(vote)
+        engine.apply(record)
+        position = session.completed(record, begun)
+        session.take()
         records.append(dataclasses.asdict(record))
-        log.events.write("iteration", iteration=record.iteration, loss=loss)
+        elapsed = dict(consumed_samples=position.consumed_samples, elapsed_s=time.perf_counter() - begun)
+        log.events.write("iteration", **records[-1], **elapsed)
         if position.iteration % flags.get("exit_interval", flags["train_iters"]) == 0:
             break
-    if snapshots:
-        snapshots.secure(position)
-        snapshots.close()
+    session.flush()
     return began
-
-
-def _digest(parameter: torch.nn.Parameter) -> str:
-    return digest_of(parameter.detach().numpy().tobytes())
