@@ -71,7 +71,7 @@ def warm_up() -> None:
 _IMPORTED_LATE = (
     "moc.launch",
     "moc.runtime.controller",
-    "moc.runtime.keeper",
+    "moc.runtime.replica_server",
     "moc.runtime.zygote",
     "torch._dynamo",
     "torch._inductor.utils",
