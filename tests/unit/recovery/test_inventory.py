@@ -1,8 +1,11 @@
 """What the memory of several nodes holds together."""
 
-from moc.recovery.inventory import Summary, in_memory
-from moc.recovery.sources import MEMORY, AvailableCheckpoint
+from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
+from moc.store.storage import LocalPlace
+from moc.store.store import Store, directory_of
+from tests.unit.recovery.test_carrying import in_full, save
 
 OPERATORS = [Operator("output", "output", None, None, 10), Operator("layers.0.router", "router", 0, None, 6)]
 
@@ -33,3 +36,33 @@ def test_biases_of_routers_are_not_among_their_parameters():
     assert one.operators == {"layers.0.router": "compute"}
     (one,) = in_memory([node(1, **{"layers.0.router": ("full", {"param": 6})})], OPERATORS)
     assert one.operators == {}
+
+
+def test_a_manifest_is_told_in_short_and_one_that_cannot_be_read_is_named(tmp_path):
+    store = Store(LocalPlace(tmp_path))
+    for iteration in (3, 4):
+        save(store, iteration, in_full(0))
+    elements = {"master": 128, "exp_avg": 128}
+    expected = Summary(3, 2, 2, {name: ("full", elements) for name in in_full(0)}, "", "pec")
+    (tmp_path / directory_of(4) / "manifest.json").write_text("{")
+    summaries, (problem,) = look(store)
+    assert summaries == [expected] and problem.startswith(f"{tmp_path}/iter_0000004/manifest.json is damaged")
+    (held,) = in_storage(summaries)
+    assert held == AvailableCheckpoint(3, STORAGE, dict.fromkeys(in_full(0), "full")) and held.policy == "pec"
+
+
+def test_of_several_launches_that_counts_of_which_there_is_most():
+    def part(files, job, **operators):
+        return [Summary(3, 3, files, operators, job, job)]
+
+    nodes = [part(1, "a", output=full(10)), part(1, "b", output=full(5)), part(1, "b", output=full(4))]
+    assert [(one.operators, one.policy) for one in in_memory(nodes, OPERATORS)] == [({}, "b")]
+    assert [one.policy for one in in_memory(reversed(nodes), OPERATORS)] == ["b"]
+    assert [one.policy for one in in_memory(nodes[:2], OPERATORS)] == ["a"]  # of two with as much, the first
+
+
+def test_of_a_time_line_that_was_given_up_only_experts_are_of_use():
+    expert = Operator("layers.0.expert.0", "expert", 0, 0, 4)
+    nodes = [node(3, output=full(10), **{expert.name: full(4)})]
+    assert in_memory(nodes, [*OPERATORS, expert], BEFORE) == [AvailableCheckpoint(3, BEFORE, {expert.name: "full"})]
+    assert in_memory(nodes, [*OPERATORS, expert])[0].operators == {"output": "full", expert.name: "full"}

@@ -22,6 +22,13 @@ def test_operators_of_a_model_with_biases_by_hand():
     ]
 
 
+def test_a_dense_model_has_no_experts():
+    dense = ModelShape((0, 0), 8, 16, 8, 4, 2, 100)
+    assert (dense.positions, dense.num_experts, dense.expert_ffn_hidden_size, dense.shared_ffn_hidden_size) == (0,) * 4
+    kinds = [one.kind for one in model_operators(dense)]
+    assert kinds == ["embedding", "attention", "mlp", "attention", "mlp", "output"]
+
+
 def sizes(**settings):
     plain = dict(expert_layers=(1,), hidden_size=8, ffn_hidden_size=16, query_width=8, key_width=4, head_width=2)
     shape = ModelShape(**plain, vocab_size=100, num_experts=1, expert_ffn_hidden_size=5, **settings)
