@@ -63,6 +63,7 @@ class ReplicatedState:
         if detail is Detail.COMPUTE:
             slots = {"param": weights}
         elif detail is Detail.GRAD:
+            assert parameter.grad is not None  # the iteration is not over
             slots = {"grad": parameter.grad}
         else:
             slots = {"master": weights} | {moment: moments[moment] for moment in MOMENTS}
@@ -116,5 +117,7 @@ class ReplicatedState:
 
 def _operator(name: str, size: int) -> Operator:
     _, *place = name.split(".")
-    layer, kind, expert = (place + [None] * 3)[:3] if place else (None, name, None)
-    return Operator(name, kind, layer and int(layer), expert and int(expert), size)
+    if not place:
+        return Operator(name, name, None, None, size)
+    layer, kind, *expert = place
+    return Operator(name, kind, int(layer), int(expert[0]) if expert else None, size)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -151,7 +152,8 @@ def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> None:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor on the host, without a copy if it is contiguous."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    values: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # a buffer to Python, if not to typeshed
+    return memoryview(values)
 
 
 @dataclass(frozen=True, eq=False)
