@@ -97,7 +97,7 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
             copies.append(event["bytes"] / world / event["copy_s"])
             seals.append(event["copy_s"] + event.get("hash_s", 0.0))
             sizes.append(event["bytes"])
-            disturbed.update((iteration, iteration + 1))
+            disturbed.update((event["iteration"], event["iteration"] + 1))
         elif kind == "persist" and event.get("write_s"):
             writes.append(event["bytes"] / event["write_s"])
             written_s.append(event["write_s"])
