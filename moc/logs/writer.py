@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,8 +99,8 @@ class LogWriter:
         buffer, layout = self._take_slot(), layout_of(iteration, self._crossings, self._shape, self._dtype)
         self._current = iteration, layout, buffer
         self._views = {
-            crossing: buffer.view(*span, self._dtype).view(self._shape)
-            for crossing, span in zip(self._crossings, layout.spans, strict=True)
+            crossing: buffer.view(start, stop, self._dtype).view(self._shape)
+            for crossing, (start, stop) in zip(self._crossings, layout.spans, strict=True)
         }
 
     def write(self, crossing: Crossing, tensor: torch.Tensor) -> None:
@@ -113,6 +114,7 @@ class LogWriter:
             CheckpointError: it is not what was announced.
         """
         target = self._views.pop(crossing, None)
+        assert self._current is not None  # between begin() and end()
         if target is None or tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise CheckpointError(
                 f"{crossing} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not what was to be sent in "
@@ -133,6 +135,7 @@ class LogWriter:
         Raises:
             CheckpointError: something that was to be sent was not.
         """
+        assert self._current is not None  # begin() was called
         iteration, layout, buffer = self._current
         if self._views:
             raise CheckpointError(
@@ -193,7 +196,7 @@ class LogWriter:
                 path.unlink()
 
     def _slot(self) -> Buffer:
-        taken = {buffer.path.name for buffer in (*self._free, *self._used.values()) if buffer is not None}
+        taken = {one.path.name for one in (*self._free, *self._used.values()) if one is not None and one.path}
         number = next(number for number in range(len(taken) + 1) if str(number) not in taken)
         path = self._directory / "slots" / str(number)
         return Buffer(
@@ -219,10 +222,11 @@ class LogWriter:
         if buffer is not None:
             self._free.append(buffer)
 
-    def _seal(self, iteration: int, layout: FileLayout, buffer: Buffer, copied: torch.cuda.Event | None) -> None:
+    def _seal(self, iteration: int, layout: FileLayout, buffer: Buffer, copied: Any) -> None:
         if copied is not None:
             copied.synchronize()
         digests = [digest_of(buffer.memory[start:stop]) for start, stop in layout.spans]
         header = layout.header(digests)
         buffer.memory[: len(header)] = header
+        assert buffer.path is not None  # _slot() gave it one
         os.link(buffer.path, path_of(self._directory, iteration))
