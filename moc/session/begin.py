@@ -80,6 +80,7 @@ def begin(
     if chooser is not None:
         settings, policy = chooser.in_force(engine, tiers, mine)
         tiers = dataclasses.replace(tiers_of(settings, world, claim), storage=tiers.storage)
+    assert policy is not None  # given, or chosen
     with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all begin again
         counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
         peers = join_peers(settings, tiers, policy, log, mine is not None)
@@ -226,10 +227,14 @@ def _from(loaded: ResumeResult, its: _Setting, left: Survivors) -> ResumePoint:
     if not there.goes_on:
         policy.begin_anew()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
-    stays = experts_staying(() if policy.exact else loaded.plan.way.used(), there.in_memory, at)
-    if not policy.exact:
+    if policy.exact:
+        stays = experts_staying((), there.in_memory, at)
+    else:
+        way = loaded.plan.way
+        assert way is not None  # only exact policies go on from live state alone
+        stays = experts_staying(way.used(), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
-        policy.on_resume(in_order and is_of(policy, loaded.plan.way), in_storage_alone(loaded.held, policy))
+        policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
     return ResumePoint(
         loaded.position,
         loaded.record,

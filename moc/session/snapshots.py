@@ -29,7 +29,7 @@ from moc.session.meter import Meter
 from moc.session.participant import VoteParticipant
 from moc.session.peers import Peers
 from moc.session.publishing import Publisher
-from moc.session.queues import PER_VOTE, Queues, Taken, told_of
+from moc.session.queues import PER_VOTE, Queues, Taken, started, told_of
 from moc.session.report import SnapshotReport
 from moc.session.resume.survivors import LiveState, StartedSnapshot
 from moc.session.storage_health import StorageHealth, tolerable
@@ -208,6 +208,7 @@ class Snapshots(VoteParticipant):
             CheckpointError: on all workers; something could not be saved.
         """
         position = self._position
+        assert position is not None  # the update is over
         if self._lacks_base and not (self._base_asked or self._storage.rests or self._storage.closed):
             self._policy.storage_lost()
             self._base_asked = True
@@ -283,7 +284,7 @@ class Snapshots(VoteParticipant):
             raise CheckpointError(self._not_stored(position))
         if self._peers is not None:
             self._peers.quiesce()
-        if self.memory_is_free and self._tiers.leads_node:
+        if self._tiers.memory is not None and self.memory_is_free and self._tiers.leads_node:
             self._tiers.memory.clear()
         self._tap.delete()
         self._report.end(self._tokens)
@@ -296,7 +297,7 @@ class Snapshots(VoteParticipant):
     @property
     def run(self) -> str:
         """What the run is called of which these are the snapshots."""
-        return self._tiers.storage.place.claim.run
+        return self._tiers.storage.place.run
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -334,12 +335,14 @@ class Snapshots(VoteParticipant):
         """Whether the iteration that is about to be completed must wait until a snapshot is safe."""
         if self._most_behind is None:
             return False
+        assert self._position is not None  # the update has not begun
         not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
         return any(self._position.iteration - taken.plan.iteration >= self._most_behind for taken in not_safe)
 
     @property
     def _lacks_base(self) -> bool:
         """Beside memory, storage lacks what partial snapshots need to be of use there."""
+        assert self._position is not None  # the update is over
         return self._tiers.memory is not None and (
             self._base_lost or self._policy.stores(self._policy.everything(self._position.iteration))
         )
@@ -361,7 +364,8 @@ class Snapshots(VoteParticipant):
     def _copy(
         self, plan: SnapshotPlan, storage: SnapshotPlan | None, position: Position, in_memory: bool = True
     ) -> None:
-        slot, others = self._rotation.free(), self._rotation.all_free()
+        free, others = self._rotation.free(), self._rotation.all_free()
+        slot = -1 if free is None else free  # of its own, for what goes to storage alone and has no place among them
         if in_memory:
             self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         try:
@@ -431,6 +435,7 @@ class Snapshots(VoteParticipant):
         self._persist(dataclasses.replace(taken, storage=taken.plan))
 
     def _persist(self, taken: Taken) -> None:
+        assert taken.storage is not None  # of which it is to hold something
         whole = taken.storage.operators == taken.plan.operators
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._queues.writing.append(taken)
@@ -526,12 +531,13 @@ class Snapshots(VoteParticipant):
         """Every rank has written its part, or one cannot: then all give the snapshot up."""
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         if told["snapshot_unwritten"]:
-            self._give_up(taken, taken.snapshot.persisted)
+            self._give_up(taken, started(taken.snapshot.persisted))
             return
         self._meter.written(told)
         published: Future = Future()
         if self._world.rank == 0:
             amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
+            assert taken.storage is not None  # it was written
             published = self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
         else:
             published.set_result(None)
@@ -539,10 +545,10 @@ class Snapshots(VoteParticipant):
 
     def _all_published(self, taken: Taken, told: dict[str, float]) -> None:
         if told["snapshot_unpublished"]:
-            self._give_up(taken, taken.published)
+            self._give_up(taken, started(taken.published))
             return
         iteration, self._problem = taken.plan.iteration, ""
-        self._base_lost = self._base_lost and not taken.storage.complete
+        self._base_lost = self._base_lost and not (taken.storage and taken.storage.complete)
         if not self._base_lost:
             self._stored = iteration
         self._storage.on_stored(iteration)
@@ -557,13 +563,13 @@ class Snapshots(VoteParticipant):
         self._problem = first_reported(None if error is None else str(error))
         if self._stops:
             raise CheckpointError(self._problem)
-        self._storage.failed(iteration, self._problem)
+        self._storage.failed(iteration, self._problem or "")
         if self._world.rank == 0:
             self._publisher.gives_up(iteration)
         if iteration == self._newest and not (self._tiers.memory is not None and taken.snapshot.in_memory):
             self._newest_is_complete = False
         self._broken_window, self._stores_since = taken.plan.since, None
-        if not self._policy.exact and taken.storage.complete:
+        if not self._policy.exact and taken.storage and taken.storage.complete:
             self._base_lost, self._base_asked = True, False
         if self._tiers.memory is None:
             self._policy.begin_anew()
@@ -588,7 +594,8 @@ class Snapshots(VoteParticipant):
             self.finish()
         elif self._in_memory is None and self._newest != self._stored and self._tiers.memory is not None:
             # nothing was done since it was recovered
-            way = [iteration for iteration in self._start.in_memory if iteration <= self._newest]
+            newest = self._newest or 0
+            way = [iteration for iteration in self._start.in_memory if iteration <= newest]
             with self._trying():
                 copy_to_storage(way, self._tiers, self._policy)
                 self._stored = self._newest
