@@ -177,6 +177,7 @@ def count_parameters(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> t
             dense = _feed_forward(network, network.ffn_hidden_size)
             total, active = total + dense, active + dense
             continue
+        assert moe.num_experts is not None and moe.moe_ffn_hidden_size is not None  # as a layer has experts
         every_token = moe.num_experts * (network.hidden_size + network.add_bias_linear)
         if moe.moe_shared_expert_intermediate_size:
             every_token += _feed_forward(network, moe.moe_shared_expert_intermediate_size)

@@ -10,9 +10,10 @@ from moc.session.settings import Settings
 
 def settings_of(config: Config, workers: int) -> Settings:
     """What a session is told, for a job of so many workers."""
-    snapshot = config.snapshot
+    snapshot, directory = config.snapshot, config.snapshot_dir
+    assert directory is not None  # --ckpt-policy needs one
     return Settings(
-        directory=config.snapshot_dir,
+        directory=directory,
         train_iters=train_iterations(config, workers),
         tier=snapshot.ckpt_tier,
         memory_directory=snapshot.ckpt_memory_dir,
@@ -39,6 +40,7 @@ def policy_of(config: Config, engine: Engine) -> Policy:
     """
     snapshot = config.snapshot
     interval = interval_named(snapshot.snapshot_interval, snapshot.ckpt_overhead_budget)
+    assert snapshot.ckpt_policy is not None  # or there is no session
     kind = policy_named(snapshot.ckpt_policy)
     job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
     try:
