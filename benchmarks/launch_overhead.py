@@ -56,10 +56,11 @@ def command(every: int | None, checkout: Path, directory: Path, flags: Sequence[
 
 def measure(own: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str, list[float]]]:
     """Starts all jobs, one after the other, and tells what each round took."""
+    beside: Path | None = own.beside
     with ExitStack() as stack:
         jobs = {}
-        for case, every in (CASES | ({} if own.beside is None else {BESIDE: 1})).items():
-            checkout = own.beside.absolute() if case == BESIDE else ROOT
+        for case, every in (CASES | ({} if beside is None else {BESIDE: 1})).items():
+            checkout = beside.absolute() if beside is not None and case == BESIDE else ROOT
             directory = Path(stack.enter_context(TemporaryDirectory(prefix="overhead-")))
             memory = None if every is None else Path("/dev/shm") / directory.name
             started, own_path = command(every, checkout, directory, flags), {"PYTHONPATH": str(checkout)}

@@ -95,6 +95,7 @@ def kill(job: Job, case: Case, plan: Plan, chance: random.Random) -> float:
     time.sleep(chance.uniform(0, usual))
     told = {event["rank"]: event["pid"] for event in job.events.of("worker")}  # what public workers tell themselves
     pids, killed = told or job.workers(), time.time()
+    assert case.victim is not None  # or nobody is killed
     os.kill(pids[case.victim], signal.SIGKILL)
     return killed
 
@@ -159,6 +160,7 @@ def undisturbed(plan: Plan, chance: random.Random) -> tuple[dict, dict, dict]:
     for case in (case for case in CASES if case.window):
         events, end, _ = run(case, plan, chance)
         amounts[case.name] = figures.snapshot_bytes(events, case.window)
+        assert end is not None  # it saves snapshots
         apart[case.name] = figures.differences(end, ends.setdefault(case.system, end))
         print(f"{case.name:40} {sum(amounts[case.name]) / case.window / 1e6:.1f} MB", flush=True)
     return amounts, apart, ends
@@ -174,6 +176,7 @@ def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
             told[case.name] = {"failed": figures.reason(str(error))}
             print(error, flush=True)
             continue
+        assert end is not None and followed is not None  # it saves snapshots, and a worker is killed
         told[case.name] = followed | figures.differences(end, ends[case.system])
         told[case.name]["snapshot_bytes_at_end"] = figures.snapshot_bytes(events, case.window, last=True)
         shown = "{first_new_s:.2f} s, {again} again, {identical} of {parameters} identical, {largest:.2g} apart"

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -62,7 +63,7 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
     forked = next(at for at, line in said if at > killed and re.match(f"mocrun: worker {VICTIM} is process", line))
     left = generation["time"] - generation["met_s"]
     figure, panel = pyplot.subplots(figsize=(9, 3.1), layout="constrained")
-    bars = dict(height=0.7, edgecolor="white")
+    bars: dict[str, Any] = dict(height=0.7, edgecolor="white")
     for worker in range(WORKERS):
         for at, number, elapsed in (*before, *after):
             panel.barh(worker, elapsed, left=at - elapsed - killed, color="C0", **bars)

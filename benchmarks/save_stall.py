@@ -156,6 +156,7 @@ def state_bytes(flags: list[str]) -> int:
     from megatron.pretraining.model.shape import count_parameters
 
     config = parse_config([*flags, "--train-iters", "1"])
+    assert config.tokenizer.vocab_size is not None  # NullTokenizer has one
     rows = config.tokenizer.vocab_size + 1
     return 12 * count_parameters(config.network, config.moe, rows)[0]
 

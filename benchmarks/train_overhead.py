@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,9 +42,9 @@ def bare_loop(config, run):
 
     world, batch = run.world, run.stepper.global_batch_size
     micro_batches, size = num_microbatches(config, world.size), config.training.micro_batch_size
-    dataset = run.streams["train"]._dataset if run.streams["train"] else None
+    dataset: Any = run.streams["train"]._dataset if run.streams["train"] else None
     chunks = build_model(config, run.vocab_size, build_gpt)
-    optimizer = get_megatron_optimizer(optimizer_config(config), chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(optimizer_config(config), [*chunks], use_gloo_process_groups=False)
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     several, forward_backward = len(chunks) > 1, get_forward_backward_func()
@@ -61,8 +62,8 @@ def bare_loop(config, run):
         data = batches(iteration * batch)
         forward_backward(
             forward_step_func=forward_step,
-            data_iterator=[data] * len(chunks) if several else data,
-            model=chunks if several else chunks[0],
+            data_iterator=[data for _ in chunks] if several else data,
+            model=[*chunks] if several else chunks[0],
             num_microbatches=micro_batches,
             seq_length=config.data.seq_length,
             micro_batch_size=size,
@@ -158,7 +159,9 @@ def main() -> int:
     result = measure(config, own.rounds, own.iterations)
     ours, bare = (result["seconds_per_iteration"][name] for name in ("ours", "bare"))
     ratios = sorted(b / o for o, b in zip(ours, bare, strict=True))
-    tokens = config.training.global_batch_size * config.data.seq_length
+    from megatron.pretraining.config import global_batch_size
+
+    tokens = global_batch_size(config, dist.get_world_size()) * config.data.seq_length
     result |= {
         "throughput_ratio": {"min": ratios[0], "median": statistics.median(ratios), "max": ratios[-1]},
         "tokens_per_second": {

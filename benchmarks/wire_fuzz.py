@@ -74,7 +74,7 @@ class Target:
         """Where its own processes listen: the controller, and a node's agent and replica server."""
         found = {"controller": f"127.0.0.1:{self._port}"}
         for name, process in self.processes.items():
-            unix = {c.laddr for c in process.net_connections("unix") if c.laddr.startswith("@moc-")}
+            unix = {str(c.laddr) for c in process.net_connections("unix") if str(c.laddr).startswith("@moc-")}
             found |= {f"{name}, socket {i}": f"unix:{address}" for i, address in enumerate(sorted(unix))}
         for process in self._running("moc.runtime.replica_server"):
             listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]

@@ -116,7 +116,7 @@ class Engine:
         self.optimizer.zero_grad()
         loss = self.model(tokens)
         loss.backward()
-        gradients = [parameter.grad for parameter in self.model.parameters()]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]  # which all have
         mean = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(mean)
         for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients]), strict=True):

@@ -23,11 +23,11 @@ _HOMES = {
     "StepRecord": "moc.state.record",
     "TrainingState": "moc.state.interface",
     "World": "moc.runtime.world",
-    "join_job": "moc.runtime.job",
+    "join_job": "moc.runtime.member",
     "sum_over_workers": "moc.runtime.agreement",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]  # they are imported late
 
 
 def __getattr__(name: str):

@@ -37,7 +37,7 @@ class EventLog:
     """
 
     def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
-        self._path = None if directory is None else Path(directory) / "events.jsonl"
+        self._path = Path(directory or "") / "events.jsonl"  # never opened without a directory
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
         self._descriptor: int | None = None
@@ -114,13 +114,14 @@ class EventLog:
         if self._lease is not None:  # a worker that stood still must not tell what another one tells by now
             self._lease.enforce()
         line = self._lines[0]
+        assert self._descriptor is not None  # _open() was called
         while self._written < len(line):
             self._written += os.write(self._descriptor, line[self._written :])
         self._lines.popleft()
         self._written = 0
 
     def _open(self) -> None:
-        if self._descriptor is not None and self._is_there():
+        if self._descriptor is not None and self._is_there(self._descriptor):
             return
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,9 +130,9 @@ class EventLog:
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")
 
-    def _is_there(self) -> bool:
+    def _is_there(self, descriptor: int) -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         return False
 
     def _forget_file(self) -> None:

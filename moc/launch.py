@@ -21,7 +21,7 @@ from pathlib import Path
 import moc
 from moc.runtime import children, hangs, job_token
 from moc.runtime.agent import Agent, LostError, Node
-from moc.runtime.controller_process import ControllerProcess
+from moc.runtime.controller_process import ControllerProcess, JobFlags
 from moc.runtime.election import BEGIN_S
 from moc.runtime.membership import LOST
 from moc.runtime.signals import Signals, StoppedError
@@ -31,7 +31,7 @@ _log = logging.getLogger("moc")
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(JobFlags):
     """What the command line says.
 
     Attributes:
@@ -52,18 +52,10 @@ class Flags:
         command: script and arguments.
     """
 
-    nnodes: int
-    nproc_per_node: int
-    spares: int
-    node_rank: int
-    endpoints: tuple[str, ...]
     own_controllers: bool
     alone: bool
-    max_restarts: int
     log_dir: Path | None
-    silence_s: float
     hang_caps: dict[str, float]
-    max_wait_s: float
     patience_s: float
     own: list[str]
     command: list[str]

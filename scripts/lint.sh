@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the style: ruff (lint, import order, docstrings, format) and shellcheck.
+# Checks style and types: ruff (lint, import order, docstrings, format), pyright and shellcheck.
 #
 # Usage: ./scripts/lint.sh [--fix] [--no-venv]
 #
@@ -30,6 +30,8 @@ else
     "$PYTHON" -m ruff check . || status=1
     "$PYTHON" -m ruff format --check . || status=1
 fi
+# its warnings are of newer versions, of which it would ask the network
+PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$PYTHON" -m pyright --pythonpath "$PYTHON" || status=1
 shellcheck --external-sources .ci/run scripts/*.sh scripts/slurm/*.sh scripts/slurm/*.sbatch || status=1
 ((status == 0)) && say "Lint: nothing to say"
 exit "$status"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
 from benchmarks.accuracy.cells import EXPERTS, Cell, Plan, cells, expected
 
@@ -14,8 +15,8 @@ _FIELDS = {field.name for field in fields(Cell)}
 
 def cell_of(sample: dict) -> Cell:
     """The cell that a sample was measured with, also after a way through JSON."""
-    values = {name: value for name, value in sample.items() if name in _FIELDS}
-    return Cell(**values | {"faults": tuple(sample["faults"])})
+    values: dict[str, Any] = {name: value for name, value in sample.items() if name in _FIELDS}
+    return Cell(**{**values, "faults": tuple(sample["faults"])})
 
 
 def summary(samples: Iterable[dict], plan: Plan) -> list[dict]:

@@ -52,7 +52,8 @@ class Host:
 
     def __init__(self, number: int, switch: _Namespaces, names: Path):
         self.number, self.name = number, f"h{number}"
-        self._switch, self._names, self._self = switch, names, None
+        self._switch, self._names = switch, names
+        self._self: _Namespaces | None = None
 
     @property
     def on(self) -> bool:
@@ -78,16 +79,16 @@ class Host:
     def power_off(self) -> None:
         """Loses its power: nobody hears of the end of any connection."""
         self._switch.call("ip", "link", "set", f"p{self.number}", "down")
-        self._self.end()
+        self._running.end()
         self._self = None
 
     def start(self, command: Sequence[object], **how) -> subprocess.Popen:
         """Starts a command on it; the process given back stands for it, and has it as its only child."""
-        return self._self.start(command, **how)
+        return self._running.start(command, **how)
 
     def processes(self) -> list[psutil.Process]:
         """All that run on it."""
-        return self._self.processes() if self.on else []
+        return self._running.processes() if self.on else []
 
     def process(self, number: int) -> psutil.Process | None:
         """The process that has a number on this host, if it lives."""
@@ -101,7 +102,12 @@ class Host:
     @property
     def memory(self) -> Path:
         """Its ``/dev/shm``, as this machine sees it."""
-        return Path(f"/proc/{self._self.pid}/root/dev/shm")
+        return Path(f"/proc/{self._running.pid}/root/dev/shm")
+
+    @property
+    def _running(self) -> _Namespaces:
+        assert self._self is not None  # it is on
+        return self._self
 
 
 class Cluster:

@@ -87,7 +87,9 @@ class ClusterJob:
 
     def newest_worker_of(self, number: int) -> psutil.Process:
         """The worker that a host's launcher has told of last."""
-        return self.cluster.hosts[number].process(int(_WORKER.findall(self.said(number))[-1][1]))
+        worker = self.cluster.hosts[number].process(int(_WORKER.findall(self.said(number))[-1][1]))
+        assert worker is not None  # it has said that it is there
+        return worker
 
     def launcher_of(self, number: int) -> list[psutil.Process]:
         """The launcher of a host, and what stands for it here."""

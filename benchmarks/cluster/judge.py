@@ -76,9 +76,8 @@ def two_worlds(events: Sequence[dict], lives: Sequence[Life], publications: Sequ
             wrong.append(
                 f"rank {rank} lived twice for {end - begin:.1f} s; told {during[:5]}, published {published[:5]}"
             )
-    known = [one for one in publications if one.generation is not None]
-    for before, after in zip(known, known[1:], strict=False):
-        if after.generation < before.generation:
-            names = f"generation {after.generation} after generation {before.generation}"
-            wrong.append(f"{names} published iteration {after.iteration}")
+    known = [(one.generation, one.iteration) for one in publications if one.generation is not None]
+    for (before, _), (after, iteration) in zip(known, known[1:], strict=False):
+        if after < before:
+            wrong.append(f"generation {after} after generation {before} published iteration {iteration}")
     return wrong

@@ -56,12 +56,15 @@ class Disturbed(Protocol):
 
     def reached(self) -> int:
         """The last iteration that is complete."""
+        ...
 
     def kill_worker(self, rank: int) -> bool:
         """Whether there was one."""
+        ...
 
     def disturb_recovery(self, what: During) -> bool:
         """Whether there was somebody to do it to."""
+        ...
 
 
 def troubles(

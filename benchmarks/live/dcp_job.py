@@ -43,7 +43,7 @@ def main() -> None:
     cpu.install()
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     from benchmarks.save_peers.torch_dcp import DcpSaver, state_dict
     from megatron.pretraining.engine.state import MegatronState
@@ -63,9 +63,9 @@ def main() -> None:
     state = state_dict(run.stepper.chunks, run.stepper.optimizer.core) | {"position": position}
     if found := complete(own.checkpoints):
         begun = time.perf_counter()
-        dcp.load(state, checkpoint_id=found[-1])
-        iterations, samples = position.tolist()
-        run.position = replace(run.position, iteration=iterations, consumed_samples=samples)
+        load(state, checkpoint_id=found[-1])
+        iterations, samples = map(int, position.tolist())
+        run.session.position = replace(run.position, iteration=iterations, consumed_samples=samples)
         training = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
         training.set_steps(dict.fromkeys(training.steps(), iterations))
         run.stepper.scheduler.step(samples)

@@ -178,7 +178,7 @@ class Job:
         return "\n".join(line for _, line in self.said[-40:])
 
     def _listen(self) -> None:
-        for line in self.process.stdout:
+        for line in self.process.stdout or ():
             if self._keep(line):
                 self.said.append((time.time(), line.rstrip()))
 

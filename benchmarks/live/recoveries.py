@@ -44,7 +44,7 @@ def recovery(
     resumed = next((i for i, e in enumerate(events) if e["type"] == "resume" and e["time"] >= killed), None)
     line = next((moment for moment, text in said if moment >= killed and noticed.search(text)), None)
     start = next((e for e in events if e["type"] == "start" and e["time"] >= killed), None)
-    if None in (resumed, line, start):
+    if resumed is None or line is None or start is None:
         return None
     before = [e for e in events[:resumed] if e["type"] == "iteration"]
     after = [e for e in events[resumed:] if e["type"] == "iteration"]

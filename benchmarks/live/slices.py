@@ -35,7 +35,7 @@ def slices(jobs: Mapping[str, Job], rounds: int, seconds: float) -> Iterator[dic
         seconds: of a turn; several iterations.
     """
     for number in range(rounds):
-        told = {name: _turn(jobs[name], seconds) for name in (list(jobs) if number % 2 == 0 else reversed(jobs))}
+        told = {name: _turn(jobs[name], seconds) for name in (list(jobs) if number % 2 == 0 else reversed(list(jobs)))}
         yield {name: told[name] for name in jobs}
 
 

@@ -106,6 +106,7 @@ def parameters(flags: list[str]) -> dict[str, int]:
     from moc.state.shape import model_operators
 
     config = parse_config([*flags, "--train-iters", "1"])
+    assert config.tokenizer.vocab_size is not None and config.moe.num_experts is not None
     rows = config.tokenizer.vocab_size + 1  # NullTokenizer adds one token
     counts = {"experts": 0, "others": 0}
     for operator in model_operators(model_shape(config.network, config.moe, rows)):

@@ -11,14 +11,13 @@ from statistics import fmean
 
 from benchmarks.papers import printed as papers
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.window import find_window_size
+from moc.policy.window import OperatorBytes, find_window_size
 from moc.simulate.closed_form import at_interval, recovery_s
 from moc.simulate.cluster import CLUSTERS, Cluster
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.policies import sparse_replay
 from moc.simulate.policy_costs import PolicyCosts
-from moc.simulate.sizes import OperatorSize
 
 RUNS = 100
 _SYSTEMS = {"checkfreq": "CheckFreq", "full": "Gemini", "sparse": "MoEvement"}
@@ -180,7 +179,7 @@ def _simulated(model: papers.Trained, where: Conditions, mtbf_s: float, window: 
 
 
 def _order(ettr: Mapping[str, float]) -> list[str]:
-    return sorted(ettr, key=ettr.get)
+    return sorted(ettr, key=ettr.__getitem__)
 
 
 def _systems(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> dict[str, PolicyCosts]:
@@ -222,7 +221,7 @@ def _window(model: papers.Trained, cluster: Cluster) -> int:
     """By Algorithm 1, of operators that are as large as the mean; enough of them that their number does not matter."""
     count = 1000
     each = 1e9 * model.parameters / cluster.gpus / count
-    sizes = [OperatorSize(str(i), each * model.full_bytes, each * model.compute_bytes) for i in range(count)]
+    sizes = [OperatorBytes(each * model.full_bytes, each * model.compute_bytes)] * count
     return find_window_size(sizes, model.iteration_s, cluster.host_bandwidth).length
 
 

@@ -49,7 +49,7 @@ def _saved(operators: list[Operator], layout: Layout, k: int | None, before: str
 
 
 def _busiest(operators: list[Operator], layout: Layout, k: int | None, keep_master: bool = False) -> dict[str, int]:
-    layers = sorted({o.layer for o in operators if o.kind == "expert"})
+    layers = sorted({o.place[0] for o in operators if o.place is not None})
     chosen = None if k is None else set(_chosen(layers, k, layout.ep))
     items = cut_large(contents(operators, layout, StateBytes(), chosen=chosen, keep_master=keep_master))
     found = {name: max(loads(items, assign(items, scheme), layout.world)) for name, scheme in SCHEMES.items()}

@@ -1,8 +1,11 @@
 """What the peer needs to run without a GPU; put on from outside, before its engine is built."""
 
+# DeepSpeed need not be installed where types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -17,7 +20,7 @@ def install() -> None:
     import deepspeed  # noqa: F401  (its modules must be there)
     from deepspeed.accelerator import get_accelerator
 
-    backend = sys.modules["deepspeed.comm.torch"]
+    backend: Any = sys.modules["deepspeed.comm.torch"]
     backend.build_shm_op = lambda: None
     get_accelerator().is_fp16_supported = lambda: True
     gather = torch.distributed.all_gather_into_tensor

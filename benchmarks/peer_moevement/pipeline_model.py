@@ -5,6 +5,8 @@ positions, blocks of causal attention and a top-1 layer of experts, both after a
 and an output of its own.  So both have the same number of parameters.  No token is dropped, nothing is random.
 """
 
+# DeepSpeed need not be installed where types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

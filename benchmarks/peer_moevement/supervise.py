@@ -1,5 +1,7 @@
 """Runs the peer's own supervisor over workers (``worker.py``), which get all flags that are not its own."""
 
+# DeepSpeed need not be installed where types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -19,7 +21,7 @@ def main() -> int:
     import deepspeed
     from deepspeed.launcher.survivor_supervisor import SurvivorSupervisor
 
-    if own.checkout.resolve() not in Path(deepspeed.__file__).resolve().parents:
+    if own.checkout.resolve() not in Path(str(deepspeed.__file__)).resolve().parents:
         sys.exit(f"deepspeed comes from {deepspeed.__file__}, not from {own.checkout}: give the checkout of the peer")
     worker = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("worker.py"))]
     return SurvivorSupervisor([*worker, *flags], world_size=own.workers).run(timeout_sec=PATIENCE_S)

@@ -5,6 +5,8 @@ this repository's packages.  What happens goes to ``events.jsonl``, one JSON obj
 worker writes what it holds of masters and moments.
 """
 
+# DeepSpeed need not be installed where types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

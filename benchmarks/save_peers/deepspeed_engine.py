@@ -10,6 +10,8 @@ Runs on the CPU with two repairs: the kernel that it would compile for inference
 gradient function, which its decoupled writer cannot send to its process, are detached.
 """
 
+# DeepSpeed need not be installed where types are checked.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -19,6 +21,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.save_peers.rounds import Clock, arguments, measure, plan_of, write_result
 
@@ -153,7 +156,8 @@ def repair() -> None:
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # machines, and this one's number: its launcher says so
     import deepspeed.runtime.zero.stage_1_and_2 as zero
 
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    backend: Any = sys.modules["deepspeed.comm.torch"]
+    backend.build_shm_op = lambda: None
     optimizer = zero.DeepSpeedZeroOptimizer
     with_gradient = optimizer._get_groups_without_padding
     optimizer._get_groups_without_padding = lambda self, groups: [g.detach() for g in with_gradient(self, groups)]

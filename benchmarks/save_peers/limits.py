@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class Ours:
         whole = Region((0,), (elements,))
         entries = [Entry(name, "master", (elements,), whole, torch.float32) for name in names]
         self._share = Share(FileLayout(entries), sources, {})
-        self._fragments = [
+        self._fragments: list[Any] = [  # what is asked of fragments, without a model
             SimpleNamespace(name=e.name, slot=e.slot, region=e.region, global_shape=e.global_shape, view=target)
             for e, target in zip(entries, self._targets, strict=True)
         ]
@@ -104,7 +105,9 @@ class Ours:
     def persist(self) -> None:
         """Writes it, once it is hashed."""
         self._saver.persist(self._snapshot)
-        self._snapshot.persisted.result()
+        written = self._snapshot.persisted
+        assert written is not None  # persist() has begun it
+        written.result()
 
     def load(self) -> None:
         """Reads it, compares hashes, and fills the state."""
@@ -131,7 +134,8 @@ def rate(size: int, work: Callable[[], object]) -> float:
 
 def write(path: Path, source: torch.Tensor) -> None:
     """Writes as ``dd bs=8M conv=fsync`` does."""
-    view = memoryview(source.numpy())
+    values: Any = source.numpy()  # a buffer to Python, if not to typeshed
+    view = memoryview(values)
     with open(path, "wb", buffering=0) as file:
         start = 0
         while start < len(view):
@@ -141,7 +145,8 @@ def write(path: Path, source: torch.Tensor) -> None:
 
 def read(path: Path, target: torch.Tensor) -> None:
     """Reads a file from its beginning to its end."""
-    view = memoryview(target.numpy())
+    values: Any = target.numpy()
+    view = memoryview(values)
     with open(path, "rb", buffering=0) as file:
         start = 0
         while start < len(view):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.save_peers import trainer
 from benchmarks.save_peers.rounds import Clock, arguments, measure, plan_of, write_result
@@ -25,7 +26,7 @@ class DistSaver:
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
         self._strategy = FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
         self._chunks, self._optimizer, self._mode = chunks, optimizer, mode
@@ -45,6 +46,7 @@ class DistSaver:
         )
         self._first = False
         if asynchronous:
+            assert request is not None
             self._queue.schedule_async_request(request)
         else:
             self._complete = time.perf_counter()

@@ -38,6 +38,7 @@ class Saver(Protocol):
 
     def finish(self) -> float:
         """Waits until the checkpoint is complete; when it was, in seconds of ``time.perf_counter``."""
+        ...
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Plan:
     plain: int
 
 
-def arguments(description: str, modes: tuple[str, ...]) -> tuple[argparse.Namespace, list[str]]:
+def arguments(description: str | None, modes: tuple[str, ...]) -> tuple[argparse.Namespace, list[str]]:
     """A peer's own flags, and all others."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--mode", choices=modes, required=True)

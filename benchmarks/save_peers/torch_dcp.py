@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.save_peers import trainer
 from benchmarks.save_peers.rounds import Clock, arguments, gather, measure, plan_of, write_result
@@ -28,7 +29,7 @@ class DcpSaver:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self._state, self._mode = state, mode
-        self._group = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
         shared = mode == "process"
         self._stager = None
         if mode != "sync":  # there is no device to copy from, so nothing to pin and nothing that overlaps
@@ -40,18 +41,18 @@ class DcpSaver:
                     use_non_blocking_copy=False,
                 )
             )
-        self._future, self._complete = None, 0.0
+        self._future: Any = None
+        self._complete = 0.0
 
     def begin(self, directory: Path) -> None:
         """Saves, or stages the state and starts to write it."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
         if self._mode == "sync":
-            dcp.save(self._state, checkpoint_id=directory, process_group=self._group)
+            save(self._state, checkpoint_id=directory, process_group=self._group)
             self._done()
             return
-        self._future = dcp.async_save(
+        self._future = async_save(
             self._state,
             checkpoint_id=directory,
             process_group=self._group,

@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="Print all flags in force, with those that follow from others, as a file for --config; exit.",
     )
     for group in group_classes().values():
-        title, _, description = group.__doc__.partition(": ")
+        title, _, description = (group.__doc__ or "").partition(": ")
         box = parser.add_argument_group(title.rstrip("."), description[:1].upper() + description[1:])
         for flag in flags_of(group):
             _add(box, flag)

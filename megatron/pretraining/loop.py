@@ -14,7 +14,7 @@ from megatron.pretraining.process.initialize import initialize, shut_down
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import Providers, TrainingRun, build, start
-from moc.runtime.job import join_job
+from moc.runtime.member import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint
@@ -57,6 +57,7 @@ def pretrain(config: Config, providers: Providers) -> int:
             loss = None
         except Exception as error:
             loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
+        assert parts is not None  # of a job that is not built yet, no loss is survived
         parts.go_on_after(loss)
 
 
@@ -149,15 +150,16 @@ def due(interval: int | None, run: TrainingRun) -> bool:
 
 def validate(run: TrainingRun, stop: StopRequests) -> bool:
     """Reports the validation loss; False if a worker was asked to stop meanwhile."""
-    eval_iters = run.config.validation.eval_iters
-    earlier = run.position.iteration // run.config.validation.eval_interval - 1
+    eval_iters, interval = run.config.validation.eval_iters, run.config.validation.eval_interval
+    assert eval_iters is not None and interval is not None  # it is due
+    earlier = run.position.iteration // interval - 1
     return report_loss(run, "valid", earlier * eval_iters * run.stepper.global_batch_size, stop)
 
 
 def report_loss(run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
     """Evaluates a split that has data; False if a worker was asked to stop meanwhile."""
     iterations, batch = run.config.validation.eval_iters, run.stepper.global_batch_size
-    if iterations == 0 or split not in run.splits:
+    if not iterations or split not in run.splits:
         return True
     batches = (run.batches(split, first_sample + i * batch) for i in range(iterations))
     loss = evaluate(run.stepper, batches, stop)
@@ -194,8 +196,9 @@ def secure(run: TrainingRun) -> None:
     if failed and len(failed) == sum(asked):
         raise CheckpointError(failed[0])
     if run.session.memory_is_free and not problems[0]:
-        flags = run.config.snapshot.ckpt_memory_dir, run.config.snapshot_dir
-        run.world.job.gives_back(memory_of_run(*flags, run.session.run).absolute())
+        job, of_run = run.config.snapshot_dir, run.session.run
+        assert job is not None and of_run is not None  # there are snapshots in memory
+        run.world.job.gives_back(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
     for problem in failed:
         run.log.message(
             f"WARNING: {problem}; the last state is safe all the same, in the other place: start again there"

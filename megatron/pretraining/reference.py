@@ -76,11 +76,13 @@ def _flag_table(actions: Iterable[argparse.Action]) -> str:
 def _flag_row(action: argparse.Action) -> tuple[str, str, str]:
     flag = all_flags().get(action.dest)
     dashed = [spelling for spelling in action.option_strings if "_" not in spelling]
-    metavar = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    metavar = str(action.metavar or "") or ("" if action.nargs == 0 else action.dest.upper())
     if flag is not None and flag.nargs:
         metavar += " ..."
     names = ", ".join(f"`{f'{spelling} {metavar}'.strip()}`" for spelling in dashed)
-    text = re.sub(r"\s*\(default: [^()]*(\([^()]*\))?[^()]*\)$", "", " ".join(action.help.split())).replace("%%", "%")
+    text = re.sub(r"\s*\(default: [^()]*(\([^()]*\))?[^()]*\)$", "", " ".join((action.help or "").split())).replace(
+        "%%", "%"
+    )
     default = action.default if flag is None else flag.default
     if isinstance(default, bool):
         default = ("on" if default else "off") if action.nargs == 0 and flag is not None else None

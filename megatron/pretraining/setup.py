@@ -89,7 +89,7 @@ class WorkerParts:
             self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
             self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
 
-    def go_on_after(self, loss: Interruption) -> None:
+    def go_on_after(self, loss: Interruption | None) -> None:
         """An iteration was cut off: brings everything but the state to where it is between two iterations."""
         self.log_interruption(loss)
         if self.checkpoints is not None:
@@ -244,6 +244,7 @@ def samples_wanted(config: Config, train_iters: int, batch: int) -> tuple[int, i
     """Samples of the three splits that a whole run reads."""
     eval_iters, eval_interval = config.validation.eval_iters, config.validation.eval_interval
     evaluations = train_iters // eval_interval + 1 if eval_interval else 1
+    eval_iters = eval_iters or 0
     return train_iters * batch, evaluations * eval_iters * batch, eval_iters * batch
 
 

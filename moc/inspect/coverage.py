@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.policy import is_of_everything
@@ -75,12 +76,12 @@ def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
     """What a tensor has at least, in a detail of ``moc.state.detail``."""
     if name.endswith(BUFFER):
         return () if detail == "moments" else (PARAM,)
-    full = SLOTS.get(optimizer, ())
+    full = SLOTS.get(optimizer or "", ())
     parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:]}
     return parts.get(detail, full)
 
 
-def missing_operators(names: Iterable[str], shape: dict) -> list[str]:
+def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
     """The operators of a model of which no tensor is there.
 
     Args:
@@ -98,7 +99,7 @@ def missing_operators(names: Iterable[str], shape: dict) -> list[str]:
     return [operator for operator in wanted if operator not in there]
 
 
-def _missing_operators(tensors: Iterable[str], shape: dict, where: str) -> list[str]:
+def _missing_operators(tensors: Iterable[str], shape: Any, where: str) -> list[str]:
     try:
         missing = missing_operators(tensors, shape)
     except ValueError as error:
@@ -109,8 +110,8 @@ def _missing_operators(tensors: Iterable[str], shape: dict, where: str) -> list[
 
 def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterator[str]:
     """The operators that a model of this shape has."""
-    if isinstance(frequency, int) and experts:  # of every so many layers the first; else 0 or 1 for each
-        frequency = [int(layer % frequency == 0) for layer in range(layers)]
+    if isinstance(frequency, int):  # of every so many layers the first; else 0 or 1 for each
+        frequency = [int(experts > 0 and layer % frequency == 0) for layer in range(layers)]
     yield "embedding"
     for layer in range(layers):
         yield from (f"layers.{layer}.attention", f"layers.{layer}.mlp")
@@ -130,7 +131,7 @@ def operator_or_other(name: str) -> str:
 
 def _missing_slots(tensors: dict[str, dict[str, list[StoredBox]]], optimizer: str | None) -> Iterator[str]:
     found = {slot for slots in tensors.values() for slot in slots}
-    for slot in SLOTS.get(optimizer, ()):
+    for slot in SLOTS.get(optimizer or "", ()):
         if tensors and slot not in found:
             yield f"{slot}: no file holds it for any tensor"
     for name in sorted(tensors):

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,8 +169,9 @@ def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -
     told |= {name: state.get(name) for name in ("optimizer", "optimizer_step", "shape")}
     held = _files(checkpoint, checkpoint.region_files) | {"tensors": len({b.name for b in boxes}), "boxes": len(boxes)}
     if checkpoint.format == SNAPSHOT:
-        details = Counter(entry.detail for entry in checkpoint.operators.values())
-        updates = sorted({entry.step for entry in checkpoint.operators.values() if entry.step is not None})
+        entries = (checkpoint.operators or {}).values()
+        details = Counter(entry.detail for entry in entries)
+        updates = sorted({entry.step for entry in entries if entry.step is not None})
         told |= {"policy": checkpoint.policy, "layout": dict(checkpoint.layout), "state": held}
         told |= {"details": dict(details), "updates": updates}
     else:
@@ -181,7 +183,7 @@ def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
     return {"files": len(names), "bytes": checkpoint.bytes_of(names)}
 
 
-def loss_scale(state: dict) -> float | None:
+def loss_scale(state: Mapping) -> float | None:
     """The loss scale that is saved: fp16's, where it is not fixed by a flag.
 
     Args:

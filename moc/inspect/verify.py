@@ -216,19 +216,18 @@ def check_hashes(verdicts: list[Verdict], workers: int) -> None:
         verdicts: Those of all checkpoints; they get the problems.
         workers: Number of threads.
     """
-    jobs = [(v, name) for v in verdicts if v.checkpoint for name in v.checkpoint.files.keys() - v.checkpoint.broken]
-    jobs.sort(
-        key=lambda job: (-job[0].checkpoint.files[job[1]]["bytes"], job[1])
-    )  # large ones first: threads end alike
-    total = sum(verdict.checkpoint.files[name]["bytes"] for verdict, name in jobs)
+    there = [(verdict, verdict.checkpoint) for verdict in verdicts if verdict.checkpoint]
+    jobs = [(verdict, one, name) for verdict, one in there for name in one.files.keys() - one.broken]
+    jobs.sort(key=lambda job: (-job[1].files[job[2]]["bytes"], job[2]))  # large ones first: threads end alike
+    total = sum(one.files[name]["bytes"] for _, one, name in jobs)
     with progress(total) as advance, ThreadPoolExecutor(workers) as pool:
-        results = list(pool.map(lambda job: _hash_problems(job[0].checkpoint, job[1], advance), jobs))
-    for (verdict, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][1]):
-        verdict.hashed += verdict.checkpoint.files[name]["bytes"]
+        results = list(pool.map(lambda job: _hash_problems(job[1], job[2], advance), jobs))
+    for (verdict, one, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][2]):
+        verdict.hashed += one.files[name]["bytes"]
         if problems:  # and what was said of its content before is idle
             before = [said for said in verdict.problems if not said.startswith(f"{name}: ")]
             verdict.problems = [*before, *(f"{name}: {problem}" for problem in problems)]
-            verdict.checkpoint.broken.add(name)
+            one.broken.add(name)
 
 
 def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], None]) -> list[str]:

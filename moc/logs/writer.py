@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -106,8 +107,8 @@ class LogWriter:
         buffer, layout = self._take_slot(), layout_of(iteration, logged)
         self._current = iteration, layout, buffer
         self._views = {
-            entry.slot: buffer.view(*span, entry.dtype).view(entry.global_shape)
-            for entry, span in zip(layout.entries, layout.spans, strict=True)
+            entry.slot: buffer.view(start, stop, entry.dtype).view(entry.global_shape)
+            for entry, (start, stop) in zip(layout.entries, layout.spans, strict=True)
         }
 
     def write(self, key: str, tensor: torch.Tensor) -> None:
@@ -120,6 +121,7 @@ class LogWriter:
         Raises:
             CheckpointError: it is not what was announced.
         """
+        assert self._current is not None  # between begin() and end()
         target = self._views.pop(key, None)
         if target is None or tensor.shape != target.shape or tensor.dtype != target.dtype:
             raise CheckpointError(
@@ -141,6 +143,7 @@ class LogWriter:
         Raises:
             CheckpointError: something that was to be logged was not.
         """
+        assert self._current is not None  # begin() was called
         iteration, layout, buffer = self._current
         if self._views:
             raise CheckpointError(
@@ -201,7 +204,7 @@ class LogWriter:
                 path.unlink()
 
     def _slot(self) -> Buffer:
-        taken = {buffer.path.name for buffer in (*self._free, *self._used.values()) if buffer is not None}
+        taken = {one.path.name for one in (*self._free, *self._used.values()) if one is not None and one.path}
         number = next(number for number in range(len(taken) + 1) if str(number) not in taken)
         path = self._directory / "slots" / str(number)
         return Buffer(self.slot_bytes, path, self._pin, purpose=f"the {self._name}'s", otherwise=self._otherwise)
@@ -225,10 +228,11 @@ class LogWriter:
         if buffer is not None:
             self._free.append(buffer)
 
-    def _seal(self, iteration: int, layout: FileLayout, buffer: Buffer, copied: torch.cuda.Event | None) -> None:
+    def _seal(self, iteration: int, layout: FileLayout, buffer: Buffer, copied: Any) -> None:
         if copied is not None:
             copied.synchronize()
         digests = [digest_of(buffer.memory[start:stop]) for start, stop in layout.spans]
         header = layout.header(digests)
         buffer.memory[: len(header)] = header
+        assert buffer.path is not None  # _slot() gave it one
         os.link(buffer.path, path_of(self._directory, iteration))

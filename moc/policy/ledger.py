@@ -262,7 +262,9 @@ class Ledger:
         rows = list(map(list, table))
         for place, experts in found.experts:
             for expert in experts:
-                rows[place][expert] = _saved(found, place, expert)
+                version = _saved(found, place, expert)
+                assert version is not None  # it is of this save
+                rows[place][expert] = version
         return _frozen(rows)
 
     def _version(self, layer: int, expert: int, iteration: int, known: Mapping[int, Ledger]) -> Version:

@@ -297,8 +297,8 @@ class Pec(Policy):
 
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: K on both levels, and a chosen interval."""
-        interval = {} if self._choice is None else {"snapshot_interval": self._choice.interval}
-        return {"k_snapshot": self.k_to_snapshot, "k_persist": self.k_to_persist} | interval
+        gauges: dict[str, float] = {"k_snapshot": self.k_to_snapshot, "k_persist": self.k_to_persist}
+        return gauges if self._choice is None else gauges | {"snapshot_interval": self._choice.interval}
 
     def reason(self) -> str | None:
         """As :meth:`Policy.reason`."""
@@ -335,7 +335,8 @@ class Pec(Policy):
         """A plan with these experts, and what the target says of the others."""
         details, rest = {}, NOT_CHOSEN[self.target]
         for operator in self.operators:
-            chosen = operator.expert is None or operator.expert in experts[operator.layer]
+            place = operator.place
+            chosen = place is None or place[1] in experts[place[0]]
             if chosen or rest is not None:
                 details[operator.name] = Detail.FULL if chosen else rest
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
@@ -345,8 +346,9 @@ class Pec(Policy):
         """The experts that a plan has in full, by layer."""
         found: Experts = {layer: [] for layer in self._num_experts}
         for operator in self.operators:
-            if operator.expert is not None and plan.operators.get(operator.name) is Detail.FULL:
-                found[operator.layer].append(operator.expert)
+            if operator.place is not None and plan.operators.get(operator.name) is Detail.FULL:
+                layer, expert = operator.place
+                found[layer].append(expert)
         return found
 
     def _never(self) -> dict[int, list[int]]:
@@ -363,6 +365,7 @@ class Pec(Policy):
         """By layer with experts, in order, how many."""
         numbers: dict[int, int] = {}
         for operator in self.operators:
-            if operator.expert is not None:
-                numbers[operator.layer] = numbers.get(operator.layer, 0) + 1
+            if operator.place is not None:
+                layer, _ = operator.place
+                numbers[layer] = numbers.get(layer, 0) + 1
         return dict(sorted(numbers.items()))

@@ -75,9 +75,9 @@ def policy_named(name: str) -> type[Policy]:
     return POLICIES[name]
 
 
-def is_of_everything(name: str) -> bool:
+def is_of_everything(name: str | None) -> bool:
     """Whether each snapshot of a policy holds all of the model; not known of one that is not installed."""
-    kind = POLICIES.get(name)
+    kind = None if name is None else POLICIES.get(name)
     return kind is not None and kind.exact and not kind.replays
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moc.policy.interval import Every
 from moc.policy.pec import Pec
+from moc.policy.pec_tuner import PecTuner
 from moc.policy.plan import Busiest
 from moc.policy.sparse import Sparse
 from moc.policy.window import OperatorBytes
@@ -16,6 +17,7 @@ def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int)
     """By number of experts of each layer, the bytes of the rank that saves most; empty without experts."""
     policy = Pec(operators, Every(1), auto=True, ep=ep)
     policy.on_sizes(busiest)
+    assert isinstance(policy.interval, PecTuner)  # which chooses K
     return dict(policy.interval.busiest)
 
 

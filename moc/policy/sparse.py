@@ -265,12 +265,10 @@ class Sparse(Policy):
 
     def reason(self) -> str | None:
         """As :meth:`Policy.reason`."""
-        if self.window or not self.told.current.turns or self.interval.bandwidth is None:
+        seen = self.interval
+        if not isinstance(seen, WindowTuner) or not self.told.current.turns or seen.bandwidth is None:
             return None
-        return (
-            f"a rank copies {self.interval.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it "
-            f"{self.interval.seconds:.3g} s"
-        )
+        return f"a rank copies {seen.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it {seen.seconds:.3g} s"
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
@@ -329,14 +327,13 @@ class Sparse(Policy):
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
         """W_sparse, as the slowest stage needs it; 1 as long as nothing is known to have been copied."""
-        if self.interval.seconds is None or self.interval.bandwidth is None:
+        seen = self.interval
+        if not isinstance(seen, WindowTuner) or seen.seconds is None or seen.bandwidth is None:
             return 1
+        seconds, bandwidth = seen.seconds, seen.bandwidth
         names = (operator.name for operator in self.operators)
         sizes = self.sizes or dict(zip(names, operator_bytes(self.operators), strict=True))
-        return max(
-            find_window_size([sizes[one.name] for one in queue], self.interval.seconds, self.interval.bandwidth).length
-            for queue in queues
-        )
+        return max(find_window_size([sizes[one.name] for one in queue], seconds, bandwidth).length for queue in queues)
 
     def _scores(self, iteration: int, load: Load | None) -> popularity.Scores | None:
         if load is None or self.order == "index":

@@ -6,7 +6,7 @@ The functions of MoEvement's Algorithm 1 (section 3.5), without side effects.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -129,24 +129,21 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
         scores: popularity by layer and expert; None for the order of their numbers.
         ep: expert-parallel ranks; each holds as many neighbouring experts of a layer.
     """
-    experts = [operator for operator in operators if operator.expert is not None]
+    experts = {operator: operator.place for operator in operators if operator.place is not None}
     if not experts:
         return list(reversed(operators))
-    number = _experts_by_layer(experts)
+    number: dict[int, int] = {}
+    for layer, expert in experts.values():
+        number[layer] = max(number.get(layer, 0), expert + 1)
 
     def score(operator: Operator) -> float:
-        return 0.0 if scores is None else scores[operator.layer][operator.expert]
+        layer, expert = experts[operator]
+        return 0.0 if scores is None else scores[layer][expert]
 
     of_rank: dict[int, list[Operator]] = {}
     for operator in sorted(experts, key=score):  # of equal ones, the first of the model
-        of_rank.setdefault(operator.expert * ep // number[operator.layer], []).append(operator)
+        layer, expert = experts[operator]
+        of_rank.setdefault(expert * ep // number[layer], []).append(operator)
     places = {operator: place for queue in of_rank.values() for place, operator in enumerate(queue)}
     first = sorted(experts, key=lambda operator: (places[operator], score(operator)))
     return first + [operator for operator in operators if operator.expert is None]
-
-
-def _experts_by_layer(experts: Sequence[Operator]) -> Mapping[int, int]:
-    last: dict[int, int] = {}
-    for operator in experts:
-        last[operator.layer] = max(last.get(operator.layer, 0), operator.expert)
-    return {layer: expert + 1 for layer, expert in last.items()}

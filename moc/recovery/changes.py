@@ -20,7 +20,9 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
         A sentence; None where there is no such thing.
     """
     newest = next(recoveries(held, policy.operators, exact=False), None) if policy.exact else None
-    name = "" if newest is None or newest.iteration <= iteration else newest.base.policy
+    if newest is None or newest.iteration <= iteration:
+        return None
+    name = newest.base.policy
     if name not in POLICIES or POLICIES[name].exact:
         return None
     return (

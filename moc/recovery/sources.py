@@ -240,16 +240,17 @@ def _with_older_experts(
 ) -> Iterator[RecoveryPath]:
     for iteration, of_this in there.items():
         sources = {
-            (operator.name, part): _first(of_this if operator.expert is None else newest_first, operator.name, part)
+            (operator.name, part): found
             for operator in operators
             for part in (MASTER, MOMENTS)
+            if (found := _first(of_this if operator.expert is None else newest_first, operator.name, part)) is not None
         }
-        if None not in sources.values():
+        if len(sources) == 2 * len(operators):
             yield RecoveryPath((ReplayPoint(iteration, sources),))
 
 
 def _first(held: Iterable[AvailableCheckpoint], operator: str, part: str) -> AvailableCheckpoint | None:
-    return next((one for one in held if part in PARTS.get(one.operators.get(operator), ())), None)
+    return next((one for one in held if part in PARTS.get(one.operators.get(operator, ""), ())), None)
 
 
 def needed(

@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moc.output import ToolError, refused, replacing
 
@@ -95,12 +96,12 @@ class LossCurve:
             start: The first iteration of the part.
             end: The last one, None for the run's own.
         """
-        end = math.inf if end is None else end
+        stop = math.inf if end is None else end
         return LossCurve(
             self.name,
-            {i: event for i, event in self.train.items() if start <= i <= end},
-            {i: loss for i, loss in self.valid.items() if start <= i <= end},
-            [i for i in self.resumed if start <= i <= end],
+            {i: event for i, event in self.train.items() if start <= i <= stop},
+            {i: loss for i, loss in self.valid.items() if start <= i <= stop},
+            [i for i in self.resumed if start <= i <= stop],
         )
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -109,7 +110,7 @@ class LossCurve:
         Args:
             key: Name of the field in the iteration events.
         """
-        points = [(i, self.train[i].get(key)) for i in sorted(self.train)]
+        points: list[tuple[int, Any]] = [(i, self.train[i].get(key)) for i in sorted(self.train)]
         points = [(i, value) for i, value in points if _is_finite(value)]
         return [i for i, _ in points], [value for _, value in points]
 

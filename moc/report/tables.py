@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moc.output import human
-from moc.report.figures import Choice, Report, Spread, Trend
+from moc.report.figures import Choice, Report, Saving, Spread, Trend
 
 PARTS = {
     "useful_s": "useful work",
@@ -101,7 +101,7 @@ def _part(name: str) -> Cell:
     return cell
 
 
-def _spread(spread: Spread | None, text: Callable[[float], str]) -> str | None:
+def _spread(spread: Spread | None, text: Callable[[float], str | None]) -> str | None:
     """Median and worst."""
     return spread and f"{text(spread.median)}, {text(spread.most)}"
 
@@ -134,8 +134,8 @@ def _setting(name: str) -> Cell:
     return cell
 
 
-def _saved(text: Callable[[Report], str | None], if_any: str = "snapshots") -> Cell:
-    return lambda run: text(run) if run.saving and getattr(run.saving, if_any) else None
+def _saved(text: Callable[[Saving], str | None], if_any: str = "snapshots") -> Cell:
+    return lambda run: text(run.saving) if run.saving and getattr(run.saving, if_any) else None
 
 
 def _iterations(run: Report) -> str:
@@ -165,19 +165,27 @@ def _alone(run: Report) -> str | None:
 
 
 def _a_snapshot(total: str, count: str) -> Cell:
-    return _saved(lambda run: human(getattr(run.saving, total) / getattr(run.saving, count)), count)
+    return _saved(lambda saving: human(getattr(saving, total) / getattr(saving, count)), count)
 
 
 def _an_iteration(total: str) -> Cell:
-    return _saved(lambda run: human(getattr(run.saving, total) / run.computed), total)
+    def cell(run: Report) -> str | None:
+        nbytes = getattr(run.saving, total, 0)
+        return human(nbytes / run.computed) if nbytes else None
+
+    return cell
 
 
 def _not_written(what: str) -> Cell:
     return lambda run: f"{run.not_written[what]:,}" if run.not_written.get(what) else None
 
 
-def _survived(run: Report) -> str:
-    return ", ".join(f"{lost}: {100 * share:.3g} %" for lost, share in run.saving.survival.items())
+def _survived(saving: Saving) -> str:
+    return ", ".join(f"{lost}: {100 * share:.3g} %" for lost, share in saving.survival.items())
+
+
+def _stall(run: Report) -> str | None:
+    return seconds(run.saving.stall_s / run.computed) if run.saving and run.saving.snapshots else None
 
 
 def _worst_layers(run: Report) -> str | None:
@@ -213,22 +221,22 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "what was computed again": _exact,
     },
     "snapshots": {
-        "tier": _saved(lambda run: run.saving.tier),
-        "taken": _saved(lambda run: f"{run.saving.snapshots:,}"),
+        "tier": _saved(lambda saving: saving.tier),
+        "taken": _saved(lambda saving: f"{saving.snapshots:,}"),
         "bytes of one": _a_snapshot("snapshot_bytes", "snapshots"),
         "bytes an iteration, to host memory": _an_iteration("snapshot_bytes"),
         "bytes an iteration, to peers": _an_iteration("replicated_bytes"),
         "bytes an iteration, to storage": _an_iteration("persisted_bytes"),
-        "copy, hash": _saved(lambda run: f"{seconds(run.saving.copy_s)}, {seconds(run.saving.hash_s)}"),
-        "stall of an iteration": _saved(lambda run: seconds(run.saving.stall_s / run.computed)),
+        "copy, hash": _saved(lambda saving: f"{seconds(saving.copy_s)}, {seconds(saving.hash_s)}"),
+        "stall of an iteration": _stall,
         "replicated": _saved(
-            lambda run: f"{run.saving.replicated:,} in {seconds(run.saving.replicate_s)} each", "replicated"
+            lambda saving: f"{saving.replicated:,} in {seconds(saving.replicate_s)} each", "replicated"
         ),
         "written and published": _saved(
-            lambda run: f"{run.saving.persisted:,} in {seconds(run.saving.write_s + run.saving.publish_s)} each",
+            lambda saving: f"{saving.persisted:,} in {seconds((saving.write_s or 0) + (saving.publish_s or 0))} each",
             "persisted",
         ),
-        "of lost nodes, from others": _saved(lambda run: f"{run.saving.restored:,}", "restored"),
+        "of lost nodes, from others": _saved(lambda saving: f"{saving.restored:,}", "restored"),
         "survived, of nodes lost at once": _saved(_survived, "survival"),
     },
     "could not be written": {

@@ -50,9 +50,9 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if family == socket.AF_UNIX and where.startswith("\0"):
+        if isinstance(where, str) and where.startswith("\0"):
             sock.bind(where)
-        elif family == socket.AF_UNIX:
+        elif isinstance(where, str):
             _remove_left_over(where)
             sock.bind(where)
             os.chmod(where, 0o600)  # nobody can connect before listen()
@@ -81,10 +81,12 @@ def interface_towards(address: str) -> str:
     return f"[{host}]" if family == socket.AF_INET6 else host
 
 
-def text_of(family: int, where: tuple | str) -> str:
+def text_of(family: int, where: tuple | str | bytes) -> str:
     """An address as people write it."""
-    if family == socket.AF_UNIX:
-        return _UNIX + ("@" + where[1:].decode() if isinstance(where, bytes) else where)
+    if isinstance(where, bytes):  # a name in the abstract namespace
+        return f"{_UNIX}@{where[1:].decode()}"
+    if isinstance(where, str):
+        return _UNIX + where
     host, port = where[:2]
     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
@@ -125,8 +127,9 @@ def set_up(sock: socket.socket) -> None:
 
 def reason_of(error: OSError) -> str:
     """What an error of a socket says to people; asyncio has words of its own for some."""
-    known = error.errno and error.errno > 0  # names that are not found have numbers of another kind
-    return os.strerror(error.errno) if known else error.strerror or str(error)
+    if error.errno and error.errno > 0:  # names that are not found have numbers of another kind
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 def _remove_left_over(path: str) -> None:

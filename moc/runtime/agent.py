@@ -200,7 +200,9 @@ class Agent:
         )
 
     async def _hear_zygote(self) -> None:
-        while line := await self._zygote.stdout.readline():
+        answers = self._zygote.stdout
+        assert answers is not None  # a pipe
+        while line := await answers.readline():
             said = json.loads(line)
             self._zygote_said, self._zygote_is_warm = self._clock.now, True
             if "started" in said:
@@ -272,6 +274,10 @@ class Agent:
         if self._node.logs is not None:
             output = str(self._node.logs / f"rank_{worker.rank:05d}.log")
         request = {"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}}
+        self._order(request)
+
+    def _order(self, request: dict) -> None:
+        assert self._zygote.stdin is not None  # a pipe
         self._zygote.stdin.write(json.dumps(request).encode() + b"\n")
 
     async def _serve_worker(self, connection: wire.AsyncConnection) -> None:
@@ -320,7 +326,7 @@ class Agent:
                 elif worker.built and silent > self._node.silence_s:
                     self._kill(worker, f"had said nothing for {silent:.0f} s")
                 elif worker.section is not None:
-                    self._judge(worker, worker.since + silent)
+                    self._judge(worker, worker.section, worker.since + silent)
 
     def _watch_zygote(self) -> None:
         """One that is well answers at once, but not before it is warm."""
@@ -328,7 +334,7 @@ class Agent:
             return
         if self._clock.now - self._zygote_said > self._node.silence_s:
             raise LostError(f"the process that workers are forked from has not answered for {self._node.silence_s:g} s")
-        self._zygote.stdin.write(json.dumps({"ask": True}).encode() + b"\n")
+        self._order({"ask": True})
 
     def _wait_for_death(self, worker: _Process) -> None:
         """It does nothing any more; but a thread of it may be in a file system that hangs."""
@@ -344,20 +350,20 @@ class Agent:
         for worker in self._workers.values():
             self._kill(worker, why)
 
-    def _judge(self, worker: _Process, seconds: float) -> None:
+    def _judge(self, worker: _Process, section: str, seconds: float) -> None:
         """A worker has been in its section for some seconds.
 
         Who keeps others waiting cannot always be told from those who wait.  So a generation begins without a loss: who
         waits is woken, and comes; who hangs does not.
         """
         met = worker.here == self._generation
-        if seconds <= self._limits.of(worker.section, waits=worker.waits and met):
+        if seconds <= self._limits.of(section, waits=worker.waits and met):
             return
         if met:
-            how = f"has been in its {worker.section} for {seconds:.0f} s"
+            how = f"has been in its {section} for {seconds:.0f} s"
             self._link.tell("hangs", worker=worker.name, generation=self._generation, how=how)
         elif worker.here < 0 or self._clock.now - self._news > self._node.silence_s:
-            self._kill(worker, f"had been in its {worker.section} for {seconds:.0f} s")
+            self._kill(worker, f"had been in its {section} for {seconds:.0f} s")
 
     def _kill(self, worker: _Process, why: str) -> None:
         if not worker.why_killed:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ def gather(value, group=None) -> list:
     return gathered
 
 
-def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> dict[str, float]:
+def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -> dict[str, Any]:
     """Adds up each value over all workers, in one all-reduce of float64; of a 1-D tensor, each element, into a list."""
     tensors = [torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()]
     packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -83,6 +84,6 @@ def sum_over_workers(values: dict[str, torch.Tensor | float], world: World) -> d
     }
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

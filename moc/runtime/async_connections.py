@@ -225,7 +225,9 @@ class Server:
         except BaseException:
             sock.close()
             raise
-        self._strangers.pop(asyncio.current_task(), None)
+        own = asyncio.current_task()
+        assert own is not None  # in a coroutine
+        self._strangers.pop(own, None)
         connection = await _connection(sock, channel, peer)
         try:
             await self._on_connection(connection)
@@ -256,7 +258,7 @@ class Server:
 
 async def _dial(address: str, channel: Channel) -> socket.socket:
     loop = asyncio.get_running_loop()
-    failure = None
+    failure = OSError(f"{address} stands for no address")
     for family, where in await asyncio.to_thread(candidates, address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:

@@ -152,7 +152,7 @@ def connect(
 
 
 def _dial(address: str, deadline: float) -> socket.socket:
-    failure = None
+    failure = OSError(f"{address} stands for no address")
     for family, where in candidates(address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:

@@ -120,7 +120,7 @@ class Controller:
             while peer.admitted and peer.held:
                 self._hear(peer, peer.held.popleft())
         self._look_at_clock(now)
-        if self._has_news:  # of all that have come in the same moment, once
+        if self._state is not None and self._has_news:  # of all that have come in the same moment, once
             self._tell_all("state", **self._state.told)
             self._has_news = False
 
@@ -185,7 +185,7 @@ class Controller:
         while True:
             other, gone = self._agents.get(peer.node), self._gone.get(peer.node)
             taken = other is not None and other.instance != peer.instance
-            if taken and self._clock.now - other.heard < 4 * self._times.says_s:
+            if other is not None and taken and self._clock.now - other.heard < 4 * self._times.says_s:
                 why = f"node {peer.node} is there already, as {other.called}: give each launcher its own --node-rank"
                 _log.warning("%s was refused: %s", peer.called, why)
                 await peer.connection.send(Message({"kind": "refused", "why": why}))
@@ -205,7 +205,7 @@ class Controller:
             self._post(peer, "end", **_told(self._membership.end))
             peer.admitted = True
         elif self._state is not None and peer.epoch == self._election.epoch:
-            self._admit(peer)
+            self._admit(peer, self._state)
 
     def _goes(self, peer: Peer) -> None:
         del self._agents[peer.node]
@@ -243,7 +243,7 @@ class Controller:
                 self._leads_since = self._clock.now
             peer.epoch = said["epoch"]
             if self._state is not None and peer.epoch == self._election.epoch and not peer.admitted:
-                self._admit(peer)
+                self._admit(peer, self._state)
         elif message.kind == "heard":
             peer.knows_end = True
         elif message.kind == "lost":
@@ -274,23 +274,25 @@ class Controller:
         if not enough and now < self._leads_since + GATHER_S:
             return
         epoch = self._election.epoch
+        assert epoch is not None  # since it leads
         self._state = ControlState.begun(epoch) if known is None else known.taken_over(epoch)
         if known is not None:
             self._membership.load_state_dict(known.membership)
             self._over = self._membership.end is not None
             _log.warning("this controller has taken over the job (epoch %d)", epoch)
         lost_in = max(0.0, self._election.absent_are_lost_at - time.monotonic())
+        doors = {} if known is None else known.doors
         for node in expected - {peer.node for peer in follow}:
-            self._is_gone(node, Gone(now + lost_in), known.doors.get(str(node)))
+            self._is_gone(node, Gone(now + lost_in), doors.get(str(node)))
         self._disturbed = now
         for peer in follow:
-            self._admit(peer)
+            self._admit(peer, self._state)
 
-    def _admit(self, peer: Peer) -> None:
+    def _admit(self, peer: Peer, state: ControlState) -> None:
         peer.admitted = True
         hello = peer.hello
-        self._state.has_come(peer.node, peer.door)
-        self._post(peer, "state", **self._state.told)
+        state.has_come(peer.node, peer.door)
+        self._post(peer, "state", **state.told)
         self._beat(peer, hello["at"])  # its workers have a lease before there are any
         self._has_news = True
         self._obey(self._membership.joined(peer.node, peer.workers, hello["generation"], hello["asked"]))
@@ -342,6 +344,7 @@ class Controller:
                 self._tell_all("end", **_told(order))
 
     def _go(self, generation: int) -> None:
+        assert self._store is not None and self._state is not None  # it has taken over
         if self._store.address:  # else as soon as it is there
             told = {"epoch": self._election.epoch, "job": self._state.job, "store": self._store.address}
             self._tell_all("go", generation=generation, **told)
@@ -352,6 +355,7 @@ class Controller:
 
     def _remember(self) -> None:
         """Before anybody hears of it: what was ordered is known to all, and what was counted is counted."""
+        assert self._state is not None  # only who has taken over orders
         if self._state.changes(self._membership.state_dict()):
             self._tell_all("state", **self._state.told)
 
@@ -415,7 +419,7 @@ def waiting_for(missing: list[int], left_s: float, limit: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of a controller on a machine of its own; those of its job's launchers that it needs."""
-    flags = argparse.ArgumentParser("python -m moc.runtime.controller", description=__doc__.splitlines()[0])
+    flags = argparse.ArgumentParser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
     add: Callable = flags.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="where agents find it: their --rdzv-endpoint")
     add("--nnodes", type=int, required=True, help="as the launchers'")

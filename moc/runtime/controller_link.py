@@ -114,7 +114,7 @@ class ControllerLink:
         if self._connection is not None:
             self._connection.close()
 
-    async def _open_door(self) -> asyncio.Server:
+    async def _open_door(self) -> asyncio.Server | contextlib.AsyncExitStack:
         """It says to a controller that has lost this process whether it lives."""
         while True:
             try:

@@ -8,7 +8,7 @@ import logging
 import socket
 import subprocess
 import time
-from typing import Protocol
+from dataclasses import dataclass
 
 from moc.runtime import async_connections as wire
 from moc.runtime import children
@@ -24,8 +24,9 @@ _LIVES_S, _MOST_S = 5.0, 10.0
 _log = logging.getLogger("moc")
 
 
-class JobFlags(Protocol):
-    """What a controller is told of its job; the launcher's flags."""
+@dataclass(frozen=True)
+class JobFlags:
+    """What a controller is told of its job; of the launcher's flags."""
 
     nnodes: int
     nproc_per_node: int
@@ -94,6 +95,7 @@ class ControllerProcess:
             stdout=subprocess.PIPE,
             pass_fds=[descriptor],
         )
+        assert self._process.stdout is not None  # a pipe
         if not (await self._process.stdout.readline()).strip():
             raise LostError(f"the controller does not start at {self._address}: see what it wrote above")
 
@@ -117,14 +119,16 @@ class ControllerProcess:
 
     async def _end(self) -> str | None:
         """Waits until it has died, or hangs; which of them, in words, or None if the job is over."""
-        died = asyncio.create_task(self._process.wait())
+        process = self._process
+        assert process is not None  # it was started
+        died = asyncio.create_task(process.wait())
         try:
             while not (await asyncio.wait([died], timeout=self._times.hangs_s / 2))[0]:
                 try:
                     await asyncio.wait_for(self._is_well(), self._times.hangs_s)
                 except (WireError, TimeoutError, asyncio.TimeoutError):
                     if not died.done():
-                        self._process.kill()
+                        process.kill()
                         await died
                         return f"has not answered for {self._times.hangs_s:g} s"
             code = await died

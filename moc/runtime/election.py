@@ -270,7 +270,9 @@ class Election:
 
     def is_over(self, now: float) -> bool:
         """Whether it has lost its majority for good, or somebody has followed a later one."""
-        return self.leads and (now - self.heard(now) >= self.times.lease_s or self._known > self.epoch)
+        if not self.leads or self.epoch is None:
+            return False
+        return now - self.heard(now) >= self.times.lease_s or self._known > self.epoch
 
 
 def lease_end(asked: float, age: float, runs_s: float) -> float:

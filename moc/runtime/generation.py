@@ -14,25 +14,48 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import BackendConfig
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
+from torch.distributed.distributed_c10d import BackendConfig, PrefixStore, Store
 
 from moc.runtime.abort import abort_nccl, open_sockets, shut_down
 from moc.runtime.interruptible import InterruptibleThread
 
 if TYPE_CHECKING:
-    from moc.runtime.group import Group
+    from torch._C._distributed_c10d import Backend  # dist.Backend is a string
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """For connecting one group when all of its ranks have arrived; until then the group's own timeout holds."""
 ARRIVAL_POLL = 0.05  # seconds between two looks for ranks that are late, at most
 DROP_PATIENCE = 0.05  # seconds for freeing what is not stuck
 ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one where CUDA still works
+
+
+class Connectable(Protocol):
+    """What a generation connects: a :class:`moc.runtime.group.Group`."""
+
+    ranks: list[int]
+    backend: str
+    timeout: timedelta
+    options: Any
+
+    @property
+    def group_name(self) -> Any:
+        """The same on all of its ranks; a string."""
+        ...
+
+    def rank(self) -> int:
+        """Of this process, in the group."""
+        ...
+
+    def size(self) -> int:
+        """Number of its ranks."""
+        ...
 
 
 class GenerationGroup:
@@ -47,9 +70,10 @@ class GenerationGroup:
             they take without us; None when the generation is over and the connection dropped.
     """
 
-    def __init__(self, generation: Generation, group: Group, store: dist.Store, backend: dist.Backend):
-        self.generation, self.group, self.store = generation, group, store
-        self.backend: dist.Backend | None = backend
+    def __init__(self, generation: Generation, group: Connectable, store: Store, backend: Backend):
+        self.generation, self.group = generation, group
+        self.store: Store | None = store
+        self.backend: Backend | None = backend
         self.inner: dist.ProcessGroup | None = dist.ProcessGroup(store, group.rank(), group.size())
         kind = dist.ProcessGroup.BackendType.NCCL if group.backend == "nccl" else dist.ProcessGroup.BackendType.GLOO
         self.inner._set_default_backend(kind)
@@ -73,18 +97,21 @@ class Generation:
         deputy: who waits where gloo cannot be woken.
     """
 
-    def __init__(self, number: int, store: dist.Store | Callable[[], dist.Store], rank: int, device: torch.device):
+    def __init__(self, number: int, store: Store | Callable[[], Store], rank: int, device: torch.device):
         self.number = number
         self.over = False
         self.deputy = InterruptibleThread()
         self._rank, self._device = rank, device
-        self._given_store, self._store = store, None
+        self._given_store: Store | Callable[[], Store] | None = store
+        self._store: PrefixStore | None = None
         self._sockets: set[int] = set()  # of gloo
-        self._nccl: list[dist.Backend] = []
+        self._nccl: list[Backend] = []
         self._connections: list[GenerationGroup] = []
         self._cutting, self._cut = threading.Lock(), False
 
-    def connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> list[GenerationGroup]:
+    def connect(
+        self, groups: Sequence[Connectable], key: str, ranks: list[int], timeout: timedelta
+    ) -> list[GenerationGroup]:
         """Waits until all ranks have arrived, then connects the groups, each after the other.
 
         Blocks beyond the reach of exceptions: for the deputy to do.
@@ -102,7 +129,7 @@ class Generation:
             RuntimeError: a peer or the store could not be reached, or this generation is over.
         """
         self._arrive(key, ranks, timeout)
-        made: dict[Group, GenerationGroup] = {}
+        made: dict[Connectable, GenerationGroup] = {}
         before = open_sockets()
         devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
         for group in (group for group in groups if group.backend == "gloo"):
@@ -119,10 +146,11 @@ class Generation:
         torch's server may look up the name of a peer that has gone, for seconds in which nobody is served.
         """
         if self._store is None:
-            store = self._given_store() if callable(self._given_store) else self._given_store.clone()
-            self._store = dist.PrefixStore(f"generation{self.number}", store)
+            given: Any = self._given_store  # torch's stubs lack clone()
+            store: Any = given() if callable(given) else given.clone()
+            self._store = PrefixStore(f"generation{self.number}", store)
         self._check()
-        self._store.set(f"{key}/{self._rank}", b"")
+        self._store.set(f"{key}/{self._rank}", "")
         deadline, pause, missing = time.monotonic() + timeout.total_seconds(), 0.001, ranks
         while missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]:
             self._check()
@@ -135,10 +163,11 @@ class Generation:
         if self.over:
             raise RuntimeError(f"generation {self.number} ended while it began")
 
-    def _connected(self, group: Group, build, *arguments) -> GenerationGroup:
+    def _connected(self, group: Connectable, build, *arguments) -> GenerationGroup:
         self._check()
         # groups of one rank meet nobody
-        store = dist.PrefixStore(group.group_name, self._store) if group.size() > 1 else dist.HashStore()
+        assert self._store is not None  # all have arrived
+        store = PrefixStore(group.group_name, self._store) if group.size() > 1 else HashStore()
         return GenerationGroup(self, group, store, build(group, store, *arguments))
 
     def keep(self, connections: list[GenerationGroup]) -> None:
@@ -183,7 +212,12 @@ def _drop_all(connections: queue.SimpleQueue) -> None:
 
 def device_types(backend: str) -> list[str]:
     """The kinds of devices whose tensors a backend takes, as torch has it: ``cpu``, ``cuda``."""
-    return list(BackendConfig(dist.Backend(backend)).get_device_backend_map())
+    return list(backend_config(backend).get_device_backend_map())
+
+
+def backend_config(backend: str) -> BackendConfig:
+    """Which backend serves which kind of device, as torch has it."""
+    return BackendConfig(dist.Backend(backend))  # pyright: ignore[reportArgumentType]  # torch says that it is a str
 
 
 def _gloo_devices() -> list:
@@ -195,23 +229,25 @@ def _gloo_devices() -> list:
     return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces]
 
 
-def _gloo(group: Group, store: dist.Store, devices: list) -> dist.Backend:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(group: Connectable, store: Store, devices: list) -> Backend:
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
+    options = gloo._Options()
     options._devices = devices
     options._timeout = min(group.timeout, CONNECT_TIMEOUT)
     options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
-    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
+    backend = gloo(store, group.rank(), group.size(), options)
     backend._set_default_timeout(group.timeout)
     backend._set_sequence_number_for_group()
     return backend
 
 
-def _nccl(group: Group, store: dist.Store, device: torch.device, made: list) -> dist.Backend:
+def _nccl(group: Connectable, store: Store, device: torch.device, made: list) -> Backend:
     torch.cuda.set_device(device)  # of this thread
-    options = group.options or dist.ProcessGroupNCCL.Options()
+    nccl: Any = dist.ProcessGroupNCCL  # is not there without CUDA
+    options = group.options or nccl.Options()
     options._timeout = group.timeout
     options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
-    backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    backend = nccl(store, group.rank(), group.size(), options)
     made.append(backend)  # from here on there is something to abort
     backend._set_sequence_number_for_group()
     if group.size() > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from moc.runtime.generation import Generation, GenerationGroup, device_types
 from moc.runtime.interruptible import CalledAway
 from moc.runtime.progress import PROGRESS
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend  # dist.Backend is a string
 
 POLL = timedelta(milliseconds=50)
 """How soon a wait for a collective of gloo looks whether the generation is over, if gloo does not wake it."""
@@ -38,7 +42,7 @@ class Group(dist.ProcessGroup):
     """
 
     def __init__(self, name: str, ranks: list[int], rank: int, backend: str, timeout: timedelta, options, description):
-        super().__init__(ranks.index(rank), len(ranks))
+        super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]  # stubs want a store, too
         self.ranks, self.backend, self.timeout, self.options = ranks, backend, timeout, options
         self.connection: GenerationGroup | None = None
         self._name, self._description = name, description or "undefined"
@@ -62,7 +66,7 @@ class Group(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device) for device in device_types(self.backend)]
 
-    def _get_backend(self, device: torch.device) -> dist.Backend:
+    def _get_backend(self, device: torch.device) -> Backend:
         return self.live()._get_backend(device)
 
     def live(self) -> dist.ProcessGroup:
@@ -77,6 +81,7 @@ class Group(dist.ProcessGroup):
             raise RuntimeError(f"{self} is not connected yet: call Groups.begin() before communicating")
         if connection.generation.over:
             raise Aborted(over(self, connection.generation))
+        assert connection.inner is not None  # only a generation that is over drops it
         return connection.inner
 
     def abort(self) -> None:

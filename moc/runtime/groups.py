@@ -29,13 +29,15 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
 
 from moc.runtime.abort import NCCL_FLAGS
-from moc.runtime.generation import Generation
+from moc.runtime.generation import Generation, backend_config
 from moc.runtime.group import Aborted, Group, Suspicion
 from moc.runtime.interruptible import CalledAway
 
@@ -84,7 +86,9 @@ class Groups:
         ours = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
         self._replaced = {name: getattr(dist, name) for name in ours}
         _replace(ours)
-        c10d._update_default_pg(self.new_group(group_desc="default_pg"))
+        world = self.new_group(group_desc="default_pg")
+        assert isinstance(world, Group)  # which this rank is in
+        c10d._update_default_pg(world)
 
     def destroy(self) -> None:
         """Frees everything; torch.distributed is not initialised any more.  No other thread may be using a group."""
@@ -155,7 +159,7 @@ class Groups:
             self._connect([group], name, members, group.timeout)
         return group
 
-    def begin(self, store: dist.Store | Callable[[], dist.Store], generation: int) -> None:
+    def begin(self, store: Store | Callable[[], Store], generation: int) -> None:
         """Connects every group anew; all ranks of the world call it.  The generation before ends by this.
 
         Args:
@@ -193,10 +197,11 @@ class Groups:
         """
         with self._lock:
             current = self._generation
-            if generation is None and current is None:
-                return
-            ended = current.number if generation is None else generation
-            self._over = ended if self._over is None else max(self._over, ended)
+            if generation is None:
+                if current is None:
+                    return
+                generation = current.number
+            self._over = generation if self._over is None else max(self._over, generation)
             if current is None or current.number > self._over:
                 return
             current.over = True
@@ -209,6 +214,7 @@ class Groups:
 
     def _connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> None:
         generation = self._generation
+        assert generation is not None  # it has begun
         try:
             connections = generation.deputy.do(lambda: generation.connect(groups, key, ranks, timeout))
         except (CalledAway, RuntimeError) as error:
@@ -216,9 +222,10 @@ class Groups:
                 raise Aborted(f"generation {generation.number} ended while it began: wait for the next one") from error
             raise
         generation.keep(connections)
-        for connection in connections:
-            connection.group.connection = connection
-            c10d._world.pg_map[connection.group] = (connection.group.backend, connection.store)
+        for group, connection in zip(groups, connections, strict=True):
+            assert connection.store is not None  # it is new
+            group.connection = connection
+            c10d._world.pg_map[group] = (group.backend, connection.store)
 
     def _checked_ranks(self, ranks: Iterable[int], sort: bool) -> list[int]:
         members = sorted(ranks) if sort else list(ranks)
@@ -259,15 +266,16 @@ def _replace(functions: dict[str, Callable]) -> None:
 def _register(group: Group) -> None:
     """Enters a group into the tables of torch.distributed, as ``dist.new_group`` does."""
     name, tag = group.group_name, f"ptd:{group.group_name}"
-    world = c10d._world
+    world: Any = c10d._world  # torch declares fewer types than these tables take
     world.pg_map[group] = (group.backend, None)
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(group.ranks)}
-    world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(group.backend)))
+    world.pg_backend_config[group] = str(backend_config(group.backend))
     world.tags_to_pg.setdefault("", []).append(group)
     world.tags_to_pg.setdefault(tag, []).append(group)
     world.pg_to_tag[group] = tag
-    c10d._register_process_group(name, group)
+    register: Any = c10d._register_process_group  # pyright: ignore[reportPrivateImportUsage]  # of torch's C library
+    register(name, group)
 
 
 def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:

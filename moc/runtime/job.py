@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-
-from moc.runtime import environment
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
+from torch.distributed.distributed_c10d import PrefixStore
 
 _JOB = "moc/job"
 """Key of the launch's id, in a store that outlives workers."""
@@ -63,11 +63,12 @@ class Job:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             # torchrun's store outlives workers, and has the addresses of those that it started before
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            server = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
+            server = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             self.id = server.compare_set(_JOB, "", mine).decode()
-            store = dist.PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
-        options = dict(rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id)
-        dist.init_process_group(backend, store=store, **options)
+            store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
+        )
         if not self.id:  # nobody outlives these workers, so this is all of the launch
             told = [mine]
             dist.broadcast_object_list(told, src=0)
@@ -103,12 +104,3 @@ class Job:
     def leave(self) -> None:
         """The work is done."""
         dist.destroy_process_group()
-
-
-def join_job() -> Job:
-    """The job that this process was started for."""
-    if environment.AGENT not in os.environ:
-        return Job()
-    from moc.runtime.member import JobMember  # its groups and threads are of no use elsewhere
-
-    return JobMember.join()

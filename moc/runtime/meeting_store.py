@@ -40,6 +40,7 @@ class MeetingStore:
         while True:
             process = await children.start("moc.runtime.meeting_store", "--host", self._host, stdout=subprocess.PIPE)
             try:
+                assert process.stdout is not None  # a pipe
                 self.address = (await process.stdout.readline()).decode().strip()
                 if self.address:
                     self._on_opened()
@@ -55,15 +56,15 @@ class MeetingStore:
 def main() -> None:
     """Serves until its parent dies."""
     children.belong()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--host", required=True)
     host = parser.parse_args().host
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
     with socket.create_server((host.strip("[]"), 0)) as listener:  # by itself torch would listen on all interfaces
         port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
-    how = dict(is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    store = TCPStore(host, port, master_listen_fd=descriptor, **how)
+    minute = timedelta(seconds=60)
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=minute, master_listen_fd=descriptor)
     print(f"{host}:{port}", flush=True)
     while store is not None:
         signal.pause()

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
 from moc.faults import reach
 from moc.runtime import environment
@@ -86,7 +87,7 @@ class JobMember(Job):
             self._meet()
         else:
             self._real = {name: getattr(dist, name) for name in _ALONE}
-            vars(dist).update(_ALONE)
+            dist.__dict__.update(_ALONE)
 
     def built(self) -> Interruption | None:
         """As :meth:`Job.built`."""
@@ -96,7 +97,7 @@ class JobMember(Job):
             self._say("built")
         if self._generation >= 0:
             return None
-        vars(dist).update(self._real)  # it has built alone
+        dist.__dict__.update(self._real)  # it has built alone
         begun = time.monotonic()
         self._meet()
         return Interruption(self._generation, self._reason, 0.0, time.monotonic() - begun)
@@ -127,6 +128,7 @@ class JobMember(Job):
 
     def leave(self) -> None:
         """As :meth:`Job.leave`."""
+        assert self._groups is not None  # it is connected
         self._groups.destroy()
 
     def _suspect(self) -> None:
@@ -159,6 +161,7 @@ class JobMember(Job):
             if self._wanted > generation:
                 return False
             address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
+        assert self._groups is not None  # it is connected
         try:
             self._groups.begin(lambda: _store(address, self._timeout), generation)
             self._say("met", generation=generation)
@@ -204,6 +207,11 @@ class JobMember(Job):
                 self._groups.abort(said["generation"] - 1)
 
 
-def _store(address: str, timeout: timedelta) -> dist.Store:
+def _store(address: str, timeout: timedelta) -> TCPStore:
     host, _, port = address.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def join_job() -> Job:
+    """The job that this process was started for."""
+    return JobMember.join() if environment.AGENT in os.environ else Job()

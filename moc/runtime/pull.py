@@ -167,7 +167,7 @@ class _Remote:
         await self._ask(file, 0, 0)
         return (await self._answer()).header["size"]
 
-    async def read(self, file: str, nbytes: int) -> AsyncIterator[tuple[int, memoryview]]:
+    async def read(self, file: str, nbytes: int) -> AsyncIterator[tuple[int, bytes | bytearray | memoryview]]:
         """The first bytes of a file, in pieces, with where they stand; one piece is asked for ahead."""
         spans = [(start, min(CHUNK, nbytes - start)) for start in range(0, nbytes, CHUNK)]
         for span in spans[:1]:

@@ -152,6 +152,7 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
         command = "moc.runtime.replica_server", "--listen", listen, "--orders", orders
         process = await children.start(*command, stdout=subprocess.PIPE)
         try:
+            assert process.stdout is not None  # a pipe
             address = (await process.stdout.readline()).decode().strip()
             if address:
                 listen = address
@@ -211,7 +212,7 @@ async def _serve(listen: str, orders: str, token: bytes) -> None:
 def main() -> None:
     """Runs a replica server as a process of its own."""
     children.belong()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--orders", required=True)
     own = parser.parse_args()

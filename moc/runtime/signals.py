@@ -32,14 +32,14 @@ class Signals:
     def __init__(self):
         # who starts this process may have it ignored; then nobody could wait for children, and each would seem to fail
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._listeners: list[Callable[[int], None]] = []
+        self._listeners: list[Callable[[int], object]] = []
         self._come: list[int] = []
         for number in STOPS:
             asyncio.get_running_loop().add_signal_handler(number, self._comes, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # children of launchers are started with them blocked
 
     @contextlib.contextmanager
-    def heard_by(self, listener: Callable[[int], None]) -> Iterator[None]:
+    def heard_by(self, listener: Callable[[int], object]) -> Iterator[None]:
         """Calls a listener with their numbers, inside of the block."""
         self._listeners.append(listener)
         try:

@@ -132,7 +132,8 @@ class Zygote:
         except BaseException:
             traceback.print_exc()
         finally:
-            multiprocessing.util._exit_function()  # what a Python program does at its end with processes of its own
+            # what a Python program does at its end with processes of its own
+            multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):  # its disk may be full
                     stream.flush()

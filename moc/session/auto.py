@@ -98,6 +98,7 @@ class Choices(Protocol):
 
     def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
         """The settings with chosen flags in force."""
+        ...
 
 
 class AutoPolicy:
@@ -294,7 +295,9 @@ class AutoPolicy:
         """Sizes are asked for here, by all workers at once."""
         limits = self._limits()
         plan = best_of(every_candidate(run, self._mtbf_s, limits), run.iteration_s, self._mtbf_s, limits)
-        now = priced(run, self._flags["ckpt_policy"], options_of(self._flags, self._mtbf_s)) if self._flags else None
+        now = (
+            priced(run, str(self._flags["ckpt_policy"]), options_of(self._flags, self._mtbf_s)) if self._flags else None
+        )
         stays = now is not None and keeps_to(now, limits) and now.ettr >= plan.best.ettr - WORTH
         if not stays:
             self._flags = flags_of_candidate(plan.best)

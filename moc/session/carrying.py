@@ -27,9 +27,9 @@ class Carrying:
     """
 
     def __init__(self, tiers: Tiers, policy: Policy):
-        leads, self._experts = tiers.memory is not None and tiers.leads_node, experts_of(policy)
-        self._carrier = Carrier(tiers.memory, self._experts) if leads else None
-        self._memory, self._before = tiers.memory, tiers.before if leads else None
+        memory, self._experts = tiers.memory if tiers.leads_node else None, experts_of(policy)
+        self._carrier = None if memory is None else Carrier(memory, self._experts)
+        self._memory, self._before = memory, None if memory is None else tiers.before
         self._published, self._safe = threading.Condition(), 0
         self._waits_for: int | None = None
         self._newest: int | None = None
@@ -49,7 +49,8 @@ class Carrying:
             return None
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
-        return self._thread.submit(self._carry, AvailableCheckpoint(plan.iteration, MEMORY, details), before)
+        coming = AvailableCheckpoint(plan.iteration, MEMORY, details)
+        return self._thread.submit(self._carry, self._carrier, coming, before)
 
     def published(self, iteration: int) -> None:
         """This node's part of a snapshot is published in its memory."""
@@ -66,7 +67,7 @@ class Carrying:
         self._safe = iteration
         if self._carrier is not None:
             self._carrier.retire(iteration)
-        if self._before is not None and self._before.iterations():  # what is safe has everything
+        if self._memory is not None and self._before is not None and self._before.iterations():  # what is safe has all
             self._memory.place.check_owner()
             self._before.clear()
 
@@ -77,12 +78,12 @@ class Carrying:
             self._published.notify_all()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _carry(self, coming: AvailableCheckpoint, before: int | None) -> None:
+    def _carry(self, carrier: Carrier, coming: AvailableCheckpoint, before: int | None) -> None:
         with self._published:
             self._published.wait_for(lambda: self._closed or before in (None, self._newest))
             if self._closed:
                 return
-        carry(self._carrier, self._safe, coming)
+        carry(carrier, self._safe, coming)
 
 
 def carry(carrier: Carrier, safe: int, coming: AvailableCheckpoint | None = None) -> None:

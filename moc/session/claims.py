@@ -70,7 +70,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
             problem = _take_storage(tiers)
         if tiers.memory is not None and tiers.leads_node:
             tiers.memory.take()
-            record_run(tiers.memory.place, Run(tiers.memory.place.claim.run, settings.directory, 0.0))
+            record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
 
     run_on_all(take, "cannot use a directory for snapshots")
     if problem := first_reported(problem):
@@ -96,8 +96,8 @@ def _take_storage(tiers: Tiers) -> str | None:
 
 def _tell_of_other_runs(settings: Settings, tiers: Tiers, log: Listener) -> None:
     found: list[Leftover] = []
-    if tiers.leads_node:
-        run = tiers.memory.place.claim.run
+    if tiers.memory is not None and tiers.leads_node:
+        run = tiers.memory.place.run
         paths: list[Path] = memory_of_other_runs(settings.memory_directory, settings.directory, run)
         found = [one for one in map(leftover, paths) if one.bytes and not one.used_by]
     told = {path: nbytes for node in gather([(str(one.path), one.bytes) for one in found]) for path, nbytes in node}

@@ -89,7 +89,9 @@ def build(
         if tokens is not None:
             undo.callback(tokens.close)
         if settings.upstream_logging:
-            logs = memory_of(settings, world, tiers.nodes, tiers.storage.place.claim).root
+            claim = tiers.storage.place.claim
+            assert claim is not None  # every tier of a session has one
+            logs = memory_of(settings, world, tiers.nodes, claim).root
             run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
             undo.callback(tap.close)
         contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding))

@@ -43,10 +43,12 @@ class Chooser(Protocol):
         counts_tokens: tokens are counted whatever is in force.
     """
 
-    counts_tokens: bool
+    @property
+    def counts_tokens(self) -> bool: ...  # noqa: D102
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
         """Takes up what the run knew, and returns what is in force from here on; a collective call."""
+        ...
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Learns how large snapshots would be.
@@ -62,3 +64,4 @@ class Chooser(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What is stored with snapshots, as JSON can hold it."""
+        ...

@@ -32,7 +32,8 @@ class Listener(Protocol):
         events: for programs.
     """
 
-    events: EventLog
+    @property
+    def events(self) -> EventLog: ...  # noqa: D102
 
     def message(self, text: str) -> None:
         """Reports a line for people, once for all workers."""
@@ -46,8 +47,11 @@ class PipelineTap(Protocol):
         feeds: by stage, the stages from whose logs it can be computed again; empty where nothing is logged.
     """
 
-    gauges: Mapping[str, float]
-    feeds: Mapping[int, Collection[int]]
+    @property
+    def gauges(self) -> Mapping[str, float]: ...  # noqa: D102
+
+    @property
+    def feeds(self) -> Mapping[int, Collection[int]]: ...  # noqa: D102
 
     def open(self, memory: Path) -> None:
         """Makes what is needed in the memory of this node; no collective.
@@ -58,6 +62,7 @@ class PipelineTap(Protocol):
 
     def ballot(self) -> dict[str, float]:
         """As :meth:`VoteParticipant.ballot`."""
+        ...
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
         """As :meth:`VoteParticipant.on_vote`."""
@@ -73,15 +78,18 @@ class PipelineTap(Protocol):
 
     def kept(self) -> list[int]:
         """Iterations of which this worker's log is there, counted from 1."""
+        ...
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
         """Of iterations, each with the stages that compute it, those that this worker cannot :meth:`serve`."""
+        ...
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
         """Sends to stages that compute an iteration again what this worker sent them then."""
 
     def replaying(self, stages: Collection[int]) -> AbstractContextManager[None]:
         """While only some stages compute, and this worker's is one of them; none where all do, as ever."""
+        ...
 
 
 class RouterTally(Protocol):
@@ -89,12 +97,15 @@ class RouterTally(Protocol):
 
     def take(self) -> dict:
         """This worker's counts since the last call, for the vote."""
+        ...
 
     def by_layer(self, tally: dict) -> tuple[dict[int, list[int]], dict[int, int]]:
         """From the sums over all workers: by layer the tokens of each expert, and those that were to be routed."""
+        ...
 
     def probabilities(self, tally: dict) -> dict[int, list[float]]:
         """By layer and expert, the sum of the probabilities with which it was chosen."""
+        ...
 
     def close(self) -> None:
         """Counts no more."""
@@ -127,20 +138,36 @@ class Engine(Protocol):
         reduced: iteration of which it still has the reduced gradients; None if it has none.
     """
 
-    world: World
-    state: TrainingState
-    operators: Sequence[Operator]
-    stages: Sequence[int]
-    layout: Mapping[str, int]
-    peers: dist.ProcessGroup | None
-    slices: Sequence[int]
-    tap: PipelineTap
+    @property
+    def world(self) -> World: ...  # noqa: D102
+
+    @property
+    def state(self) -> TrainingState: ...  # noqa: D102
+
+    @property
+    def operators(self) -> Sequence[Operator]: ...  # noqa: D102
+
+    @property
+    def stages(self) -> Sequence[int]: ...  # noqa: D102
+
+    @property
+    def layout(self) -> Mapping[str, int]: ...  # noqa: D102
+
+    @property
+    def peers(self) -> dist.ProcessGroup | None: ...  # noqa: D102
+
+    @property
+    def slices(self) -> Sequence[int]: ...  # noqa: D102
+
+    @property
+    def tap(self) -> PipelineTap: ...  # noqa: D102
 
     @property
     def reduced(self) -> int | None: ...  # noqa: D102
 
     def scalars(self, position: Position) -> dict:
         """What of the state is not a tensor, at a position, as JSON can hold it; the position is part of it."""
+        ...
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         """Restores what :meth:`scalars` gave.
@@ -182,6 +209,7 @@ class Engine(Protocol):
             What it has shown; the parts of all workers are bit by bit those of the record, where layout, data and
             kernels are the same.
         """
+        ...
 
     def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
         """Updates the state of what is not frozen by the decision of the vote: no forward, no backward, no collective.
@@ -201,3 +229,4 @@ class Engine(Protocol):
             layers: numbers of those with experts.
             with_probabilities: count, too, with what probabilities routers choose.
         """
+        ...

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from moc.policy import Policy
@@ -133,6 +134,7 @@ class Peers:
     """
 
     def __init__(self, tiers: Tiers, policy: Policy, nodes: list[str], placement: Placement, rate: float | None):
+        assert tiers.memory is not None  # where copies are
         self._memory, self._leads = tiers.memory, tiers.leads_node
         self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
         self._safe = 0
@@ -151,7 +153,7 @@ class Peers:
             CheckpointError: on all workers; a replica server does not answer.
         """
         run_on_all(self._connect, "cannot reach what keeps copies of snapshots")
-        told = gather((self._node, self._client.address) if self._leads else None)
+        told = gather(None if self._client is None else (self._node, self._client.address))
         self._addresses = dict(filter(None, told))
 
     def replicate(self, iteration: int, patient: bool = True) -> Future[Copied]:
@@ -238,7 +240,7 @@ class Peers:
         self.close()
         if self._leads:
             with contextlib.suppress(WireError):  # a replica server that is gone writes nothing either
-                ReplicaClient.connect(self._node, self._memory.place.root).close()
+                ReplicaClient.connect(self._node, self._root).close()
 
     def close(self) -> None:
         """Gives up what is under way."""
@@ -252,7 +254,7 @@ class Peers:
         if not self._leads:
             return
         try:
-            client = ReplicaClient.connect(self._node, self._memory.place.root)
+            client = ReplicaClient.connect(self._node, self._root)
         except WireError as error:
             raise CheckpointError(
                 f"what keeps copies of snapshots on node {self._node} does not answer: {error}"
@@ -274,6 +276,7 @@ class Peers:
     def _pull(self, wanted: Wanted) -> tuple[int, float]:
         while True:
             try:
+                assert self._client is not None  # this worker leads
                 return self._client.pull(wanted)
             except PeerGoneError:
                 if self._left:
@@ -309,10 +312,14 @@ class Peers:
             copies.remove(restore.iteration)
 
     def _copies(self) -> dict[str, Store]:
-        root = self._memory.place.root
-        return {
-            node: Store(LocalPlace(part_of(root, self._node, node), in_memory=True), slack=True) for node in self._kept
-        }
+        parts = {node: part_of(self._root, self._node, node) for node in self._kept}
+        return {node: Store(LocalPlace(path, in_memory=True), slack=True) for node, path in parts.items()}
+
+    @property
+    def _root(self) -> Path:
+        place = self._memory.place
+        assert isinstance(place, LocalPlace)  # memory of this machine
+        return place.root
 
     @cached_property
     def _carriers(self) -> dict[str, Carrier]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 
 from moc.faults import reach
@@ -31,7 +31,7 @@ class Publisher:
         log: where to report.
     """
 
-    def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: dict[str, int], log: Listener):
+    def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: Mapping[str, int], log: Listener):
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
         self._operators = {operator.name: operator for operator in policy.operators}
         self._thread, self._given_up = background("snapshot-publish"), threading.Event()
@@ -43,6 +43,7 @@ class Publisher:
         Raises:
             CheckpointError: something is missing, or cannot be written.
         """
+        assert self._tiers.memory is not None  # or nobody asks for it
         self._publish(self._tiers.memory, plan, state, self._tiers.node)
 
     def reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:

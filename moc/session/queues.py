@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import TypeVar
 
 from moc.policy import SnapshotPlan
 from moc.session.peers import Copied
 from moc.session.storage_health import tolerable
 from moc.snapshot.saver import Snapshot
+
+T = TypeVar("T")
 
 PER_VOTE = 2
 """Snapshots of a queue that one vote tells of: one more than begin in an iteration, since all that follow one which is
@@ -90,18 +93,19 @@ class Queues:
         if self.copying:
             wait([self.copying[0].snapshot.sealed])
         elif self.replicating:  # of a node that is lost meanwhile, a worker hears in the vote alone
-            wait([self.replicating[0].copied], timeout=_LISTEN_S)
+            wait([started(self.replicating[0].copied)], timeout=_LISTEN_S)
         elif for_storage:
-            heads = [taken.snapshot.persisted for taken in list(self.writing)[:1]]
-            heads += [taken.published for taken in list(self.publishing)[:1]]
+            heads = [started(taken.snapshot.persisted) for taken in list(self.writing)[:1]]
+            heads += [started(taken.published) for taken in list(self.publishing)[:1]]
             wait([one for one in heads if not one.done()], timeout=_LISTEN_S, return_when=FIRST_COMPLETED)
 
     def failure(self) -> str | None:
         """What has gone wrong on this worker, if that is a reason to end."""
-        futures = [taken.snapshot.sealed for taken in self.copying]
-        futures += [taken.copied for taken in self.replicating]
-        futures += [taken.snapshot.persisted for taken in self.writing if not tolerable(taken.snapshot.persisted)]
-        futures += [taken.published for taken in self.publishing if not tolerable(taken.published)]
+        futures: list[Future] = [taken.snapshot.sealed for taken in self.copying]
+        futures += [started(taken.copied) for taken in self.replicating]
+        to_storage: list[Future] = [started(taken.snapshot.persisted) for taken in self.writing]
+        to_storage += [started(taken.published) for taken in self.publishing]
+        futures += [future for future in to_storage if not tolerable(future)]
         return next((str(future.exception()) for future in futures if future.done() and future.exception()), None)
 
 
@@ -110,13 +114,20 @@ def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:
     return {name.removesuffix(f"[{place}]"): value for name, value in tally.items() if name.endswith(f"[{place}]")}
 
 
-def _done(queue: Iterable[Taken], future: Callable[[Taken], Future]) -> list[Taken]:
+def _done(queue: Iterable[Taken], future: Callable[[Taken], Future | None]) -> list[Taken]:
     """Those that nothing is waited for any more, nor for one before them."""
-    return list(takewhile(lambda taken: future(taken).done(), queue))
+    return list(takewhile(lambda taken: started(future(taken)).done(), queue))
+
+
+def started(future: Future[T] | None) -> Future[T]:
+    """What a queue waits for, which began before a snapshot came into it."""
+    assert future is not None
+    return future
 
 
 def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None) -> dict[str, float]:
-    copies = replicated.copied.result() if replicated and not replicated.copied.exception() else Copied()
+    copied_by = None if replicated is None else started(replicated.copied)
+    copies = Copied() if copied_by is None or copied_by.exception() else copied_by.result()
     return {
         "snapshot_copied": float(copied is not None),
         "snapshot_bytes": float(copied.snapshot.layout.nbytes if copied else 0),
@@ -133,9 +144,9 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
 
 def _come_to_storage(written: Taken | None, published: Taken | None) -> dict[str, float]:
     return {
-        "snapshot_unwritten": float(written is not None and tolerable(written.snapshot.persisted) is not None),
+        "snapshot_unwritten": float(written is not None and tolerable(started(written.snapshot.persisted)) is not None),
         "snapshot_published": float(published is not None),
-        "snapshot_unpublished": float(published is not None and tolerable(published.published) is not None),
+        "snapshot_unpublished": float(published is not None and tolerable(started(published.published)) is not None),
     }
 
 

@@ -71,8 +71,7 @@ class Session(VoteParticipant):
         self._elsewhere, self._chooser = elsewhere, chooser
         self.remains = LocalRemains() if remains is None else remains
         self.position, self.record = Position(), None
-        self._parts: Components | None = None
-        self._snapshots: Snapshots | None = None
+        self._running: tuple[Components, Snapshots] | None = None  # None without a policy, and before resume()
         self._whole = True  # False while the update changes the state
 
     def resume(self) -> Position:
@@ -110,8 +109,8 @@ class Session(VoteParticipant):
             tiers = dataclasses.replace(tiers_of(settings, engine.world, claim), storage=tiers.storage)
         policy = make_policy(settings, engine)
         counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
-        self._parts = parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None)
-        undo.callback(self.close)
+        parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None)
+        undo.callback(close, parts, _patience_s(parts))
         start = resume(engine, parts, self.remains, self._elsewhere, log, settings.begin_at, tidies=not beside)
         storage = storage_of(settings, parts, start, log, beside)
         policy.on_sizes(busiest := lambda operators: max(gather(parts.contents.busiest(operators))))
@@ -120,17 +119,19 @@ class Session(VoteParticipant):
         elif mine is None:
             parts.report.expected(policy, settings)
         self.position, self.record = start.position, start.record
-        snapshots = Snapshots(parts, settings, storage, start, self._describer(policy))
+        snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
+        undo.callback(snapshots.close)
         snapshots.reserve()
         snapshots.take_again()
-        self._snapshots = snapshots
+        self._running = parts, snapshots
 
     def ballot(self) -> dict[str, float]:
         """How far this worker's snapshots have come; see :class:`VoteParticipant`."""
-        if self._snapshots is None:
+        if self._running is None:
             return {}
-        mine = self._snapshots.ballot()
-        return mine if self._parts.tokens is None else self._parts.tokens.ballot() | mine
+        parts, snapshots = self._running
+        mine = snapshots.ballot()
+        return mine if parts.tokens is None else parts.tokens.ballot() | mine
 
     def on_vote(self, tally: dict[str, float]) -> None:
         """Publishes what all have copied, and waits for copies of what the update is about to change.
@@ -138,11 +139,12 @@ class Session(VoteParticipant):
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
-        if self._snapshots is not None:
-            self._snapshots.on_vote(tally)
-            if self._parts.tokens is not None:
-                self._parts.tokens.on_vote(tally)
-            self._snapshots.wait_for_copies()
+        if self._running is not None:
+            parts, snapshots = self._running
+            snapshots.on_vote(tally)
+            if parts.tokens is not None:
+                parts.tokens.on_vote(tally)
+            snapshots.wait_for_copies()
         self._whole = False
 
     def completed(self, record: StepRecord, begun: float) -> Position:
@@ -157,10 +159,10 @@ class Session(VoteParticipant):
         """
         self.position, self.record, self._whole = self.position.after(record), record, True
         self.remains.records.add(record)
-        if self._snapshots is None:
+        if self._running is None:
             return self.position
-        parts, seen = self._parts, self._parts.meter.completed(begun)
-        if seen is not None:
+        parts, _ = self._running
+        if (seen := parts.meter.completed(begun)) is not None:
             parts.policy.interval.observe(seen)
             if self._chooser is not None:
                 self._chooser.observe(seen)
@@ -177,13 +179,13 @@ class Session(VoteParticipant):
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
-        if self._snapshots is not None:
-            self._snapshots.take(self.position, self.record)
+        if self._running is not None:
+            self._running[1].take(self.position, self.record)
 
     def finish(self) -> None:
         """Waits until every snapshot is where it is to go, and published there."""
-        if self._snapshots is not None:
-            self._snapshots.finish()
+        if self._running is not None:
+            self._running[1].finish()
 
     def flush(self) -> None:
         """The run ends here in good order: its state goes to storage, and the node gets its memory back.
@@ -191,14 +193,16 @@ class Session(VoteParticipant):
         Raises:
             CheckpointError: on all workers; something could not be saved, though it was tried again.
         """
-        if self._snapshots is not None:
-            self._snapshots.flush()
+        if self._running is not None:
+            self._running[1].flush()
 
     def interrupt(self) -> None:
         """Another worker was lost: ends this generation here, and keeps what this worker has for the next one."""
-        if self._snapshots is not None:
-            self.remains.live = self._live
-            self.remains.begun = self._snapshots.begun
+        if self._running is not None:
+            parts, snapshots = self._running
+            state = self._describer(parts)(self.position, self.record) if self._whole else None
+            self.remains.live = None if state is None else LiveState(self.position, state)
+            self.remains.begun = snapshots.begun
         self.close()
 
     def close(self) -> None:
@@ -206,46 +210,39 @@ class Session(VoteParticipant):
 
         With a memory tier nothing is waited for that storage may hold up: the run does not resume from there.
         """
-        if self._snapshots is not None:
-            self._snapshots.close()
-        if self._parts is not None:
-            close(self._parts, _ENDING_S if self._parts.tiers.memory is None else 0.0)
-        self._snapshots = self._parts = None
+        if self._running is not None:
+            parts, snapshots = self._running
+            snapshots.close()
+            close(parts, _patience_s(parts))
+        self._running = None
 
     @property
     def run(self) -> str | None:
         """What the run is called whose snapshots these are."""
-        return None if self._parts is None else self._parts.tiers.storage.place.claim.run
+        return None if self._running is None else self._running[0].tiers.storage.place.run
 
     @property
     def gauges(self) -> Mapping[str, float]:
         """What there is to see of every iteration."""
-        if self._snapshots is None:
+        if self._running is None:
             return {}
-        parts = self._parts
+        parts, snapshots = self._running
         plt = {} if parts.tokens is None else {"plt": parts.tokens.plt}
-        return plt | parts.policy.gauges() | dict(parts.tap.gauges) | self._snapshots.gauges
+        return plt | parts.policy.gauges() | dict(parts.tap.gauges) | snapshots.gauges
 
     @property
     def memory_is_free(self) -> bool:
         """Whether there is memory, and nothing in it that is not in storage; the same on all workers."""
-        return self._snapshots is not None and self._snapshots.memory_is_free
+        return self._running is not None and self._running[1].memory_is_free
 
     @property
     def storage_fails(self) -> bool:
         """Whether the last snapshot that was to go to storage could not; the same on all workers."""
-        return self._snapshots is not None and self._snapshots.storage_fails
+        return self._running is not None and self._running[1].storage_fails
 
-    @property
-    def _live(self) -> LiveState | None:
-        """The state that this worker has now; None if it is being changed."""
-        if not self._whole:
-            return None
-        return LiveState(self.position, self._describer(self._parts.policy)(self.position, self.record))
-
-    def _describer(self, policy: Policy) -> Describer:
+    def _describer(self, parts: Components) -> Describer:
         """What of the state is not a tensor, at a position."""
-        tokens, chooser = self._parts.tokens, self._chooser
+        policy, tokens, chooser = parts.policy, parts.tokens, self._chooser
         return lambda at, record: {
             **self._engine.scalars(at),
             "record": None if record is None else dataclasses.asdict(record),
@@ -257,12 +254,18 @@ class Session(VoteParticipant):
         }
 
 
+def _patience_s(parts: Components) -> float:
+    """How long a write may take to end well: with a memory tier nothing waits for storage."""
+    return _ENDING_S if parts.tiers.memory is None else 0.0
+
+
 def make_policy(settings: Settings, engine: Engine) -> Policy:
     """The policy that settings name.
 
     Raises:
         SettingsError: there is none of that name, or it cannot be made for this model.
     """
+    assert settings.policy is not None  # or there are no snapshots
     try:
         interval = interval_named(settings.interval, settings.overhead_budget)
         return policy_named(settings.policy)(engine.operators, interval, **settings.options)

@@ -16,7 +16,7 @@ class Settings:
     """What is saved when, where snapshots go, and how.
 
     Attributes:
-        directory: of the snapshots in storage, or a URL (``--ckpt-dir``); None without a policy.
+        directory: of the snapshots in storage, or a URL (``--ckpt-dir``); empty without a policy.
         train_iters: iterations of the whole training.
         policy: its name, such as ``full`` or ``sparse``; None: no snapshots are taken.
         interval: iterations between snapshots, or ``auto`` (``--snapshot-interval``).
@@ -38,7 +38,7 @@ class Settings:
         stops: what cannot be saved in storage ends the run, in place of being tried again.
     """
 
-    directory: str | None
+    directory: str
     train_iters: int
     policy: str | None = None
     interval: str = "1"

@@ -23,7 +23,7 @@ from moc.policy import Load, SnapshotPlan
 from moc.runtime.agreement import first_reported, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
-from moc.session.queues import PER_VOTE, Queues, Taken, told_of
+from moc.session.queues import PER_VOTE, Queues, Taken, started, told_of
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
 from moc.session.settings import Settings
@@ -199,7 +199,7 @@ class Snapshots:
             raise CheckpointError(self._not_stored())
         if self._peers is not None:
             self._peers.quiesce()
-        if self.memory_is_free and self._tiers.leads_node:
+        if self._tiers.memory is not None and self.memory_is_free and self._tiers.leads_node:
             self._tiers.memory.clear()
         self._tap.delete()
         self._report.end(self._tokens)
@@ -229,12 +229,14 @@ class Snapshots:
         most = self._settings.most_behind
         if most is None:
             return False
+        assert self._position is not None  # the update has not begun
         not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
         return any(self._position.iteration - taken.plan.iteration >= most for taken in not_safe)
 
     @property
     def _lacks_base(self) -> bool:
         """Beside memory, storage lacks what partial snapshots need to be of use there."""
+        assert self._position is not None  # the update is over
         return self._tiers.memory is not None and (
             self._base_lost or self._policy.stores(self._policy.everything(self._position.iteration))
         )
@@ -254,7 +256,8 @@ class Snapshots:
         self._copy(plan, storage)
 
     def _copy(self, plan: SnapshotPlan, storage: SnapshotPlan | None, in_memory: bool = True) -> None:
-        slot, others = self._rotation.free(), self._rotation.all_free()
+        free, others = self._rotation.free(), self._rotation.all_free()
+        slot = -1 if free is None else free  # of its own, for what goes to storage alone and has no place among them
         if in_memory:
             self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         try:
@@ -325,6 +328,7 @@ class Snapshots:
         self._persist(dataclasses.replace(taken, storage=taken.plan))
 
     def _persist(self, taken: Taken) -> None:
+        assert taken.storage is not None  # of which it is to hold something
         whole = taken.storage.operators == taken.plan.operators
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._queues.writing.append(taken)
@@ -420,12 +424,13 @@ class Snapshots:
         """Every rank has written its part, or one cannot: then all give the snapshot up."""
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         if told["snapshot_unwritten"]:
-            self._give_up(taken, taken.snapshot.persisted)
+            self._give_up(taken, started(taken.snapshot.persisted))
             return
         self._meter.written(told)
         published: Future = Future()
         if self._world.rank == 0:
             amount, seconds = int(told["snapshot_written_bytes"]), told["snapshot_write_s"] / self._world.size
+            assert taken.storage is not None  # it was written
             published = self._publisher.in_storage(taken.storage, taken.state, amount, seconds)
         else:
             published.set_result(None)
@@ -433,10 +438,10 @@ class Snapshots:
 
     def _all_published(self, taken: Taken, told: dict[str, float]) -> None:
         if told["snapshot_unpublished"]:
-            self._give_up(taken, taken.published)
+            self._give_up(taken, started(taken.published))
             return
         iteration, self._problem = taken.plan.iteration, ""
-        self._base_lost = self._base_lost and not taken.storage.complete
+        self._base_lost = self._base_lost and not (taken.storage and taken.storage.complete)
         if not self._base_lost:
             self._stored = iteration
         self._storage.on_stored(iteration)
@@ -451,13 +456,13 @@ class Snapshots:
         self._problem = first_reported(None if error is None else str(error))
         if self._settings.stops:
             raise CheckpointError(self._problem)
-        self._storage.failed(iteration, self._problem)
+        self._storage.failed(iteration, self._problem or "")
         if self._world.rank == 0:
             self._publisher.gives_up(iteration)
         if iteration == self._newest and not (self._tiers.memory is not None and taken.snapshot.in_memory):
             self._newest_is_complete = False
         self._broken_window, self._stores_since = taken.plan.since, None
-        if not self._policy.exact and taken.storage.complete:
+        if not self._policy.exact and taken.storage and taken.storage.complete:
             self._base_lost, self._base_asked = True, False
         if self._tiers.memory is None:
             self._policy.begin_anew()
@@ -483,7 +488,8 @@ class Snapshots:
             self.finish()
         elif self._in_memory is None and self._newest != self._stored and self._tiers.memory is not None:
             # nothing was done since it was recovered
-            way = [iteration for iteration in self._start.in_memory if iteration <= self._newest]
+            newest = self._newest or 0
+            way = [iteration for iteration in self._start.in_memory if iteration <= newest]
             with self._trying():
                 copy_to_storage(way, self._tiers, self._policy)
                 self._stored = self._newest

@@ -85,8 +85,9 @@ class StorageHealth:
 
     def problem(self) -> str | None:
         """Why the job must not go on, if there is a reason."""
-        failed = self._ready is not None and self._ready.done() and not tolerable(self._ready)
-        return str(self._ready.exception()) if failed and self._ready.exception() else None
+        if self._ready is None or not self._ready.done() or tolerable(self._ready):
+            return None
+        return str(self._ready.exception()) if self._ready.exception() else None
 
     def begins(self, iteration: int) -> None:
         """A snapshot begins to go there."""
@@ -173,7 +174,7 @@ class StorageHealth:
         return {name: float(count) for name, count in counted.items() if count}
 
     def _is_ready(self) -> bool:
-        if self._ready is None:
+        if self._ready is None or self._prepare is None:
             return True
         if not self._ready.done():
             return False

@@ -117,6 +117,7 @@ def _copy_one(iteration: int, tiers: Tiers) -> None:
     def copy() -> None:
         nonlocal manifest
         if tiers.leads_node:
+            assert tiers.memory is not None  # from which it is copied
             manifest = tiers.memory.manifest(iteration)
             tiers.memory.copy_files(manifest, tiers.storage)
 

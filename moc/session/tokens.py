@@ -37,7 +37,7 @@ class TokenTracker:
     """
 
     def __init__(self, engine: Engine, train_iters: int, with_probabilities: bool = False):
-        self._experts = {o.name: (o.layer, o.expert) for o in engine.operators if o.expert is not None}
+        self._experts = {o.name: o.place for o in engine.operators if o.place is not None}
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1

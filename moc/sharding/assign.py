@@ -69,12 +69,12 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
     Raises:
         ShardingError: a rule is not known, or chose a rank that does not hold the item.
     """
-    result: list[int | None] = [item.holders[0] if len(item.holders) == 1 else None for item in items]
+    result = [item.holders[0] for item in items]  # of what has several, until a rule chooses
     load: Counter[int] = Counter()
     members = _members(items)
-    for item, rank in zip(items, result, strict=True):
-        if rank is not None:
-            load[rank] += item.nbytes
+    for item in items:
+        if len(item.holders) == 1:
+            load[item.holders[0]] += item.nbytes
     for name, of_experts in ((scheme.experts, True), (scheme.others, False)):
         choose = _known(name)
         indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == of_experts]

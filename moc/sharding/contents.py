@@ -157,7 +157,7 @@ def _buffers(operators: Sequence[Operator], layout: Layout) -> Iterator[_Buffer]
         dense = [o for o in here if one_for_all or o.kind != "expert"]
         yield _buffer(dense, [layout.replicas(tp, stage) for tp in range(layout.tp)])
         for ep in range(0 if one_for_all else layout.ep):
-            mine = [o for o in here if o.kind == "expert" and o.expert * layout.ep // num_experts == ep]
+            mine = [o for o in here if o.expert is not None and o.expert * layout.ep // num_experts == ep]
             yield _buffer(mine, [layout.expert_replicas(etp, ep, stage) for etp in range(layout.etp)])
 
 

@@ -100,6 +100,7 @@ class _Run:
         self._pass(until)
         if until == event_s:
             event, self.event, self.event_at = self.event, next(self.events, None), self.now
+            assert event is not None  # it has a time
             if event.gained:
                 self._gain(event.gained)
             if event.lost:

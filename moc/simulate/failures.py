@@ -64,18 +64,19 @@ class Faults:
         """In order of time; without end unless a trace says when."""
         if self.trace:
             return iter(self.trace)
-        return self._drawn(rng)
+        assert self.mtbf_s is not None  # or there is a trace
+        return self._drawn(rng, self.mtbf_s)
 
-    def _drawn(self, rng: random.Random) -> Iterator[Event]:
+    def _drawn(self, rng: random.Random, mtbf_s: float) -> Iterator[Event]:
         at_s = 0.0
-        if math.isinf(self.mtbf_s):
+        if math.isinf(mtbf_s):
             return
         if self.evenly:
             # Failures at a fixed distance would meet every checkpoint interval that divides it at the same place.
             for number in itertools.count():
-                yield Event((number + rng.random()) * self.mtbf_s, self.together)
+                yield Event((number + rng.random()) * mtbf_s, self.together)
         while True:
-            at_s += rng.expovariate(1 / self.mtbf_s)
+            at_s += rng.expovariate(1 / mtbf_s)
             yield Event(at_s, self.together)
 
 

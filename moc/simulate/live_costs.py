@@ -210,7 +210,8 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
 def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
     """Everything, or some experts of each layer, every so many iterations; and the PLT to expect."""
     price = run.price(name, options)
-    nbytes, fewer = price.size.busiest, price.k is not None and price.k < max(run.saved.by_k)
+    nbytes, k, most = price.size.busiest, price.k, max(run.saved.by_k)
+    fewer = k is not None and k < most
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     stall_s = max(0.0, copy_s - run.forward_backward_s)
     saving = PolicyCosts(
@@ -225,11 +226,11 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
     )
     least = shortest_interval(run, name, options)
     interval = options.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
-    if not fewer:
+    if k is None or not fewer:
         return at_interval(saving, interval, run.iteration_s), 0.0
     # Whatever memory is lost: all experts of a snapshot go on to storage, so that has them as new.
     rate = run.iteration_s / options.mtbf_s
-    of_one = uniform_plt(max(run.saved.by_k), rate, 1.0, price.k, price.k, 1)
+    of_one = uniform_plt(most, rate, 1.0, k, k, 1)
     if not options.interval:
         interval = longest(least, interval, of_one, options.plt_limit)
     return at_interval(saving, interval, run.iteration_s), interval * of_one

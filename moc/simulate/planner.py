@@ -83,12 +83,15 @@ class Priced(Protocol):
     @property
     def iteration_s(self) -> float:
         """Seconds of an iteration in which nothing is saved."""
+        ...
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
         """The settings of a policy that are worth looking at, with each number of replicas that has a meaning here."""
+        ...
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """A policy with some settings."""
+        ...
 
 
 @dataclass(frozen=True)

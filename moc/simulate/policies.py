@@ -14,6 +14,7 @@ from moc.policy import Policy
 from moc.policy.adaptive import candidates, uniform_plt
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.prices import Machine, Price, Settings, Sizes
+from moc.policy.window import OperatorBytes
 from moc.recovery.placement import place
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
@@ -124,7 +125,8 @@ class Setup:
             ranks=self.layout.world,
             everything=self.full,
             with_experts=self._with_experts,
-            stages=[self.by_operator],  # of the busiest rank, which all others keep up with
+            # of the busiest rank, which all others keep up with
+            stages=[[OperatorBytes(one.full, one.compute) for one in self.by_operator]],
             hidden_s=self.timing.forward_backward_s,
             rate=min(rate, self.network_rate / replicas) if replicas else rate,
             ks=candidates(self.num_experts),
@@ -151,6 +153,7 @@ class Setup:
         saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
 
         def plt(interval: int) -> float:
+            assert k is not None  # only a policy that has one loses tokens
             faults_per_iteration = self.iteration_s / options.mtbf_s
             return uniform_plt(self.num_experts, faults_per_iteration, 1 / self.cluster.nodes, k, k, interval)
 

@@ -61,7 +61,7 @@ def events_file(path: str | Path) -> Path:
     return path / "events.jsonl" if path.is_dir() else path
 
 
-def read_events(path: str | Path) -> list[Mapping]:
+def read_events(path: str | Path) -> list[dict]:
     """The events of a file, or of the one in a directory; lines that a killed worker left torn are passed over.
 
     Raises:
@@ -97,7 +97,7 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
             copies.append(event["bytes"] / world / event["copy_s"])
             seals.append(event["copy_s"] + event.get("hash_s", 0.0))
             sizes.append(event["bytes"])
-            disturbed.update((iteration, iteration + 1))
+            disturbed.update((event["iteration"], event["iteration"] + 1))
         elif kind == "persist" and event.get("write_s"):
             writes.append(event["bytes"] / event["write_s"])
             written_s.append(event["write_s"])
@@ -125,7 +125,7 @@ def _median(values: list[float]) -> float | None:
     return median(values) if values else None
 
 
-def _events(path: Path) -> Iterator[Mapping]:
+def _events(path: Path) -> Iterator[dict]:
     with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:

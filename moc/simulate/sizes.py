@@ -56,7 +56,7 @@ def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: Stat
     """A snapshot of what is no expert and of K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
     if state.master:
         state = dataclasses.replace(state, weights=0)
-    layers = sorted({o.layer for o in operators if o.kind == "expert"})
+    layers = sorted({o.place[0] for o in operators if o.place is not None})
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     chosen = {
         f"layers.{layer}.expert.{expert}"

@@ -95,7 +95,7 @@ def _title(setup: Setup, faults: Faults, job: SimulatedJob) -> str:
 
 
 def _mtbf(faults: Faults) -> str:
-    if math.isinf(faults.mtbf_s):
+    if faults.mtbf_s is None or math.isinf(faults.mtbf_s):
         return "no failures"
     return f"a failure every {faults.mtbf_s:,.0f} s{' evenly' if faults.evenly else ', at random'}"
 

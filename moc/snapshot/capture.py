@@ -132,7 +132,7 @@ def _copy_all(copies: Sequence[Copy], non_blocking: bool) -> None:
     # in one call, so that the interpreter is not needed in between
     if copies:
         targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
-        torch._foreach_copy_(targets, sources, non_blocking)
+        torch._foreach_copy_(targets, sources, non_blocking)  # pyright: ignore[reportPrivateImportUsage]  # no public one
 
 
 class StreamCapturer(Capturer):

@@ -106,7 +106,8 @@ class Rotation:
     @property
     def recovery(self) -> int | None:
         """Iteration of the newest snapshot that all ranks have in memory."""
-        return max((slot.iteration for slot in self.slots if slot.use is Use.RECOVERY), default=None)
+        held = (slot.iteration for slot in self.slots if slot.use is Use.RECOVERY)
+        return max((iteration for iteration in held if iteration is not None), default=None)
 
     @property
     def persisting(self) -> bool:
@@ -119,7 +120,9 @@ class Rotation:
 
     def begin(self, iteration: int, persisting: bool, supersedes: int | None) -> Rotation:
         """A snapshot is being copied into the buffer that :meth:`free` names."""
-        return self._set(self.free(), Slot(Use.FILLING, iteration, persisting, supersedes))
+        number = self.free()
+        assert number is not None  # the caller has waited for one
+        return self._set(number, Slot(Use.FILLING, iteration, persisting, supersedes))
 
     def complete(self, iteration: int) -> Rotation:
         """All ranks have copied a snapshot; what it supersedes need not be kept much longer."""
@@ -129,8 +132,9 @@ class Rotation:
         first = self.slots[number].supersedes
 
         def retired(slot: Slot) -> Slot:
-            superseded = slot.use is Use.RECOVERY and first is not None and slot.iteration < first
-            return replace(slot, use=Use.RETIRING) if superseded else slot
+            if slot.use is Use.RECOVERY and first is not None and slot.iteration is not None and slot.iteration < first:
+                return replace(slot, use=Use.RETIRING)
+            return slot
 
         return self._each(retired)._set(number, replace(self.slots[number], use=Use.RECOVERY))
 

@@ -163,7 +163,8 @@ class Saver:
         if share not in known:
             layout = share.layout
             targets = (
-                buffer.view(*span, entry.dtype) for entry, span in zip(layout.entries, layout.spans, strict=True)
+                buffer.view(start, stop, entry.dtype)
+                for entry, (start, stop) in zip(layout.entries, layout.spans, strict=True)
             )
             if len(known) == _REMEMBERED:
                 known.pop(next(iter(known)))
@@ -246,6 +247,7 @@ class Saver:
         return RankReport(file_of(self._rank), file, entries), [memoryview(header), *pieces]
 
     def _write_part(self, iteration: int, part: RankReport, parts: Sequence[memoryview]) -> None:
+        assert self._storage is not None  # persist() is called only with one
         place = self._storage.place
         free = place.free_bytes()
         if free is not None and free < part.file.bytes:
@@ -277,12 +279,14 @@ class Saver:
             raise GivenUpError
 
     def _name_in_memory(self, snapshot: Snapshot, part: RankReport) -> None:
+        memory = self._memory
+        assert memory is not None  # _seal() asks
         try:
             self._link(snapshot)
-            self._memory.report(snapshot.iteration, self._rank, part)
+            memory.report(snapshot.iteration, self._rank, part)
         except OSError as error:
             raise CheckpointError(
-                f"the snapshot of iteration {snapshot.iteration} cannot be named in {self._memory.place.name} "
+                f"the snapshot of iteration {snapshot.iteration} cannot be named in {memory.place.name} "
                 f"({error.strerror or error}): make room or repair it, and start again; earlier ones are untouched"
             ) from error
 
@@ -292,6 +296,7 @@ class Saver:
         target = root / directory_of(snapshot.iteration) / file_of(self._rank)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
+        assert snapshot.buffer.path is not None  # _new_path() gave it one
         os.link(snapshot.buffer.path, target)
 
     def _new_path(self) -> Path | None:
@@ -304,6 +309,7 @@ class Saver:
         return path
 
     def _memory_place(self) -> LocalPlace:
+        assert self._memory is not None  # callers ask
         place = self._memory.place
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")

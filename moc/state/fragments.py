@@ -46,7 +46,7 @@ class OwnedSlice:
     """The range [start, stop) of a flattened model parameter whose optimizer state lives on this rank.
 
     Attributes:
-        parameter: the model parameter.
+        parameter: the model parameter, or a buffer that is saved like one.
         start: first element owned.
         stop: one past the last element owned.
         slots: 1-D live tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``),
@@ -56,7 +56,7 @@ class OwnedSlice:
             parameter's own (torch), or its group's (Transformer Engine's and apex's fused Adam).
     """
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     start: int
     stop: int
     slots: dict[str, torch.Tensor]

@@ -24,6 +24,7 @@ class TrainingState(Protocol):
 
     def operators(self) -> list[str]:
         """Names of the operators of which this rank holds a part, in model order."""
+        ...
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
         """Yields what lives on this rank of some operators, as views of live memory, in the same order each time.
@@ -34,6 +35,7 @@ class TrainingState(Protocol):
             operators: names; those that live elsewhere are passed over.
             detail: how much of them.
         """
+        ...
 
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:
         """Writes values into the live memory of a fragment, and keeps weights and masters consistent.
@@ -53,6 +55,7 @@ class TrainingState(Protocol):
 
     def steps(self) -> dict[str, int]:
         """By operator, the updates that its moments have seen; operators without such a count are left out."""
+        ...
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
         """Sets the number of updates of operators; those that live elsewhere are passed over."""
@@ -60,6 +63,7 @@ class TrainingState(Protocol):
     @property
     def frozen(self) -> frozenset[str]:
         """The operators that are frozen, whether they live on this rank or not."""
+        ...
 
     def freeze(self, operators: Iterable[str]) -> None:
         """Freezes operators until they are activated; called with the same operators on all ranks.

@@ -30,6 +30,11 @@ class Operator:
     parameters: int
     unsliced: int = 0
 
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Layer and number of an expert; None of all others."""
+        return None if self.layer is None or self.expert is None else (self.layer, self.expert)
+
 
 _OUTSIDE = (
     (re.compile(r"embedding\..+"), "embedding"),
@@ -63,9 +68,8 @@ def operator_of(parameter_name: str) -> str:
     for pattern, name in _OUTSIDE:
         if pattern.fullmatch(parameter_name):
             return name
-    layer = _LAYER.fullmatch(parameter_name)
-    for pattern, kind in _INSIDE if layer else ():
-        inside = pattern.fullmatch(layer[2])
-        if inside:
-            return ".".join(["layers", layer[1], kind, *inside.groups()])
+    if layer := _LAYER.fullmatch(parameter_name):
+        for pattern, kind in _INSIDE:
+            if inside := pattern.fullmatch(layer[2]):
+                return ".".join(["layers", layer[1], kind, *inside.groups()])
     raise ValueError(f"the parameter {parameter_name} belongs to no operator that is known")

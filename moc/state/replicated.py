@@ -118,5 +118,7 @@ class ReplicatedState:
 
 def _operator(name: str, size: int) -> Operator:
     _, *place = name.split(".")
-    layer, kind, expert = (place + [None] * 3)[:3] if place else (None, name, None)
-    return Operator(name, kind, layer and int(layer), expert and int(expert), size)
+    if not place:
+        return Operator(name, name, None, None, size)
+    layer, kind, *expert = place
+    return Operator(name, kind, int(layer), int(expert[0]) if expert else None, size)

@@ -18,6 +18,7 @@ class Blob(Protocol):
 
     def read(self, start: int, stop: int) -> memoryview:
         """The bytes [start, stop), writable without changing the file."""
+        ...
 
     def will_read(self, start: int, stop: int) -> None:
         """Says that these bytes will be read soon."""

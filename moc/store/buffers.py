@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy
 import psutil
@@ -47,11 +48,11 @@ class Buffer:
                 f"{where} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}): free some, enlarge "
                 f"it (Docker: --shm-size), name another memory file system with --ckpt-memory-dir, or {otherwise}"
             ) from None
-        self.memory = memoryview(self._map)
-        self.values = torch.from_numpy(numpy.frombuffer(self._map, dtype=numpy.uint8))
+        self.memory: memoryview = memoryview(self._map)
+        self.values: torch.Tensor = torch.from_numpy(numpy.frombuffer(self._map, dtype=numpy.uint8))
         self._pinned = pin and nbytes > 0
         if self._pinned:
-            _check(torch.cuda.cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
+            _check(_cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
 
     def view(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """The bytes [start, stop) as a flat tensor."""
@@ -60,11 +61,12 @@ class Buffer:
     def close(self) -> None:
         """Gives the memory back; views of it must not be used any more."""
         if self._pinned:
-            _check(torch.cuda.cudart().cudaHostUnregister(self.values.data_ptr()))
+            _check(_cudart().cudaHostUnregister(self.values.data_ptr()))
             self._pinned = False
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-        self.values = self.memory = self._map = None
+        # what is used after this raises
+        self.values = self.memory = self._map = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
@@ -83,6 +85,10 @@ def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
         raise
     finally:
         os.close(descriptor)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # torch does not declare what that is
 
 
 def _check(status) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import BinaryIO
+from io import BufferedIOBase, RawIOBase
 
 import xxhash
 
@@ -15,7 +15,9 @@ def digest_of(data) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_of_file(file: BinaryIO, size: int, advance: Callable[[int], object] = lambda count: None) -> str:
+def digest_of_file(
+    file: BufferedIOBase | RawIOBase, size: int, advance: Callable[[int], object] = lambda count: None
+) -> str:
     """xxh3-128 of the next bytes of a file, in hex.
 
     Args:

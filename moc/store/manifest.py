@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import xxhash
 
@@ -85,7 +86,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     operators: Mapping[str, OperatorEntry]
     layout: Mapping[str, int] = field(default_factory=dict)
-    state: Mapping[str, object] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
     run: str = ""
     job: str = ""
     term: tuple[int, int] = (0, 0)

@@ -8,6 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import fsspec
 import fsspec.asyn
@@ -94,7 +95,9 @@ class ObjectPlace(Storage):
     def read(self, path: str) -> bytes:
         """See :class:`Storage`."""
         with self._explained(path):
-            return self._fs.cat_file(self._key(path))
+            content = self._fs.cat_file(self._key(path))
+            assert isinstance(content, bytes)
+            return content
 
     def blob(self, path: str) -> Blob:
         """See :class:`Storage`."""
@@ -165,6 +168,7 @@ class ObjectPlace(Storage):
             raise TakenError(
                 f"{self.path(_OWNER)} does not say whose {self.name} is ({error}): start this job again"
             ) from None
+        assert self._asks is not None  # since it is taken
         refuse_superseded(self._asks, now, self.name)
 
     def _owner(self) -> Holder:
@@ -180,7 +184,7 @@ class ObjectPlace(Storage):
 
     def _write_in_parts(self, path: str, chunks: Iterable[bytearray]) -> None:
         with self._explained(path):
-            file = self._fs.open(self._key(path), "wb", block_size=self._part_bytes)
+            file: Any = self._fs.open(self._key(path), "wb", block_size=self._part_bytes)
         try:
             for chunk in chunks:
                 with self._explained(path):
@@ -276,13 +280,13 @@ def _chunks(parts: Iterable, size: int) -> Iterator[bytearray]:
 
 def _causes(error: BaseException) -> list[str]:
     """Names of an error and of what led to it: classes, and S3's codes."""
-    names = []
-    while error is not None:
-        names.append(type(error).__name__)
-        response = getattr(error, "response", None)
+    names, cause = [], error
+    while cause is not None:
+        names.append(type(cause).__name__)
+        response = getattr(cause, "response", None)
         if isinstance(response, dict):
             names.append(response.get("Error", {}).get("Code"))
-        error = error.__cause__
+        cause = cause.__cause__
     return names
 
 

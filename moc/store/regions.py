@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -169,7 +170,8 @@ def write_layout(path: Path, layout: FileLayout, values: Iterable[torch.Tensor])
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor on the host, without a copy if it is contiguous."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    values: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # a buffer to Python, if not to typeshed
+    return memoryview(values)
 
 
 @dataclass(frozen=True, eq=False)

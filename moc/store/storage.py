@@ -25,6 +25,12 @@ class Storage(ABC):
     taken = False
     """It was locked for its claim."""
 
+    @property
+    def run(self) -> str:
+        """Of its claim, which it must have."""
+        assert self.claim is not None
+        return self.claim.run
+
     @abstractmethod
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """Writes a file that holds some buffers one after the other; it is durable, and there, only at the end.

@@ -248,7 +248,7 @@ class Store:
         name = f"{word}json"
         if claim is not None:
             told = [n for n in names if n.startswith(word) and n.endswith(".json") and claim.made(n)]
-            name = max(told, key=term_in, default=f"{word}{claim.tag}.json")
+            name = max(told, key=lambda one: term_in(one) or ("", (0, 0)), default=f"{word}{claim.tag}.json")
         path = f"{directory_of(iteration)}/{name}"
         try:
             part = RankReport.from_json(self.place.read(path).decode())

@@ -39,7 +39,7 @@ def train(flags: dict) -> dict:
     engine, told = Engine(job), {"records": [], "samples": {}}
     log = Log(job.rank, flags.get("log_dir"))
     settings = {name: flags[flag] for flag, name in _SETTINGS.items() if flag in flags}
-    session = Session(engine, Settings(**{"directory": None, "train_iters": flags["train_iters"]} | settings), log)
+    session = Session(engine, Settings(**{"directory": "", "train_iters": flags["train_iters"]} | settings), log)
     try:
         told["start"] = _train(engine, session, log, told["records"], flags)
         session.close()

@@ -1,6 +1,8 @@
 """The plan of the house in CONTRIBUTING.md: who may import whom."""
 
 import ast
+import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -9,11 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MOC = sorted(path for path in (ROOT / "moc").rglob("*.py"))
+MOC = sorted((ROOT / "moc").rglob("*.py"))
+OURS = {  # by dotted name
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in [*MOC, *(ROOT / "megatron/pretraining").rglob("*.py"), ROOT / "pretrain_gpt_moe.py"]
+}
 
 
-def arrows() -> dict[str, set[str]]:
-    """By room of ``moc``, the rooms that it may import, over any number of arrows."""
+@functools.cache
+def drawn() -> dict[str, set[str]]:
+    """By box, those that an arrow of its own points to."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     direct: dict[str, set[str]] = {}
     for line in re.findall(r"^ +([\w& ]+(?: --> [\w& ]+)+)$", text, re.MULTILINE):
@@ -21,13 +28,20 @@ def arrows() -> dict[str, set[str]]:
         for sources, targets in zip(steps, steps[1:], strict=False):
             for source in sources:
                 direct.setdefault(source, set()).update(targets)
+    return direct
+
+
+def arrows() -> dict[str, set[str]]:
+    """By box, those that it may import, over any number of arrows."""
+    direct = drawn()
     for _ in direct:
         direct = {room: set().union(targets, *(direct.get(t, ()) for t in targets)) for room, targets in direct.items()}
     return direct
 
 
-def imported(path: Path) -> set[str]:
-    """Modules that a file imports anywhere, also where only a type checker looks."""
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
+    """Modules that a file imports anywhere: also in functions, and where only a type checker looks."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -35,12 +49,37 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
+
+
+def boxes_of(module: str) -> set[str]:
+    """The boxes of the plan that a module is in."""
+    first, *rest = module.split(".")
+    if first == "moc":
+        return {"moc", *rest[:1]}
+    named = {"megatron.pretraining": "training", "megatron.core": "core", "pretrain_gpt_moe": "program"}
+    return {box for name, box in named.items() if f"{module}.".startswith(f"{name}.")}
 
 
 def test_the_plan_is_read():
     assert arrows()["snapshot"] == {"store", "sharding", "state", "faults"}
     assert not any(room in reached for room, reached in arrows().items())  # no circles
+
+
+def test_every_arrow_is_used():
+    used = {
+        (source, target)
+        for name, path in OURS.items()
+        for module in imported(path)
+        for source in boxes_of(name)
+        for target in boxes_of(module)
+    }
+    assert {(source, target) for source, targets in drawn().items() for target in targets} <= used
+
+
+def test_no_module_imports_itself_over_others():
+    graph = {name: {one for one in imported(path) if one in OURS and one != name} for name, path in OURS.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 @pytest.mark.parametrize("path", MOC, ids=lambda path: str(path.relative_to(ROOT)))

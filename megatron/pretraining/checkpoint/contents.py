@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 import torch
@@ -39,7 +39,7 @@ def training_state(
     config: Config, world: World, position: Position, optimizer: VotedOptimizer, scheduler: OptimizerParamScheduler
 ) -> dict:
     """The content of ``training_state.json``."""
-    scalers = [m.grad_scaler for m in members(optimizer.core) if getattr(m, "grad_scaler", None)]
+    scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
     return {
         **asdict(position),
         "optimizer": config.regularization.optimizer if config.checkpoint.save_optim else None,
@@ -58,8 +58,9 @@ def training_state(
 def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
     """Gives fp16's loss scale its saved value and history."""
     for member in members(optimizer.core):
-        if saved and getattr(member, "grad_scaler", None):
-            member.grad_scaler.load_state_dict({**saved, "scale": torch.tensor(saved["scale"])})
+        scaler = getattr(member, "grad_scaler", None)
+        if saved and scaler:
+            scaler.load_state_dict({**saved, "scale": torch.tensor(saved["scale"])})
 
 
 def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
@@ -83,7 +84,7 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
         ) from None
 
 
-def check_optimizer(config: Config, saved: dict, where: object) -> None:
+def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
     """Raises ``CheckpointError`` where a checkpoint holds the state of another optimizer, or none."""
     optimizer, masters = config.regularization.optimizer, config.mixed_precision.main_params_dtype
     if saved["optimizer"] != optimizer:
@@ -101,7 +102,7 @@ def check_optimizer(config: Config, saved: dict, where: object) -> None:
         raise CheckpointError(f"{where} holds moments in {formats[0]}, not in {formats[1]}: {remedy}")
 
 
-def check_window(config: Config, saved: dict, where: object) -> None:
+def check_window(config: Config, saved: Mapping, where: object) -> None:
     """Raises ``CheckpointError`` where a window has weights of another format than this program computes with."""
     formats = (saved.get("params_dtype"), saved.get("fp8")), (_compute_format(config), _products(config))
     if formats[0] != formats[1]:

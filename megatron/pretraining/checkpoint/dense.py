@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -138,16 +139,18 @@ class Checkpoints:
         return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot tell the time")
 
     def _save(self, position: Position) -> None:
-        root, iteration = Path(self._config.checkpoint.save), position.iteration
-        run_on_rank0(lambda: dense_files.start(root, iteration, self._fence), "cannot start a checkpoint")
-        staging = dense_files.staging_of(root, iteration, self._fence.claim.tag)
+        save, fence = self._config.checkpoint.save, self._fence
+        assert save is not None and fence is not None  # or nobody saves
+        root, iteration = Path(save), position.iteration
+        run_on_rank0(lambda: dense_files.start(root, iteration, fence), "cannot start a checkpoint")
+        staging = dense_files.staging_of(root, iteration, fence.claim.tag)
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         weights = contents.described_weights(self._chunks) | {"checkpoint_version": 3.0, "iteration": iteration}
         strategy = self._strategy()
         with self._reporting_failure(), writer.first_worker_goes_on(TorchCommonSaveStrategy, "save_common") as failures:
-            request = dist_checkpointing.save(weights, str(staging), strategy, async_sharded_save=True)
+            request: Any = dist_checkpointing.save(weights, str(staging), strategy, async_sharded_save=True)
         self._agree(next(iter(failures), None))
         run_on_rank0(lambda: self._write_state(staging, position), "cannot write a checkpoint")
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
@@ -182,7 +185,7 @@ class Checkpoints:
         writer.forget_results()
 
     @contextlib.contextmanager
-    def _trying(self, iteration: int) -> Iterator[None]:
+    def _trying(self, iteration: int | None) -> Iterator[None]:
         """A save that may fail, on all workers alike."""
         begun = time.monotonic()
         try:
@@ -197,7 +200,7 @@ class Checkpoints:
             self.problem = str(error)
             self._tell_failure(iteration, self._trouble.failed(time.monotonic() - begun))
 
-    def _tell_failure(self, iteration: int, warns: bool) -> None:
+    def _tell_failure(self, iteration: int | None, warns: bool) -> None:
         save, newest, lasted = self._config.checkpoint.save, self.last_saved, self._trouble.seconds
         facts = dict(reason=self.problem, failures=self._trouble.count, lasted_s=round(lasted, 3), newest=newest)
         self._log.events.write("save_failed", what="checkpoint", iteration=iteration, **facts)
@@ -230,7 +233,7 @@ class Checkpoints:
             failure = error
         self._agree(failure)
 
-    def _agree(self, failure: Exception | None) -> None:
+    def _agree(self, failure: BaseException | None) -> None:
         if problem := first_reported(None if failure is None else self._sentence(failure)):
             raise CheckpointError(problem)
 
@@ -244,7 +247,7 @@ class Checkpoints:
         except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
             raise CheckpointError(self._sentence(error)) from error
 
-    def _sentence(self, error: Exception) -> str:
+    def _sentence(self, error: BaseException) -> str:
         failures = getattr(error, "failures", None)  # of all workers; the first one knows them
         reason = next(iter(failures.values()))[0] if failures else error
         return (
@@ -264,7 +267,7 @@ class Checkpoints:
     def _strategy(self):
         writer.use_mortal_result_queue()
         strategy = get_default_save_sharded_strategy("torch_dist", 1)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return FullyParallelSaveStrategyWrapper(strategy, group)
 
     def _write_state(self, staging: Path, position: Position) -> None:

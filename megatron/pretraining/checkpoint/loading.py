@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -68,6 +69,7 @@ class CheckpointLoader:
         if checkpoint.finetune or not checkpoint.load_optim:
             self._optimizer.core.reload_model_params()
         else:
+            assert manifest is not None and state is not None  # it was refused without
             self._load_optimizer(directory, manifest, state)
         if checkpoint.finetune:
             return Position()
@@ -78,14 +80,15 @@ class CheckpointLoader:
         return Position(state["iteration"], state["consumed_samples"], state["skipped_iterations"])
 
     def _look(self) -> str | None:
-        checkpoint = self._config.checkpoint
-        if checkpoint.save and Path(checkpoint.load).is_dir():
-            dense_files.restore_replaced(checkpoint.load)
+        checkpoint, root = self._config.checkpoint, self._config.checkpoint.load
+        assert root is not None  # find() has looked
+        if checkpoint.save and Path(root).is_dir():
+            dense_files.restore_replaced(root)
         iteration = checkpoint.ckpt_step
         if iteration is None:
-            iteration = dense_files.latest_iteration(checkpoint.load)
+            iteration = dense_files.latest_iteration(root)
         if iteration is not None:
-            return str(dense_files.directory_of(checkpoint.load, iteration))
+            return str(dense_files.directory_of(root, iteration))
         if checkpoint.exit_on_missing_checkpoint:
             raise CheckpointError(
                 f"{checkpoint.load} holds no checkpoint ({dense_files.TRACKER} is missing): check --load, "
@@ -106,7 +109,7 @@ class CheckpointLoader:
     def _load_weights(self, directory: Path) -> dict:
         register_safe_globals()  # what stock Megatron-LM's common.pt holds beside tensors
         try:
-            loaded = dist_checkpointing.load(contents.described_weights(self._chunks), str(directory))
+            loaded: Any = dist_checkpointing.load(contents.described_weights(self._chunks), str(directory))
         except (CheckpointingException, KeyError, RuntimeError, OSError) as error:
             raise CheckpointError(f"the weights in {directory} do not fit this model: {first_line(error)}") from error
         for i, chunk in enumerate(self._chunks):

@@ -11,6 +11,7 @@ import queue
 from collections.abc import Callable, Iterator
 from multiprocessing.managers import SyncManager
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -42,7 +43,9 @@ def write_files(
         entries: its optimizer state, or None with ``--no-save-optim``.
         weights_args: what ``write_weights`` takes.
     """
-    die_with_parent(multiprocessing.parent_process().pid)
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None  # it was forked
+    die_with_parent(parent.pid)
     os.register_at_fork(after_in_child=functools.partial(die_with_parent, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
         write_weights(*weights_args)
@@ -77,7 +80,9 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
-        report = json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} could not even say why"}
+        report: dict = (
+            json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} could not even say why"}
+        )
         if "error" in report:
             raise CheckpointError(
                 f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "
@@ -147,5 +152,6 @@ def use_mortal_result_queue() -> None:
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(initializer=functools.partial(die_with_parent, os.getpid()))
-        filesystem_async._results_queue = manager.Queue()
-        filesystem_async._results_queue.manager = manager  # its server lives as long as it does
+        results: Any = manager.Queue()
+        filesystem_async._results_queue = results
+        results.manager = manager  # its server lives as long as it does

@@ -48,7 +48,7 @@ class CheckpointFlags(FlagGroup):
             "--save-retain-interval needs --save-interval: add it.",
         )
         refuse(
-            self.save_retain_interval and self.save_retain_interval % self.save_interval,
+            self.save_retain_interval and self.save_interval and self.save_retain_interval % self.save_interval,
             f"--save-retain-interval {self.save_retain_interval} is not a multiple of --save-interval "
             f"{self.save_interval}: change one of them.",
         )

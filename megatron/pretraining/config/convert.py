@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.pretraining.config.flag import ConfigError, Flag, refuse
 
 
@@ -35,13 +37,13 @@ def _switch(value: object) -> bool:
     return value
 
 
-def _integer(value: object) -> int:
+def _integer(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
         raise TypeError
     return int(value)
 
 
-def _number(value: object) -> float:
+def _number(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
     return float(value)

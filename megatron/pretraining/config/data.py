@@ -60,8 +60,8 @@ class DataFlags(FlagGroup):
 def split_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
     """Prefixes, and their weights or None: ``w1 p1 w2 p2`` or ``p1 p2``, by the rule of megatron-core."""
     if len(paths) % 2 == 0:
-        weights = [_weight(word) for word in paths[0::2]]
-        if paths and None not in weights:
+        weights = [weight for word in paths[0::2] if (weight := _weight(word)) is not None]
+        if paths and len(weights) == len(paths) // 2:
             refuse(
                 not all(0 < weight < float("inf") for weight in weights),
                 f"the data path {' '.join(paths)!r} has a weight that is not above 0: drop its prefix, or correct it.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 from moc.faults import POINTS
 from moc.runtime.inject import ACTIONS, Fault, faults_of, random_faults
 
 
-def _texts(value: object) -> tuple[str, ...]:
+def _texts(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     return tuple(str(fault) for text in texts for fault in faults_of(text))
 

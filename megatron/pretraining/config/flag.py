@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Sequence
+from typing import Any
 
 _METADATA = "flag"
 
@@ -23,11 +24,11 @@ def refuse(wrong: object, sentence: str) -> None:
 
 
 def flag(
-    default: object,
+    default: Any,
     help: str,
     *spellings: str,
     choices: Sequence | None = None,
-    type: Callable[[object], object] | None = None,
+    type: Callable[[Any], object] | None = None,
     nargs: str | None = None,
     metavar: str | None = None,
     required: bool = False,
@@ -35,10 +36,12 @@ def flag(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
-):
+) -> Any:
     """Declares a field that is also a flag.
 
     Field ``hidden_size`` is spelled ``--hidden-size``; a switch is also spelled ``--no-hidden-size``.
+
+    Its type is that of the field, which a type checker cannot follow.
 
     Args:
         default: the value when nobody gives one.  None is a legal value only where it is the default.
@@ -147,7 +150,7 @@ def _read(field: dataclasses.Field, kind: type) -> Flag:
     return Flag(name=field.name, kind=kind, default=field.default, on=on, off=off, **facts)
 
 
-def _kind(hint: object) -> type:
+def _kind(hint: Any) -> type:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return typing.get_origin(hint) or hint

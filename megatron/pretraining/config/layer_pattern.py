@@ -54,11 +54,10 @@ def _evaluate(node: ast.expr) -> list | int:
         return node.value
     if isinstance(node, ast.BinOp):
         left, right = _evaluate(node.left), _evaluate(node.right)
-        both_lists = isinstance(left, list) and isinstance(right, list)
-        if isinstance(node.op, ast.Add) and both_lists:
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
+        if isinstance(node.op, ast.Mult):
             items, times = (left, right) if isinstance(left, list) else (right, left)
-            if len(items) * times <= _MOST_LAYERS:
+            if isinstance(items, list) and isinstance(times, int) and len(items) * times <= _MOST_LAYERS:
                 return items * times
     raise ValueError("only lists of 0 and 1, + and * are allowed")

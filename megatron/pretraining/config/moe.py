@@ -131,22 +131,22 @@ class MoeFlags(FlagGroup):
             (groups is None) != (chosen is None),
             "--moe-router-num-groups and --moe-router-group-topk go together: give both or neither.",
         )
-        if groups is None or chosen is None:
+        experts = self.num_experts
+        if groups is None or chosen is None or experts is None:
             return
         refuse(
-            self.num_experts % groups,
-            f"--num-experts {self.num_experts} is not a multiple of --moe-router-num-groups {groups}: "
-            "change one of them.",
+            experts % groups,
+            f"--num-experts {experts} is not a multiple of --moe-router-num-groups {groups}: change one of them.",
         )
         refuse(
             chosen > groups,
             f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}: lower it.",
         )
         refuse(
-            not chosen <= self.moe_router_topk <= chosen * (self.num_experts // groups),
+            not chosen <= self.moe_router_topk <= chosen * (experts // groups),
             f"--moe-router-topk {self.moe_router_topk} experts cannot come from --moe-router-group-topk "
             f"{chosen} "
-            f"groups of {self.num_experts // groups}: change one of them.",
+            f"groups of {experts // groups}: change one of them.",
         )
 
     def _validate_capacity(self) -> None:

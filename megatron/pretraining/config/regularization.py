@@ -43,7 +43,9 @@ class RegularizationFlags(FlagGroup):
             "--end-weight-decay: add them.",
         )
         refuse(
-            self.start_weight_decay > self.end_weight_decay,
+            self.start_weight_decay is not None
+            and self.end_weight_decay is not None
+            and self.start_weight_decay > self.end_weight_decay,
             f"--start-weight-decay {self.start_weight_decay} is more than --end-weight-decay "
             f"{self.end_weight_decay}: lower it.",
         )

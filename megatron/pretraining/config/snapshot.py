@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config.flag import ConfigError, FlagGroup, flag, flags_of, refuse
 from moc.policy import AUTO, POLICIES, PolicyFlag, interval_named, owners
@@ -143,7 +144,7 @@ class _EveryPolicy(FlagGroup):
 
     def validate(self) -> None:
         """Refuses details of snapshots that are not taken, or not in memory."""
-        kind, whose = POLICIES.get(self.ckpt_policy), owners()
+        kind, whose = POLICIES.get(self.ckpt_policy or ""), owners()
         chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
         asked = {kind}
         for spec in flags_of(type(self)):
@@ -198,18 +199,26 @@ class _EveryPolicy(FlagGroup):
 
 def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
     kind = one.kind | None if one.default is None else one.kind
-    facts = dict(choices=one.choices, type=one.parse, metavar=one.metavar)
-    limits = dict(at_least=one.at_least, above=one.above, at_most=one.at_most)
+    facts: dict[str, Any] = dict(choices=one.choices, type=one.parse, metavar=one.metavar)
+    limits: dict[str, Any] = dict(at_least=one.at_least, above=one.above, at_most=one.at_most)
     return one.name, kind, flag(one.default, one.help, **facts, **limits)
 
 
-SnapshotFlags = dataclasses.make_dataclass(
-    "SnapshotFlags",
-    [_field(one) for kind in POLICIES.values() for one in kind.flags],
-    bases=(_EveryPolicy,),
-    frozen=True,
-    namespace={
-        "__doc__": "Fault tolerance: snapshots of the training state, where they go, and how often.",
-        "__module__": __name__,  # by which it is pickled
-    },
-)
+if TYPE_CHECKING:
+
+    class SnapshotFlags(_EveryPolicy):
+        """Has the flags of all policies, too, of which a type checker cannot know."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    SnapshotFlags = dataclasses.make_dataclass(
+        "SnapshotFlags",
+        [_field(one) for kind in POLICIES.values() for one in kind.flags],
+        bases=(_EveryPolicy,),
+        frozen=True,
+        namespace={
+            "__doc__": "Fault tolerance: snapshots of the training state, where they go, and how often.",
+            "__module__": __name__,  # by which it is pickled
+        },
+    )

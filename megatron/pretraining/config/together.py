@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.config.groups import FlagGroups
 from megatron.pretraining.config.moe import MoeFlags
 
-if TYPE_CHECKING:
-    from megatron.pretraining.config.composed import Config
 
-
-def check_together(config: Config) -> None:
+def check_together(config: FlagGroups) -> None:
     """Raises ``ConfigError`` at the first combination of flags that cannot work.
 
     What depends on the number of workers is checked by ``check_world``, and what depends on the machine by
@@ -47,7 +43,7 @@ def check_together(config: Config) -> None:
     )
 
 
-def _check_snapshots(config: Config) -> None:
+def _check_snapshots(config: FlagGroups) -> None:
     snapshot, save = config.snapshot, config.checkpoint.save
     refuse(
         config.checkpoint.ckpt_step is not None and not config.checkpoint.load and not snapshot.ckpt_policy,
@@ -75,7 +71,7 @@ def _check_snapshots(config: Config) -> None:
     )
 
 
-def _check_document_borders(config: Config) -> None:
+def _check_document_borders(config: FlagGroups) -> None:
     if not config.data.reset_attention_mask:
         return
     refuse(  # the mask comes with the data, which only the first and the last stage read
@@ -90,7 +86,7 @@ def _check_document_borders(config: Config) -> None:
     )
 
 
-def _check_tensor_parallelism(config: Config) -> None:
+def _check_tensor_parallelism(config: FlagGroups) -> None:
     size = config.parallel.tensor_model_parallel_size
     network = config.network
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
@@ -106,7 +102,7 @@ def _check_multiple(name: str, value: int | None, divisor_name: str, divisor: in
     )
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: FlagGroups) -> None:
     parallel, layers = config.parallel, config.network.num_layers
     size = parallel.pipeline_model_parallel_size
     _check_multiple("num_layers", layers, "pipeline_model_parallel_size", size)
@@ -130,7 +126,7 @@ def _check_pipeline(config: Config) -> None:
     )
 
 
-def _check_sequence(config: Config) -> None:
+def _check_sequence(config: FlagGroups) -> None:
     length, positions = config.data.seq_length, config.network.max_position_embeddings
     refuse(
         positions < length,
@@ -143,7 +139,7 @@ def _check_sequence(config: Config) -> None:
     )
 
 
-def _check_schedule(config: Config) -> None:
+def _check_schedule(config: FlagGroups) -> None:
     training, rate = config.training, config.learning_rate
     unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -166,7 +162,7 @@ def _check_schedule(config: Config) -> None:
     refuse(last > decay, f"--lr-wsd-decay-{unit} {last} is more than {limit} {decay}: shorten the last phase.")
 
 
-def _check_packages(config: Config) -> None:
+def _check_packages(config: FlagGroups) -> None:
     transformer_engine = installed("transformer_engine")
     refuse(
         config.network.transformer_impl == "transformer_engine" and not transformer_engine,
@@ -200,7 +196,7 @@ def _check_packages(config: Config) -> None:
     )
 
 
-def _check_experts(config: Config) -> None:
+def _check_experts(config: FlagGroups) -> None:
     moe, parallel = config.moe, config.parallel
     if moe.num_experts is None:
         refuse(
@@ -252,7 +248,7 @@ def _check_layers(moe: MoeFlags, num_layers: int) -> None:
     )
 
 
-def _check_biases(config: Config) -> None:
+def _check_biases(config: FlagGroups) -> None:
     if not config.network.add_bias_linear:
         return
     moe = config.moe

@@ -30,12 +30,13 @@ class TokenizerFlags(FlagGroup):
         if self.tokenizer_type == "NullTokenizer":
             refuse(self.vocab_size is None, "--tokenizer-type NullTokenizer needs --vocab-size: add it.")
             return
+        model = self.tokenizer_model
         refuse(
-            self.tokenizer_model is None,
+            model is None,
             f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it.",
         )
         is_file = self.tokenizer_type == "SentencePieceTokenizer"
-        found = os.path.isfile(self.tokenizer_model) if is_file else _may_exist(self.tokenizer_model)
+        found = model is not None and (os.path.isfile(model) if is_file else _may_exist(model))
         refuse(
             not found,
             f"--tokenizer-model {self.tokenizer_model} does not exist: correct the path, or make one with "

@@ -27,6 +27,7 @@ def train_iterations(config: Config, world_size: int) -> int:
     """Iterations to train; with ``--train-samples``, those that it suffices for."""
     if config.training.train_iters is not None:
         return config.training.train_iters
+    assert config.training.train_samples is not None  # one of both is given
     return config.training.train_samples // global_batch_size(config, world_size)
 
 

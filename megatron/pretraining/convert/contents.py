@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class Facts:
     iteration: int
     policy: str
     layout: Mapping[str, int]
-    state: Mapping[str, object]
+    state: Mapping[str, Any]
     writers: int
 
 
@@ -140,7 +141,7 @@ def check_whole(contents: ConvertedState) -> None:
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "only a whole model can be converted"
         raise CheckpointError(f"{missing[0]} is not there{others}: {remedy}")
-    needed = SLOTS.get(state.get("optimizer"), (PARAM,))
+    needed = SLOTS.get(state.get("optimizer") or "", (PARAM,))
     for name, found in slots.items():
         wanted = (PARAM,) if name.endswith(BUFFER) else needed
         if lacking := sorted(set(wanted) - found.keys()):
@@ -148,7 +149,7 @@ def check_whole(contents: ConvertedState) -> None:
             raise CheckpointError(f"there is no {' and no '.join(lacking)} of {name}: {remedy}")
 
 
-def _missing(names: Iterable[str], shape: dict | None) -> list[str]:
+def _missing(names: Iterable[str], shape: Any) -> list[str]:
     try:
         return missing_operators(names, shape)
     except ValueError as error:

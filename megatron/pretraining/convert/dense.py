@@ -200,7 +200,7 @@ def write_dense(
     """
     iteration = contents.facts.iteration
     check_whole(contents)
-    state = _training_state(contents) | {"params_dtype": DTYPE_NAMES.get(dtype)}
+    state = _training_state(contents) | {"params_dtype": None if dtype is None else DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
     places = _places(weights)
     refuse_to_replace(dense_files.directory_of(root, iteration))

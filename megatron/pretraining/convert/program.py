@@ -162,14 +162,15 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
-    from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole
+    from megatron.pretraining.convert.contents import DTYPES, MASTER, ConvertedState, check_whole
     from megatron.pretraining.convert.dense import DenseContents, write_dense
     from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 
     from_snapshot = format_of(directory) == SNAPSHOT
     with progress(_size(directory), "verifying") as advance:
-        contents = SnapshotContents(directory) if from_snapshot else DenseContents(directory, args.trust, advance)
-    dtype = DTYPES.get(_dtype(contents.facts.state.get("params_dtype"), args.dtype))
+        dense = None if from_snapshot else DenseContents(directory, args.trust, advance)
+        contents: ConvertedState = dense or SnapshotContents(directory)
+    dtype = DTYPES.get(_dtype(contents.facts.state.get("params_dtype"), args.dtype) or "")
     if args.no_optim:
         contents = contents.weights(dtype)
     if not from_snapshot:
@@ -180,8 +181,8 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     compared = 0 if from_snapshot else masters
     rounded = masters // 4 * dtype.itemsize if dtype and target == TORCH_DIST else 0  # written beside the masters
     with progress(nbytes + compared + rounded, "converting") as advance:
-        if not from_snapshot and masters:
-            contents.check_masters(advance)
+        if dense is not None and masters:
+            dense.check_masters(advance)
         if target == SNAPSHOT:
             return write_snapshot(contents, args.output, writers, advance)
         return write_dense(contents, args.output, writers, dtype, args.max_file_size * 10**6, advance)

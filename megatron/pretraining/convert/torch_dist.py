@@ -13,24 +13,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.pretraining.process import cpu
@@ -108,7 +111,7 @@ class WeightsReader:
         Raises:
             CheckpointError: the files do not hold all of it, or cannot be read.
         """
-        known = self._metadata.state_dict_metadata[key]
+        known: Any = self._metadata.state_dict_metadata[key]  # of a tensor
         into = torch.empty(region.shape, dtype=known.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
         if key not in self._chunks:
@@ -265,4 +268,5 @@ class _Planner(DefaultSavePlanner):
             empty = io.BytesIO()
             torch.save([None], empty)  # as megatron-core saves the state of a layer that has none
             return empty
+        assert write_item.index.offset is not None  # it is of a tensor
         return self._values[write_item.index.fqn, write_item.index.offset]()

@@ -66,9 +66,9 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
         raise CheckpointError(f"{root}: holds no snapshot{'' if iteration is None else f' of iteration {iteration}'}")
     operators = _operators(store.manifest(known[-1]))
     way = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
-    if way is None and iteration is None:
-        raise CheckpointError(f"{root}: holds neither a snapshot of everything nor a window that is whole")
     if way is None:
+        if iteration is None:
+            raise CheckpointError(f"{root}: holds neither a snapshot of everything nor a window that is whole")
         where = root / directory_of(iteration)
         raise CheckpointError(f"{where}: neither holds everything nor ends a window that is whole: name another one")
     return ConvertedWindow(root, {moment.iteration: store.manifest(moment.iteration) for moment in way.moments})
@@ -101,7 +101,9 @@ def compute_again(
     """
     workers = workers or window.end.layout.get("world", 1)
     config = _config(parse_config(list(flags)), window, scratch)
-    links = Path(config.snapshot.ckpt_dir)
+    directory, save, log_dir = config.snapshot.ckpt_dir, config.checkpoint.save, config.logging.log_dir
+    assert directory is not None and save is not None and log_dir is not None  # _config() gives them
+    links = Path(directory)
     links.mkdir()
     for iteration in window.manifests:
         name = directory_of(iteration)
@@ -110,19 +112,19 @@ def compute_again(
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
         raise CheckpointError(f"the window cannot be computed again: {failure.replace(str(links), str(window.root))}")
-    told = (Path(config.logging.log_dir) / "events.jsonl").read_text(encoding="utf-8")
+    told = (Path(log_dir) / "events.jsonl").read_text(encoding="utf-8")
     elsewhere = layout_sizes(config, workers) != window.end.layout
     for event in map(json.loads, told.splitlines()):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
-    return dense_files.directory_of(Path(config.checkpoint.save), window.end.iteration), not elsewhere
+    return dense_files.directory_of(Path(save), window.end.iteration), not elsewhere
 
 
 def _run(command: Sequence[str]) -> str | None:
     """Runs the program, and shows what it says; if it fails, its sentence that says why."""
     reason = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout:
+        for line in process.stdout or ():
             said = _SENTENCE.match(line)
             reason = reason or (said and said[1])
             if reason is None:  # what the launcher says then is of no use

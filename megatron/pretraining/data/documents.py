@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from moc.output import ToolError
 
@@ -190,7 +190,7 @@ class Reader:
         return _json_pieces(path, stream) if is_json(path) else _text_pieces(path, stream, self._split)
 
 
-def _uncompress(path: str, raw: BinaryIO) -> BinaryIO:
+def _uncompress(path: str, raw: Any) -> io.BufferedReader:
     if path.endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 18)
     if path.endswith(".zst"):
@@ -205,7 +205,8 @@ class _ZstdFile(io.RawIOBase):
         import zstandard
 
         self._zstd, self._raw = zstandard, raw
-        self._frame, self._ready = None, b""
+        self._frame: Any = None
+        self._ready = b""
 
     def readable(self) -> bool:
         return True
@@ -213,7 +214,7 @@ class _ZstdFile(io.RawIOBase):
     def readinto(self, buffer) -> int:
         while not self._ready:
             ended = self._frame is not None and self._frame.eof
-            data = (self._frame.unused_data if ended else b"") or self._raw.read(1 << 17)
+            data = (self._frame.unused_data if self._frame is not None and ended else b"") or self._raw.read(1 << 17)
             if not data:
                 if self._frame and not ended:
                     raise EOFError("compressed file ended within a frame")

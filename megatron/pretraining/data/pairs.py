@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+from typing import Any
 
 from megatron.pretraining.data.documents import sync
 from moc.output import ToolError
@@ -66,7 +67,7 @@ class PairWriter:
             return False
         if self._eod is not None:
             parts.append(numpy.array([self._eod], dtype=self.dtype))
-        document = numpy.concatenate(parts)
+        document: Any = numpy.concatenate(parts)  # megatron-core declares a tensor, and takes an array
         self._builder.add_document(document, [len(document)])
         self.tokens += len(document)
         return True

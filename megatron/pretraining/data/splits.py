@@ -27,6 +27,7 @@ class Corpus(Protocol):
 
     def tokens(self, start: int, end: int) -> int:
         """Of the documents from ``start`` to before ``end``."""
+        ...
 
 
 class IndexedCorpus:
@@ -145,7 +146,7 @@ def splits_of(
     if config.mock:
         opened[""] = MockCorpus(config.tokenizer)
     for number, (name, wanted) in enumerate(zip(NAMES, samples, strict=True)):
-        part = (0.0, 1.0) if separate else config.split_matrix[number]
+        part = (0.0, 1.0) if separate else (config.split_matrix or [])[number]
         blend = separate[number] if separate else config.blend or ([""], None)
         if part is None or blend is None:
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -108,7 +109,8 @@ class BatchStream:
         )
 
     def _indices_from(self, consumed_samples: int) -> Iterator[list[int]]:
-        total = len(self._dataset)
+        dataset: Any = self._dataset  # torch does not declare that it has a length
+        total = len(dataset)
         while True:
             for micro_batch in range(self._num_micro_batches):
                 indices = micro_batch_indices(
@@ -153,9 +155,10 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
         logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(dataset_class, list(samples), _stage_reads_data, core)
-    datasets = Datasets(*builder.build(), tuple(split.describe(data.seq_length) for split in splits))
+    train, valid, test = builder.build()
+    datasets = Datasets(train, valid, test, tuple(split.describe(data.seq_length) for split in splits))
     refuse(
-        datasets.train is not None and len(datasets.train) < samples[0],
+        train is not None and len(train) < samples[0],
         f"the run wants {samples[0]} samples and prefixes without weights are read only once: give each a weight, "
         "or train for less.",
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.process import cpu
 
 if TYPE_CHECKING:
-    from megatron.core.tokenizers import MegatronTokenizerBase
+    pass
 
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
@@ -18,9 +18,7 @@ class TokenizerError(ValueError):
     """The tokenizer that was asked for cannot be had; the message says why in one sentence."""
 
 
-def build_tokenizer(
-    tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None
-) -> MegatronTokenizerBase:
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None) -> Any:
     """Loads a tokenizer.
 
     Args:
@@ -30,8 +28,9 @@ def build_tokenizer(
         vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
 
     Returns:
-        megatron-core's tokenizer object, ready for ``GPTDatasetConfig(tokenizer=...)``. Its ``eod`` is the
-        piece ``<eod>`` of a SentencePiece model that has one, else the end-of-sentence piece.
+        megatron-core's tokenizer object, ready for ``GPTDatasetConfig(tokenizer=...)``; its base class declares none of
+        what all of them have. Its ``eod`` is the piece ``<eod>`` of a SentencePiece model that has one, else the
+        end-of-sentence piece.
 
     Raises:
         TokenizerError: No such type, or its file is missing or unusable.
@@ -74,7 +73,7 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
     return path
 
 
-def _sentencepiece(path: str) -> MegatronTokenizerBase:
+def _sentencepiece(path: str) -> Any:
     try:
         tokenizer = _from_core("sentencepiece", path)
     except (OSError, RuntimeError) as error:
@@ -93,7 +92,7 @@ def _end_of_document(processor, path: str) -> int:
     return eod
 
 
-def _hugging_face(path: str) -> MegatronTokenizerBase:
+def _hugging_face(path: str) -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise TokenizerError("HuggingFaceTokenizer needs the package transformers: pip install -e '.[hf]'.")
     # Its threads do not survive the fork of data workers, and it says so at every fork.
@@ -111,9 +110,10 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _from_core(library: str, path: str | None, **options) -> MegatronTokenizerBase:
+def _from_core(library: str, path: str | None, **options) -> Any:
     from megatron.core.tokenizers import MegatronTokenizer
 
-    return MegatronTokenizer.from_pretrained(
+    kinds: Any = MegatronTokenizer  # its metaclass makes what is called here
+    return kinds.from_pretrained(
         tokenizer_path=path, metadata_path={"library": library, "model_type": "gpt"}, **options
     )

@@ -8,6 +8,7 @@ in the 1F1B and the interleaved schedule, with batched and unbatched messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -53,7 +54,8 @@ class Recorder(P2PCommunicator):
     """
 
     def __init__(self, core_config: TransformerConfig, pipeline: Pipeline, sink: Sink):
-        super().__init__(parallel_state.get_pipeline_model_parallel_group(), core_config)
+        pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # declared as a list of them, too
+        super().__init__(pipeline_group, core_config)
         self._sending = _Sending(pipeline, self.pp_group.rank(), sink)
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, **receiving):
@@ -101,7 +103,8 @@ class LogPlayer(Recorder):
             "recv_next": recv_next,
         }
         self._sending(tensor_send_next, tensor_send_prev)
-        activation, gradient, requests = P2PCommunicator._communicate(
+        communicate: Any = P2PCommunicator._communicate  # declared to return two of three
+        activation, gradient, requests = communicate(
             self,
             tensor_send_next=tensor_send_next if self._with_next else None,
             tensor_send_prev=tensor_send_prev if self._with_previous else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -73,7 +74,8 @@ class Freezer:
     def _embedding_hooks(self):
         for model in map(unwrap, self._chunks):
             if getattr(model, "embedding", None) is not None:
-                yield model.embedding.register_forward_hook(_let_gradients_through)
+                embedding: Any = model.embedding
+                yield embedding.register_forward_hook(_let_gradients_through)
 
 
 def _let_gradients_through(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:

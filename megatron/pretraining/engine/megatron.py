@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -40,7 +40,7 @@ class MegatronEngine:
         self.operators = model_operators(model_shape(config.network, config.moe, vocab_size))
         self.layout = layout_sizes(config, stepper.world.size)
 
-    @cached_property
+    @property
     def stages(self) -> tuple[int, ...]:
         """By layer, the pipeline stage that computes it."""
         return stages_of(self._config)
@@ -48,12 +48,14 @@ class MegatronEngine:
     @property
     def peers(self) -> dist.ProcessGroup:
         """The workers of this pipeline stage."""
-        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return group
 
     @property
     def slices(self) -> Sequence[int]:
         """Ranks that hold the tensor-parallel slices of what this one holds."""
-        return dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        return dist.get_process_group_ranks(group)
 
     @property
     def reduced(self) -> int | None:

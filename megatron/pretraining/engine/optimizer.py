@@ -9,6 +9,7 @@ to collect, :meth:`VotedOptimizer.gather_weights` does, which can be done again.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -32,7 +33,7 @@ class VotedOptimizer:
     def __init__(self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float):
         self.core = core
         self._chunks, self._clip_grad = chunks, clip_grad
-        self._biases = [
+        self._biases: list[Any] = [  # torch declares no attributes of a module
             module for chunk in chunks for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
         ]
         self._next_biases: list[torch.Tensor] = []
@@ -75,7 +76,8 @@ class VotedOptimizer:
         """Hands the reduced gradients to the optimizer; those of frozen operators stay behind."""
         for member in members(self.core):
             if isinstance(member, MixedPrecisionOptimizer):
-                member._copy_model_grads_to_main_grads()
+                copies: Any = member  # each of its kinds does, but does not say so
+                copies._copy_model_grads_to_main_grads()
             else:
                 member.prepare_grads()
             drop_frozen_gradients(member)
@@ -92,8 +94,7 @@ class VotedOptimizer:
         for member in members(self.core):
             gradients = member.get_main_grads_for_grad_norm()
             if gradients and _counts_for_norm(member):
-                norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double()
-                total += norms.square().sum()
+                total += _square_norm(gradients)
         return total
 
     @torch.no_grad()
@@ -111,9 +112,9 @@ class VotedOptimizer:
         """This rank's part of the squared norm of all weights (``--log-params-norm``), counted as gradients are."""
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for chunk in self._chunks:
-            weights = [p for p in chunk.parameters() if _is_first_copy(p)]
+            weights: list[torch.Tensor] = [p for p in chunk.parameters() if _is_first_copy(p)]
             if weights:
-                total += torch.stack(torch._foreach_norm(weights, dtype=torch.float32)).double().square().sum()
+                total += _square_norm(weights)
         return total
 
     @torch.no_grad()
@@ -133,8 +134,8 @@ class VotedOptimizer:
                     module.expert_bias.copy_(bias)
         self.core.zero_grad()  # frees the scaled copies; the reduced gradients stay in the buffers
         for member in members(self.core):
-            if getattr(member, "grad_scaler", None):
-                member.grad_scaler.update(not finite)
+            if scaler := getattr(member, "grad_scaler", None):
+                scaler.update(not finite)
 
     def gather_weights(self) -> None:
         """Collects, with ZeRO-1, what the data-parallel peers have updated; can be done again if it is cut off.
@@ -158,11 +159,12 @@ class VotedOptimizer:
         if factor == 1.0:
             return
         for member in members(self.core):
-            parameters = [p for p in member.get_parameters() if p.grad is not None]
-            if parameters:
+            held = [(p, p.grad) for p in member.get_parameters() if p.grad is not None]
+            if held:
+                gradients = [gradient for _, gradient in held]
                 # not in place: these may be the reduced gradients themselves, which are kept
-                scaled = torch._foreach_mul([p.grad for p in parameters], factor)
-                for parameter, gradient in zip(parameters, scaled, strict=True):
+                scaled = torch._foreach_mul(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  # no other
+                for (parameter, _), gradient in zip(held, scaled, strict=True):
                     parameter.grad = gradient
 
 
@@ -195,9 +197,14 @@ def _is_first_copy(parameter: torch.nn.Parameter) -> bool:
     )
 
 
+def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    norms = torch._foreach_norm(tensors, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]  # no other
+    return torch.stack(norms).double().square().sum()
+
+
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
     """Builds the optimizer over the model chunks and couples fp16's loss scale to the schedule."""
-    core = get_megatron_optimizer(optimizer_config(config), chunks, use_gloo_process_groups=False)
+    core = get_megatron_optimizer(optimizer_config(config), [*chunks], use_gloo_process_groups=False)
     if moments := config.mixed_precision.moments:
         for member in members(core):
             member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *moments)
@@ -252,7 +259,7 @@ def build_scheduler(
         init_lr=rate.lr_warmup_init,
         max_lr=rate.lr,
         min_lr=rate.min_lr,
-        lr_warmup_steps=warmup,
+        lr_warmup_steps=warmup,  # pyright: ignore[reportArgumentType]  # a fraction may be a float, as in Megatron-LM
         lr_decay_steps=decay,
         lr_decay_style=rate.lr_decay_style,
         start_wd=_first(regularization.start_weight_decay, regularization.weight_decay),

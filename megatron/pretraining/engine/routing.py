@@ -78,6 +78,7 @@ class RouterCounts:
             return
         if self._padded:
             routed = routed & (probabilities != 0)
+        assert router.layer_number is not None  # it is in a layer
         place = self._place[router.layer_number - 1]
         self._counts[place] += routed.detach().sum(dim=0)
         self._sent[place] += routed.shape[0] * router.topk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -37,7 +38,9 @@ class Schedule:
         seq_length: int,
     ):
         self._forward_step, self._chunks = forward_step, chunks
-        self._sizes = dict(num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length)
+        self._sizes: dict[str, Any] = dict(
+            num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length
+        )
         self._tokens = None
         # the gradients' reduction is a step of its own in step.py; the schedule only tells the token count
         chunks[0].config.finalize_model_grads_func = self._note_tokens
@@ -66,11 +69,13 @@ class Schedule:
     def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
         # at most one chunk of a worker is the first or last of the model, so all may share one iterator
         several = len(self._chunks) > 1
-        tap = {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())
+        tap: dict[str, Any] = (
+            {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())
+        )
         return get_forward_backward_func()(
             forward_step_func=self._one_micro_batch,
             data_iterator=[batches] * len(self._chunks) if several else batches,
-            model=self._chunks if several else self._chunks[0],
+            model=[*self._chunks] if several else self._chunks[0],
             forward_only=forward_only,
             **tap,
             **self._sizes,

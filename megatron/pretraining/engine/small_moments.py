@@ -58,7 +58,7 @@ class SmallMomentsAdam(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         adamw(
             weights,
-            [parameter.grad.float() for parameter in parameters],
+            [parameter.grad.float() for parameter in parameters if parameter.grad is not None],  # all have one
             list(means),
             list(squares),
             [],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -180,7 +181,7 @@ class MegatronState:
                 yield operator, part.counter
 
 
-def optimizer_fragments(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Fragment]:
+def optimizer_fragments(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Fragment]:
     """Yields every fragment of optimizer state that lives on this rank, in a fixed order."""
     pieces = parameter_pieces(chunks)
     for owned in owned_slices(optimizer):
@@ -196,7 +197,8 @@ def _weights(owned: OwnedSlice) -> OwnedSlice:
 
 
 def _gradient(owned: OwnedSlice) -> OwnedSlice:
-    values = _flat(owned.parameter.main_grad)[owned.start : owned.stop]
+    parameter: Any = owned.parameter  # megatron-core gives it main_grad
+    values = _flat(parameter.main_grad)[owned.start : owned.stop]
     return dataclasses.replace(owned, slots={GRAD: values})
 
 

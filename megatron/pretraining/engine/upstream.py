@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class UpstreamTap(NoTap):
             tokens: by how many tokens of this rank they are to be divided; None where they are averaged already.
             known: tokens of all ranks, where an iteration is computed again.
         """
-        finalize_model_grads(chunks, tokens)
+        finalize_model_grads([*chunks], tokens)
 
 
 class UpstreamLog(UpstreamTap):
@@ -99,23 +100,24 @@ class UpstreamLog(UpstreamTap):
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[Recorder]:
         """See :class:`UpstreamTap`; what is computed again is logged again."""
-        self._writer.begin(iteration)
-        tap = self._core_config, self._pipeline, lambda crossing, tensor: self._writer.write(crossing.key, tensor)
+        self._log.begin(iteration)
+        tap = self._core_config, self._pipeline, lambda crossing, tensor: self._log.write(crossing.key, tensor)
         if self._replaying:
             yield LogPlayer(*tap, self._received().__getitem__, self._replaying)
         else:
             yield Recorder(*tap)
-        self._writer.end()
+        self._log.end()
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
         """See :class:`UpstreamTap`."""
         if not self._replaying:
             super().reduce(chunks, tokens, known)
             return
-        finalize_model_grads(chunks, None)  # only tied embeddings and the number of tokens would ask another stage
+        finalize_model_grads([*chunks], None)  # only tied embeddings and the number of tokens would ask another stage
         if tokens is not None and known:  # of which only the last stage knows; the total is in the step record
             for chunk in chunks:
-                chunk.scale_gradients(1.0 / torch.full_like(tokens, known))
+                scale: Any = 1.0 / torch.full_like(tokens, known)  # megatron-core declares a float, and passes tensors
+                chunk.scale_gradients(scale)
 
     @contextlib.contextmanager
     def replaying(self, stages: Collection[int]) -> Iterator[None]:
@@ -128,7 +130,7 @@ class UpstreamLog(UpstreamTap):
 
     def kept(self) -> list[int]:
         """See :class:`UpstreamTap`."""
-        return LogReader(self._directory).iterations()
+        return self._reader().iterations()
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
         """See :class:`UpstreamTap`."""
@@ -152,7 +154,7 @@ class UpstreamLog(UpstreamTap):
             request.wait()
 
     def _sent_to(self, iteration: int, stages: Collection[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        reader, pipeline = LogReader(self._directory), self._pipeline
+        reader, pipeline = self._reader(), self._pipeline
         for stage in sorted(stages):
             for way in Direction:
                 crossings = pipeline.received(stage, way)
@@ -176,16 +178,16 @@ class UpstreamLog(UpstreamTap):
     def ballot(self) -> dict[str, float]:
         """See :class:`UpstreamTap`."""
         return {
-            "upstream_failed": float(self._writer.failure() is not None),
-            "upstream_bytes": float(self._writer.bytes),
-            "upstream_iterations": float(len(self._writer.iterations)),
-            "upstream_given_up": float(self._writer.given_up),
+            "upstream_failed": float(self._log.failure() is not None),
+            "upstream_bytes": float(self._log.bytes),
+            "upstream_iterations": float(len(self._log.iterations)),
+            "upstream_given_up": float(self._log.given_up),
         }
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
         """See :class:`UpstreamTap`."""
         if tally["upstream_failed"]:
-            raise CheckpointError(first_reported(self._writer.failure()))
+            raise CheckpointError(first_reported(self._log.failure()))
         if tally["upstream_given_up"] and not self._given_up:
             self._tell(
                 "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs "
@@ -200,7 +202,8 @@ class UpstreamLog(UpstreamTap):
     def on_stored(self, plan: SnapshotPlan) -> None:
         """See :class:`UpstreamTap`; the last snapshot of a window supersedes what happened before its first."""
         if plan.ends_window:
-            self._writer.collect(before=plan.since + 1)
+            assert plan.since is not None  # where the window begins
+            self._log.collect(before=plan.since + 1)
 
     def close(self) -> None:
         """See :class:`UpstreamTap`."""
@@ -209,7 +212,16 @@ class UpstreamLog(UpstreamTap):
 
     def delete(self) -> None:
         """See :class:`UpstreamTap`."""
-        self._writer.delete()
+        self._log.delete()
+
+    @property
+    def _log(self) -> LogWriter:
+        assert self._writer is not None  # open() was called
+        return self._writer
+
+    def _reader(self) -> LogReader:
+        assert self._directory is not None  # open() was called
+        return LogReader(self._directory)
 
 
 def boundaries(
@@ -220,7 +232,8 @@ def boundaries(
 
 
 def _pipeline_group() -> dist.ProcessGroup:
-    return parallel_state.get_pipeline_model_parallel_group()
+    group: Any = parallel_state.get_pipeline_model_parallel_group()  # declared as a list of them, too
+    return group
 
 
 def _rank_in(stage: int) -> int:

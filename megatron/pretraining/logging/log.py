@@ -143,6 +143,7 @@ class Log:
             self.message(f"TensorBoard's files can be written again, after {seconds:.0f} s; {values} values are lost")
 
         logging = self._config.logging
+        assert logging.tensorboard_dir is not None  # or there is none
         return Board(logging.tensorboard_dir, logging.tensorboard_queue_size, self.message, lost)
 
     def _line(self, record: StepRecord, consumed_samples: int) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,15 +68,17 @@ def build_gpt(config: Config, core_config: TransformerConfig, vocab_size: int, s
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     network = config.network
+    layers: Any = layer_specs(config, core_config, stage)  # of a block, which GPTModel does not declare
+    positions: Any = network.position_embedding_type  # a choice of its flag
     return GPTModel(
         core_config,
-        layer_specs(config, core_config, stage),
+        layers,
         vocab_size=vocab_size,
         max_sequence_length=network.max_position_embeddings,
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not network.untie_embeddings_and_output_weights,
-        position_embedding_type=network.position_embedding_type,
+        position_embedding_type=positions,
         rotary_percent=network.rotary_percent,
         rotary_base=network.rotary_base,
         vp_stage=stage,
@@ -103,11 +106,12 @@ class Norm:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            marked: Any = parameter
+            marked.sequence_parallel = config.sequence_parallel
         return norm
 
 
-def _replace_torch_norm(spec: TransformerBlockSubmodules) -> None:
+def _replace_torch_norm(spec: Any) -> None:
     if spec.layer_norm is WrappedTorchNorm:
         spec.layer_norm = Norm
     for layer in spec.layer_specs:
@@ -121,7 +125,7 @@ def _replace_torch_norm(spec: TransformerBlockSubmodules) -> None:
                     setattr(part, name, Norm)
 
 
-def _mend_experts(chunk: GPTModel) -> None:
+def _mend_experts(chunk: torch.nn.Module) -> None:
     """Corrects what megatron-core 0.16.1 gets wrong about experts with biases.
 
     Alone, their linear layers pass through collectives of one worker, and autograd refuses to add the bias in place
@@ -129,7 +133,8 @@ def _mend_experts(chunk: GPTModel) -> None:
     their gradients are added up, and counted once in the norm.  But the dispatcher communicates for the experts;
     their linear layers, which are never split where there are biases, have nothing to exchange.
     """
-    for module in chunk.modules():
+    for layer in chunk.modules():
+        module: Any = layer
         if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
             module.explicit_expert_comm = True
             if getattr(module, "bias", None) is not None:

@@ -68,7 +68,8 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, quick: bool = False) -> to
     """
     rows, columns = a.values.contiguous(), b.values.t().contiguous().t()  # as CUDA takes them
     with _without_onednn():
-        return torch._scaled_mm(rows, columns, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=quick)
+        scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # torch has no public one
+        return scaled_mm(rows, columns, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=quick)
 
 
 @contextlib.contextmanager
@@ -170,9 +171,10 @@ def multiply_in_8_bits(chunk: MegatronModule, fp8_format: str) -> None:
         )
     for name, module in chunk.named_modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not name.endswith("output_layer"):
-            if any(side % TILE for side in module.weight.shape):
+            shape = () if module.weight is None else module.weight.shape
+            if any(side % TILE for side in shape):
                 raise ConfigError(
-                    f"the weight of {name} is {' x '.join(map(str, module.weight.shape))}, and products in 8 bits "
+                    f"the weight of {name} is {' x '.join(map(str, shape))}, and products in 8 bits "
                     f"take multiples of {TILE}: change the sizes of the model or --tensor-model-parallel-size, or "
                     "drop --fp8-format."
                 )

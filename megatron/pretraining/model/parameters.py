@@ -6,8 +6,12 @@ it for a description in which each layer, expert and half of a gated linear laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
 
 from moc.state.fragments import Piece
 from moc.state.region import Region
@@ -17,14 +21,15 @@ Pieces = dict[torch.Tensor, list[Piece]]
 _ONE_TENSOR_PER_LAYER_AND_EXPERT = {"singleton_local_shards": True}
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: torch.nn.Module) -> MegatronModule:
     """The bare model inside of data-parallel and mixed-precision wrappers."""
-    while hasattr(module, "module"):
-        module = module.module
-    return module
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
 
 
-def unpartitioned_parameters(model: torch.nn.Module) -> dict[str, list[Piece]]:
+def unpartitioned_parameters(model: MegatronModule) -> dict[str, list[Piece]]:
     """Describes every parameter of a bare megatron-core model chunk.
 
     Returns:
@@ -42,7 +47,7 @@ def unpartitioned_parameters(model: torch.nn.Module) -> dict[str, list[Piece]]:
     return pieces
 
 
-def unpartitioned_buffers(model: torch.nn.Module) -> dict[str, list[Piece]]:
+def unpartitioned_buffers(model: MegatronModule) -> dict[str, list[Piece]]:
     """Describes, as :func:`unpartitioned_parameters` does, the buffers that megatron-core saves with the model."""
     described = _described(model)
     return {
@@ -52,7 +57,7 @@ def unpartitioned_buffers(model: torch.nn.Module) -> dict[str, list[Piece]]:
     }
 
 
-def parameter_pieces(chunks: list[torch.nn.Module]) -> Pieces:
+def parameter_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
     """For each parameter of the model chunks its places in the unpartitioned model, in model order."""
     pieces: Pieces = {}
     for model in map(unwrap, chunks):
@@ -61,7 +66,7 @@ def parameter_pieces(chunks: list[torch.nn.Module]) -> Pieces:
     return pieces
 
 
-def buffer_pieces(chunks: list[torch.nn.Module]) -> Pieces:
+def buffer_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
     """The same for what is trained without an optimizer: the biases by which routers balance their experts."""
     pieces: Pieces = {}
     for model in map(unwrap, chunks):
@@ -70,7 +75,7 @@ def buffer_pieces(chunks: list[torch.nn.Module]) -> Pieces:
     return pieces
 
 
-def _described(model: torch.nn.Module) -> dict:
+def _described(model: MegatronModule) -> dict:
     return model.sharded_state_dict(metadata=dict(_ONE_TENSOR_PER_LAYER_AND_EXPERT))
 
 
@@ -82,13 +87,14 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 
 
 def _piece(tensor: ShardedTensor, parameter: torch.Tensor) -> Piece:
-    view = tensor.data.detach()
+    assert tensor.data is not None  # it is described where it is
+    view, replica = tensor.data.detach(), cast(tuple, tensor.replica_id)
     return Piece(
         name=tensor.key,
         global_shape=tuple(tensor.global_shape),
         region=Region(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)),
         view=view,
-        start=view.storage_offset() - parameter.storage_offset(),
-        replica=tuple(tensor.replica_id),
+        start=int(view.storage_offset() - parameter.storage_offset()),
+        replica=tuple(replica),
         padded=tensor.allow_shape_mismatch,
     )

@@ -55,6 +55,6 @@ def operators_of(config: Config, vocab_size: int | None) -> list[Operator]:
     """
     if vocab_size is None and config.model is None:
         raise ValueError("--vocab-size is missing: give it, or a --model")
-    size = vocab_size or PRESETS[config.model].vocab_size
+    size = vocab_size or PRESETS[config.model or ""].vocab_size
     multiple = config.network.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     return model_operators(model_shape(config.network, config.moe, -(-size // multiple) * multiple))

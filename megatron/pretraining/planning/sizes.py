@@ -213,7 +213,7 @@ class SizePlan:
     @property
     def moe_layers(self) -> list[int]:
         """Numbers of the layers with experts."""
-        return sorted({o.layer for o in self.operators if o.kind == "expert"})
+        return sorted({o.place[0] for o in self.operators if o.place is not None})
 
     def rows_wanted(self) -> list[int | None]:
         """K = 1, 2, ... all experts (powers of two where these are many), and None for a checkpoint without PEC."""

@@ -42,5 +42,6 @@ def version_in(directory: Path) -> tuple[int, int, int] | None:
         text = (directory / "package_info.py").read_text()
     except OSError:
         return None
-    numbers = [re.search(rf"^{name} = (\d+)$", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
-    return tuple(int(number[1]) for number in numbers) if all(numbers) else None
+    names = ("MAJOR", "MINOR", "PATCH")
+    major, minor, patch = (re.search(rf"^{name} = (\d+)$", text, re.MULTILINE) for name in names)
+    return (int(major[1]), int(minor[1]), int(patch[1])) if major and minor and patch else None

@@ -19,6 +19,7 @@ import functools
 import logging
 import sys
 import warnings
+from typing import Any
 
 import torch
 
@@ -149,14 +150,16 @@ def _redirect_torch_cuda() -> None:
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, _answering(0))
     cuda.nvtx.range_push = cuda.nvtx.range_pop = _answering()
-    for module in (cuda, cuda.random):
+    modules: tuple[Any, ...] = (cuda, cuda.random)
+    for module in modules:
         module.get_rng_state = _get_rng_state
         module.set_rng_state = _set_rng_state
         module.manual_seed = _manual_seed
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.type = _cuda_named_type(torch.Tensor.type)
+    tensor: Any = torch.Tensor
+    tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    tensor.type = _cuda_named_type(tensor.type)
 
 
 def _cuda_named_type(real_type):

@@ -24,6 +24,7 @@ def inject_faults(config: Config, job: Job) -> None:
     for fault in faults:
         if max(fault.ranks, default=0) >= job.size:
             raise ConfigError(f"--inject {fault}: workers are counted from 0 to {job.size - 1}: name one of them.")
+    assert config.logging.log_dir is not None  # flags of faults need it
     directory, node = Path(config.logging.log_dir), int(os.environ.get("GROUP_RANK", "0"))
 
     def tell(what: dict) -> None:

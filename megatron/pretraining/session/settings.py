@@ -19,7 +19,7 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
         options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
     return Settings(
-        directory=config.snapshot_dir,
+        directory=config.snapshot_dir or "",
         train_iters=train_iterations(config, engine.world.size),
         policy=snapshot.ckpt_policy,
         interval=snapshot.snapshot_interval,

@@ -21,6 +21,7 @@ from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
 from moc.session.tiers import LOOKING_S
+from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
 from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
@@ -164,6 +165,7 @@ class SnapshotLoader:
             with self._repair.of(self._torn(plan, held, left)):
                 saved, bad = self._follow(plan, left)
             if not bad:
+                assert saved is not None  # since nothing is damaged
                 if mine is not None:  # should another worker be lost before training goes on
                     mine.live = LiveState(position_of(saved), saved)
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
@@ -259,7 +261,9 @@ class SnapshotLoader:
         """Brings all workers to where those are who keep their state; what of it is not a tensor."""
         saved = left.states[plan.iteration]
         if self._world.rank in plan.complete:
-            self._replayer.complete(_record(saved))
+            record = _record(saved)
+            assert record is not None  # of the iteration that others have completed
+            self._replayer.complete(record)
         self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
         if self._tokens is not None:
             self._tokens.goes_on(saved["ledger"])
@@ -284,7 +288,7 @@ class SnapshotLoader:
         base = manifests[way.base.key]
         self._restore(base.state, steps_of(base), base.policy, self._reader.where(way.base))
         if self._tokens is not None:
-            self._count_lost_tokens(way, manifests)
+            self._count_lost_tokens(self._tokens, way, manifests)
 
     def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
         """All but the tensors."""
@@ -296,25 +300,25 @@ class SnapshotLoader:
             if saved.get("policy_state"):
                 self._policy.load_state_dict(saved["policy_state"])
 
-    def _count_lost_tokens(self, way: RecoveryPath, manifests: dict[Key, Manifest]) -> None:
+    def _count_lost_tokens(self, tokens: TokenTracker, way: RecoveryPath, manifests: dict[Key, Manifest]) -> None:
         mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
         has = gather(sorted(mine))  # in the memory of another node there may be ledgers that this one cannot read
         first = {tuple(key): rank for rank, keys in reversed(list(enumerate(has))) for key in keys}
         told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
         states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
-        raised = self._tokens.recovered(way, states)
+        raised = tokens.recovered(way, states)
         self._policy.on_recovery(raised.of_training)
-        by_layer = {str(layer): plt for layer, plt in self._tokens.plt_by_layer.items()}
+        by_layer = {str(layer): plt for layer, plt in tokens.plt_by_layer.items()}
         self._log.events.write(
             "lost",
             iteration=way.iteration,
-            plt=self._tokens.plt,
+            plt=tokens.plt,
             raised_by=raised.so_far,
             of_training=raised.of_training,
             by_layer=by_layer,
         )
         self._log.message(
-            f"experts have lost {self._tokens.plt:.3%} of their tokens so far, {raised.so_far:.3%} by this recovery"
+            f"experts have lost {tokens.plt:.3%} of their tokens so far, {raised.so_far:.3%} by this recovery"
         )
 
     def _report(self, plan: RecoveryPlan, amount: int, begun: float) -> None:

@@ -115,7 +115,7 @@ class Rebuilder:
     def _courses(self, plan: RecoveryPlan) -> list[Course]:
         """Of all stages, each once."""
         mine = plan.course(self._world.pipeline_rank)  # the same for all where no stage has one of its own
-        return list(plan.courses.values()) or [mine] * (mine is not None)
+        return list(plan.courses.values()) or ([] if mine is None else [mine])
 
     def _read(
         self, plan: RecoveryPlan, course: Course | None
@@ -169,6 +169,7 @@ class Rebuilder:
         """Completes the iteration that others of this stage have completed, so that all of it begin alike."""
         progress, lacking = self._replayer.progress, _lacking(course)
         (record,) = self._records.of([course.begin])
+        assert progress.at is not None  # the state before it is whole
         position = progress.at.position.after(record)
         self._state.freeze(lacking)
         progress.move_to(None)
@@ -205,12 +206,15 @@ class Rebuilder:
             return
         moment = course.moment(iteration)
         if moment is not None:
+            assert course.way is not None  # it has moments
             held = course.way.at(iteration)
             here = manifests[held.key]
             self.restore_moment(here.state, steps_of(here), moment.full, self._reader.where(held))
             position = position_of(here.state)
         else:
-            position = self._replayer.progress.at.position
+            at = self._replayer.progress.at
+            assert at is not None  # the iteration before is whole
+            position = at.position
             if iteration == course.begin:
                 self._state.gather_weights()
         if iteration >= course.whole:
@@ -222,6 +226,7 @@ class Rebuilder:
         """Of an iteration: as long as snapshots are loaded, the next one tells it."""
         if iteration > course.whole:
             return self._records.of([iteration])[0]
+        assert course.way is not None  # it loads until course.whole
         held = course.way.at(iteration)
         return record_of(manifests[held.key].state, self._reader.where(held))
 

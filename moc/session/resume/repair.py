@@ -60,12 +60,14 @@ class Repair:
             self.failure = str(error)
 
     def _save(self, iteration: int) -> None:
+        assert self._saver is not None  # while of() lasts
         operators = self._torn[iteration]
         slot = list(self._torn).index(iteration)  # its own: in memory the buffer is the file
         snapshot = self._saver.take(slot, iteration, self._contents.share(operators), self._contents.entries(operators))
         snapshot.sealed.result()
         if self._tiers.memory is None:
             self._saver.persist(snapshot)
+            assert snapshot.persisted is not None  # persist() has begun it
             snapshot.persisted.result()
 
     def _has_part(self, iteration: int) -> bool:

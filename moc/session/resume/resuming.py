@@ -76,10 +76,14 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     if not there.goes_on:
         policy.begin_anew()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
-    stays = experts_staying(() if policy.exact else loaded.plan.way.used(), there.in_memory, at)
-    if not policy.exact:
+    if policy.exact:
+        stays = experts_staying((), there.in_memory, at)
+    else:
+        way = loaded.plan.way
+        assert way is not None  # only exact policies resume from live state alone
+        stays = experts_staying(way.used(), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
-        policy.on_resume(in_order and is_of(policy, loaded.plan.way), in_storage_alone(loaded.held, policy))
+        policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
     return ResumePoint(
         loaded.position,
         loaded.record,

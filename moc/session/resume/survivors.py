@@ -31,7 +31,7 @@ class LiveState:
     """
 
     position: Position
-    state: dict
+    state: Mapping
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Survivors:
 
     def without_logs(self, damaged: Mapping[int, Collection[int]]) -> Survivors:
         """The same, if the logs that some ranks have of some iterations were not there."""
+        assert self.logs is not None  # they are damaged
         kept = {rank: set(there) - set(damaged.get(rank, ())) for rank, there in self.logs.kept.items()}
         return replace(self, logs=replace(self.logs, kept=kept))
 
@@ -117,8 +118,8 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
     begun = _of_first(remains.begun if remains.trained else {}, world)
     if not live:
         return Survivors(again, begun=begun)
-    speaks = at is not None and world.rank == min(rank for rank, other in live.items() if other == at)
-    states = dict(one for one in gather((at, own.state) if speaks else None) if one is not None)
+    speaks = own is not None and world.rank == min(rank for rank, other in live.items() if other == at)
+    states = dict(one for one in gather((at, own.state) if own is not None and speaks else None) if one is not None)
     steps: dict[int, dict[str, int]] = {iteration: {} for iteration in states}
     for rank, counted in enumerate(gather(engine.state.steps())):
         if rank in live:
@@ -155,7 +156,7 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
     who was to publish is lost, but the parts tell themselves, and so the job need not go back to the snapshot before.
     """
     in_memory = tiers.memory is not None
-    store, ranks = (tiers.memory, tiers.node) if in_memory else (tiers.storage, range(world.size))
+    store, ranks = (tiers.storage, range(world.size)) if tiers.memory is None else (tiers.memory, tiers.node)
     publishes = tiers.leads_node if in_memory else world.rank == 0
     begun = {iteration: one.state for iteration, one in left.begun.items()}
     for iteration, state in sorted({**begun, **left.states}.items()):

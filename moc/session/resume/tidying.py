@@ -20,6 +20,7 @@ def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
         before = tiers.before
+        assert before is not None  # there is a memory tier
         for other in before.iterations():
             if other not in start.before:
                 before.remove(other)
