@@ -269,3 +269,25 @@ def test_settings_must_fit(wrong, sentence):
 def test_what_is_no_state_is_refused(broken):
     with pytest.raises(ValueError, match="start without it"):
         Pec(operators(), Every(1)).load_state_dict(broken)
+
+
+def test_storage_gets_everything_once_and_again_when_that_was_lost():
+    policy = Pec(operators(), Every(1))
+    everything = policy.everything(1)
+    assert policy.stores(everything)
+    policy.on_snapshot(everything)
+    partial = policy.plan(2)
+    assert not policy.stores(partial)  # which is of no use there
+    policy.on_stored(everything)
+    assert not policy.stores(policy.everything(2)) and not policy.stores(partial)
+    policy.storage_lost()
+    assert policy.plan(3).complete and policy.stores(policy.plan(3))
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("in_storage", [False, True])
+def test_a_run_that_goes_on_saves_everything_where_either_tier_lacks_some_expert(in_memory, in_storage):
+    policy = Pec(operators(), Every(1))
+    policy.on_resume(in_memory, in_storage)
+    assert policy.plan(5).complete == (not (in_memory and in_storage))
+    assert policy.stores(policy.everything(5)) == (not in_storage)

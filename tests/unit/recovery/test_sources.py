@@ -119,6 +119,17 @@ def test_figure_8():
     assert way.base is FIGURE_8[2] and {way.learned_until(name) for name in EXPERTS} == {12}
 
 
+def test_until_when_an_operator_has_learned():
+    """In a window it learns by itself after its snapshot; by partial ones, until the one that it is taken from."""
+    (window,) = recoveries([sparse(10, EXPERTS, THIRD), sparse(11, THIRD)], OPERATORS, exact=True)
+    assert {window.learned_until(one.name) for one in OPERATORS} == {11}
+    older = next(recoveries([holds(10), holds(20, experts=[0]), holds(30, experts=[])], OPERATORS, exact=False))
+    assert [older.learned_until(name) for name in (*EXPERTS[:2], "output")] == [20, 10, 30]
+    survivor = [holds(10), holds(20, MEMORY, experts=[3], dense=False)]
+    newer = next(recoveries(survivor, OPERATORS, exact=False))
+    assert newer.learned_until(EXPERTS[3]) == newer.iteration == 10
+
+
 @pytest.mark.parametrize("lost", range(3))
 def test_a_window_that_lacks_a_snapshot_is_none(lost):
     assert not list(recoveries(FIGURE_8[:lost] + FIGURE_8[lost + 1 :], OPERATORS, exact=True))
