@@ -16,7 +16,7 @@ SLOTS = ("param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "grad")
         (Detail.COMPUTE, {"param"}),
         (Detail.GRAD, {"grad"}),
     ],
-    ids=str,
+    ids=lambda value: value.name if isinstance(value, Detail) else "",
 )
 def test_slots_of_a_detail(detail, slots):
     assert {slot for slot in SLOTS if detail.holds(slot)} == slots
