@@ -246,7 +246,7 @@ class Agent:
             self._generation, self._reason = order["generation"], order.get("reason", self._reason)
             self._news = self._clock.now
             for worker in self._workers.values():
-                worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes
+                worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
                 self._pass_on(worker, order)
         elif kind == "end":
             self._link.tell("heard")

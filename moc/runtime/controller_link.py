@@ -86,7 +86,7 @@ class ControllerLink:
         self._promised_here = self._is_led = False
         self._clock, self._led = RunningClock(most_s=2 * self._most_s), 0.0  # when it was led last
         self.joined, self.over, self.follows, self.door = False, False, 0, None
-        self.asked: int | None = None  # by a signal, to stop
+        self.asked: int | None = None  # the signal to stop
 
     async def run(self) -> None:
         """Follows the leading controller until the job is over.

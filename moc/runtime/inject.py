@@ -1,7 +1,7 @@
 """Fault injection: planned or random faults, and the injector that executes them in a worker.
 
-All workers know the same plan in advance.  Each fault happens once per worker and job, even across recoveries and
-restarts: a worker creates a marker file before it executes a fault, and skips a fault whose file exists.
+All workers know the same plan in advance.  A fault strikes a worker at most ``times`` times in the whole job, even
+across recoveries and restarts: the worker creates a marker file before each strike, and skips those whose file exists.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ LOST = 70
 """Exit code of a job that has lost something it depends on (sysexits' EX_SOFTWARE)."""
 
 MAX_SUSPICIONS = 10
-"""Consecutive generations without a loss after which the job gives up."""
+"""Most consecutive generations that begin without a loss; one more ends the job."""
 
 START_OVER = 76
 """Exit code of a worker that asks to be replaced without an error."""

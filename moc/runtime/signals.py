@@ -36,7 +36,7 @@ class Signals:
         self._come: list[int] = []
         for number in STOPS:
             asyncio.get_running_loop().add_signal_handler(number, self._comes, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # children of launchers are started with them blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # launchers start their children with these blocked
 
     @contextlib.contextmanager
     def heard_by(self, listener: Callable[[int], object]) -> Iterator[None]:
