@@ -32,23 +32,23 @@ _log = logging.getLogger("moc")
 
 @dataclass(frozen=True)
 class Flags(JobFlags):
-    """What the command line says.
+    """The parsed command line.
 
     Attributes:
         nnodes: nodes of the job.
-        nproc_per_node: workers of each.
-        spares: nodes beyond these, which wait until one is lost.
+        nproc_per_node: workers per node.
+        spares: nodes beyond ``nnodes``, which wait until one is lost.
         node_rank: number of this node; spares come last.
-        endpoints: ``host:port`` of each candidate for the controller, the first on node 0, and so on; port 0 for any.
-        own_controllers: candidates are on nodes of the job; if not, controllers were started by themselves.
-        alone: there is only this machine, and spares are processes of this launcher.
-        max_restarts: lost workers that are replaced.
-        log_dir: directory for the output of workers; None to let them write to this process's.
-        silence_s: a worker or a node that has said nothing for so long is lost.
-        hang_caps: seconds that a worker may be in a section, by section.
-        max_wait_s: how long nodes that are missing are waited for.
-        patience_s: how long to wait for a controller that is gone, and for workers to leave.
-        own: the flags themselves.
+        endpoints: ``host:port`` of each controller candidate, the first on node 0, and so on; port 0 for any free one.
+        own_controllers: candidates run on nodes of the job; otherwise controllers are started separately.
+        alone: the job has this machine only, and spares are child processes of this launcher.
+        max_restarts: lost workers that are replaced before the job gives up.
+        log_dir: directory for the workers' output; None to inherit this process's streams.
+        silence_s: seconds of silence after which a worker or a node is lost.
+        hang_caps: most seconds that a worker may be in a section, by section.
+        max_wait_s: seconds to wait for missing nodes.
+        patience_s: seconds to wait for a lost controller, and for workers to exit.
+        own: the flags as given.
         command: script and arguments.
     """
 
@@ -62,7 +62,7 @@ class Flags(JobFlags):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags."""
+    """Builds the parser of all flags."""
     parser = argparse.ArgumentParser("mocrun", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 
     def add(name: str, default, text: str, **how) -> None:
@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: list[str]) -> Flags:
-    """The command line; ends the process with a sentence where it cannot work."""
+    """Parses the command line; exits with a message if it is invalid."""
     parser = build_parser()
     own = parser.parse_args(arguments)
     if own.nnodes < 1 or own.nproc_per_node < 1 or own.spares < 0:
@@ -143,7 +143,7 @@ def parse(arguments: list[str]) -> Flags:
 
 
 def _split(address: str) -> tuple[str, str]:
-    """Host and port, which is empty where none is named; an IPv6 address is in brackets, if a port follows."""
+    """Splits an address into host and port, which may be empty; an IPv6 host with a port needs brackets."""
     if address.count(":") > 1 and not address.startswith("["):
         return f"[{address}]", ""
     host, bracket, rest = address.rpartition("]")
@@ -152,7 +152,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def launch(flags: Flags) -> int:
-    """Runs this node's part of a job to its end; the exit code."""
+    """Runs this node's part of a job to its end; returns the exit code."""
     logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr, level=logging.INFO)
     try:
         return asyncio.run(_run(flags, _token(flags)))
@@ -167,7 +167,7 @@ def launch(flags: Flags) -> int:
 def _token(flags: Flags) -> bytes:
     given = job_token.FILE_VARIABLE in os.environ or job_token.VARIABLE in os.environ
     if (flags.alone or flags.nnodes + flags.spares == 1) and not given:
-        os.environ[job_token.VARIABLE] = job_token.make_token().hex()  # not in a file, which somebody may tidy away
+        os.environ[job_token.VARIABLE] = job_token.make_token().hex()  # not in a file, which might be cleaned up
     return job_token.token_from_environment()
 
 
@@ -185,7 +185,7 @@ async def _run(flags: Flags, token: bytes) -> int:
         try:
             code, follows = await _run_again(flags, lambda: _run_agent(flags, endpoints, token, signals))
             if follows == flags.node_rank:
-                await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have heard
+                await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents know the end
             if spares and keeping.done():
                 await asyncio.wait(spares, timeout=flags.patience_s)
             return code
@@ -195,7 +195,7 @@ async def _run(flags: Flags, token: bytes) -> int:
 
 
 async def _run_again(flags: Flags, run: Callable[[], Awaitable[tuple[int, int]]]) -> tuple[int, int]:
-    """A node with a controller; where there are spares, the node may be lost and come back, while that lives."""
+    """Runs a node that hosts a controller; with spares, a lost node rejoins while the controller lives."""
     for _ in range(flags.spares):
         try:
             return await run()
@@ -205,7 +205,11 @@ async def _run_again(flags: Flags, run: Callable[[], Awaitable[tuple[int, int]]]
 
 
 async def _run_agent(flags: Flags, endpoints: Sequence[str], token: bytes, signals: Signals) -> tuple[int, int]:
-    """The agent of this node: its exit code, and the number of the candidate that led at the end."""
+    """Runs the agent of this node.
+
+    Returns:
+        The exit code, and the number of the candidate that led at the end.
+    """
     node = Node(
         number=flags.node_rank,
         per_node=flags.nproc_per_node,
@@ -225,12 +229,12 @@ async def _run_agent(flags: Flags, endpoints: Sequence[str], token: bytes, signa
 
 
 def _spares_here(flags: Flags) -> range:
-    """Numbers of the spares that this launcher starts itself: all of them, where there is only this machine."""
+    """Numbers of the spares that this launcher starts itself: all, if the job has this machine only."""
     return range(1, flags.spares + 1) if flags.alone else range(0)
 
 
 async def _run_spare(flags: Flags, endpoints: Sequence[str], node: int, signals: Signals) -> None:
-    """Another launcher on this machine, which dies with this one."""
+    """Runs another launcher on this machine, which dies with this one."""
     place = ["--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)]
     spare = await children.start("moc.launch", *flags.own, *place, *flags.command)
 

@@ -1,1 +1,1 @@
-"""Processes that keep a run going: launcher, controller, agents, and what they say to each other."""
+"""Processes that keep a job alive: launcher, controller, agents, zygotes, replica servers, and their wire protocol."""

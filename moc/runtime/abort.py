@@ -1,13 +1,13 @@
-"""Waking whoever waits for a peer that will not answer: what gloo and NCCL leave to their users.
+"""Interrupts collectives that wait for a dead peer; gloo and NCCL leave this to their users.
 
-gloo has no abort.  A dead peer is noticed by those who are connected to it; who waits for a live peer, which itself
-waits for the dead one, is never woken, and neither ``abort()`` nor ``shutdown()`` of the process group does it.  What
-does is shutting down the connected sockets underneath: every pending operation then fails as if the peer had gone.
-Sockets that listen must be left alone: gloo ends the process when they fail.
+gloo has no abort.  Ranks connected to a dead peer notice it; a rank that waits for a live peer, which itself waits for
+the dead one, is never woken, and neither ``abort()`` nor ``shutdown()`` of the process group wakes it.  Shutting down
+the underlying connected sockets does: every pending operation then fails as if the peer had gone. Listening sockets
+must be left alone: gloo terminates the process when they fail.
 
-NCCL has one, ``ncclCommAbort``, which :meth:`ProcessGroupNCCL.abort` calls.  Kernels of a communicator may wait for
-those of another, so all are aborted at the same time, each from a thread; and each only once, since two aborts of one
-group wait for each other for ever.
+NCCL has ``ncclCommAbort``, which :meth:`ProcessGroupNCCL.abort` calls.  Kernels of one communicator may wait for those
+of another, so all are aborted concurrently, one thread each, and each exactly once, since two aborts of one group
+deadlock.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ import time
 from collections.abc import Iterable
 
 NCCL_FLAGS = {
-    # the watchdog must neither abort communicators by itself nor end the process: 0 is "no handling"
+    # the watchdog must neither abort communicators nor terminate the process: 0 is "no handling"
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # nor must its monitor, when the watchdog does not answer while communicators are being aborted
+    # nor must its monitor, if the watchdog does not respond while communicators are being aborted
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # nor must an error of CUDA thrown in the watchdog's thread, where nobody catches it
+    # nor must a CUDA error rethrown in the watchdog's thread, where it is uncaught
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # wait() must not block the process: what waits is the stream, which an abort releases
+    # wait() must block the stream only, which an abort releases, not the process
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
-"""Environment variables under which :func:`abort_nccl` works; torch reads them when a group is connected."""
+"""Environment variables that :func:`abort_nccl` requires; torch reads them when a group is connected."""
 
 
 def open_sockets() -> set[int]:
-    """Inodes of all sockets that this process has open.  An inode names a socket for the whole of its life."""
+    """Inodes of all open sockets of this process.  An inode identifies a socket for its whole lifetime."""
     return set(_sockets().values())
 
 
 def shut_down(inodes: Iterable[int]) -> int:
-    """Shuts down those sockets that are TCP and do not listen; who uses them sees a peer that has gone.
+    """Shuts down the given connected TCP sockets; their users see a peer that has gone.
 
-    Descriptors stay open: they belong to whoever opened them.
+    Descriptors stay open: they belong to their owners.
 
     Args:
-        inodes: as :func:`open_sockets` gives them; those that are closed meanwhile are passed over.
+        inodes: from :func:`open_sockets`; sockets closed since are skipped.
 
     Returns:
-        How many were shut down.
+        Number of sockets shut down.
     """
     wanted = set(inodes)
     return sum(_shut_down(descriptor, inode) for descriptor, inode in _sockets().items() if inode in wanted)
 
 
 def abort_nccl(backends: list, patience: float) -> None:
-    """Aborts the communicators of every ``ProcessGroupNCCL`` at the same time.
+    """Aborts the communicators of every ``ProcessGroupNCCL`` concurrently.
 
-    Kernels in flight end, whatever they have done so far: what they were to write is undefined.
+    Kernels in flight terminate; the contents of their output buffers are undefined.
 
     Args:
-        backends: each aborted only once in its life.
+        backends: groups to abort; each may be aborted only once.
         patience: seconds for all of them together.
 
     Raises:
-        RuntimeError: one could not be aborted; its CUDA context is broken, and the process has to be replaced.
+        RuntimeError: an abort failed or timed out; the CUDA context is broken, and the process must be replaced.
     """
     failures: list[str] = []
     threads = [threading.Thread(target=_abort, args=(backend, failures), daemon=True) for backend in backends]
@@ -87,7 +87,7 @@ def _abort(backend, failures: list[str]) -> None:
 
 
 def _sockets() -> dict[int, int]:
-    """Inode of each socket, by file descriptor."""
+    """Socket inodes by file descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         inode = _inode(int(name))
@@ -115,10 +115,10 @@ def _shut_down(descriptor: int, inode: int) -> bool:
         os.close(number)
         return False
     with contextlib.closing(copy):
-        # the descriptor may have been closed and given to another socket; the copy keeps its own open
+        # the descriptor may have been closed and reused; the duplicate keeps the verified socket open
         if _inode(copy.fileno()) != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
             return False
-        with contextlib.suppress(OSError):  # not connected any more
+        with contextlib.suppress(OSError):  # already disconnected
             if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 copy.shutdown(socket.SHUT_RDWR)
                 return True

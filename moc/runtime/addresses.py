@@ -1,6 +1,7 @@
-"""Addresses of processes: ``host:port``, ``[IPv6]:port``, ``unix:/path`` or ``unix:@name``.
+"""Process addresses: ``host:port``, ``[IPv6]:port``, ``unix:/path`` or ``unix:@name``.
 
-A name is one of Linux's own, in no directory, so that nothing can remove it; only its owner's processes get in.
+``unix:@name`` is in Linux's abstract namespace: no file exists that could be removed, and only processes of the same
+user are admitted.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _BACKLOG = 256
 
 
 def candidates(address: str) -> list[tuple[int, tuple | str]]:
-    """What an address stands for: pairs of a socket family and an address for it, in the order to try them.
+    """Resolves an address to pairs of socket family and socket address, in the order to try.
 
     Raises:
-        ValueError: it is not an address.
-        OSError: the host is not known.
+        ValueError: the address is malformed.
+        OSError: the host is unknown.
     """
     if address.startswith(_UNIX):
         path = address[len(_UNIX) :]
@@ -37,11 +38,11 @@ def candidates(address: str) -> list[tuple[int, tuple | str]]:
 
 
 def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
-    """A listening socket that does not block: at a port (0 for any free one), or in a file that only its owner may use.
+    """A non-blocking listening socket: on a port (0 for any free one), or a Unix socket that only its owner may use.
 
     Raises:
-        ValueError: it is not an address, or others than this machine could connect to it and that is not wanted.
-        OSError: it cannot be listened there.
+        ValueError: the address is malformed, or reachable from other machines without ``beyond_loopback``.
+        OSError: the address cannot be bound.
     """
     family, where = candidates(address)[0]
     if family != socket.AF_UNIX and not beyond_loopback and not ipaddress.ip_address(where[0]).is_loopback:
@@ -68,11 +69,11 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
 
 
 def interface_towards(address: str) -> str:
-    """The address of this machine from which another one, or this one, is reached; nothing is sent.
+    """The local address from which a route to ``address`` leaves; nothing is sent.
 
     Raises:
-        ValueError: it is not an address.
-        OSError: the host is not known, or there is no way to it.
+        ValueError: the address is malformed.
+        OSError: the host is unknown or unreachable.
     """
     family, where = candidates(address)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -82,7 +83,7 @@ def interface_towards(address: str) -> str:
 
 
 def text_of(family: int, where: tuple | str | bytes) -> str:
-    """An address as people write it."""
+    """Formats a socket address as :func:`candidates` reads it."""
     if isinstance(where, bytes):  # a name in the abstract namespace
         return f"{_UNIX}@{where[1:].decode()}"
     if isinstance(where, str):
@@ -92,8 +93,8 @@ def text_of(family: int, where: tuple | str | bytes) -> str:
 
 
 def peer_of(sock: socket.socket) -> str:
-    """What to call the other end of a connection that was accepted."""
-    if sock.family == socket.AF_UNIX:  # the other end has no name
+    """Name of the peer of an accepted connection, for messages."""
+    if sock.family == socket.AF_UNIX:  # a connecting Unix socket is unnamed
         return text_of(sock.family, sock.getsockname())
     try:
         return text_of(sock.family, sock.getpeername())
@@ -102,12 +103,12 @@ def peer_of(sock: socket.socket) -> str:
 
 
 def new_name() -> str:
-    """An address for this machine that nobody else has."""
+    """A unique address in the abstract namespace of this machine."""
     return f"{_UNIX}@moc-{secrets.token_hex(8)}"
 
 
 def is_ours(sock: socket.socket) -> bool:
-    """Whether the other end of an accepted connection may be a process of this one's user; over TCP, anybody may."""
+    """Whether the peer of an accepted connection runs as this process's user; always true over TCP."""
     if sock.family != socket.AF_UNIX:
         return True
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -115,7 +116,7 @@ def is_ours(sock: socket.socket) -> bool:
 
 
 def set_up(sock: socket.socket) -> None:
-    """Small messages are not held back until they fill a packet, and a machine that has vanished is noticed."""
+    """Disables Nagle's algorithm, and enables keep-alive so that a vanished machine is detected; TCP only."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,14 +127,14 @@ def set_up(sock: socket.socket) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """What an error of a socket says to people; asyncio has words of its own for some."""
-    if error.errno and error.errno > 0:  # names that are not found have numbers of another kind
+    """Readable reason of a socket error; asyncio words some of them differently."""
+    if error.errno and error.errno > 0:  # resolver errors are numbered differently
         return os.strerror(error.errno)
     return error.strerror or str(error)
 
 
 def _remove_left_over(path: str) -> None:
-    """Removes the socket of a process that has died; one that somebody listens on stays."""
+    """Removes the socket file of a dead process; one with a listener stays."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return

@@ -1,4 +1,4 @@
-"""The process that looks after one node: has workers forked, sees them end, and speaks for them to the controller."""
+"""The agent of a node: has its workers forked, watches them, and speaks for them to the controller."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from moc.store.errors import CheckpointError
 from moc.store.leftovers import give_back
 
 WATCHES_S = 1.0
-"""How often an agent looks after its workers."""
+"""Seconds between two checks of the workers."""
 
 DIES_S = 10.0
-"""A worker that was killed and is still there after so long hangs in the kernel, and is not waited for."""
+"""Seconds after which a killed worker that still exists counts as hung in the kernel, and is no longer waited for."""
 
 _log = logging.getLogger("moc")
 
@@ -41,7 +41,7 @@ __all__ = ["Agent", "LostError", "NoControllerError", "Node"]
 
 @dataclass
 class _Process:
-    """A worker of this node, and what the controller knows of it; see :class:`moc.runtime.membership.Worker`."""
+    """A worker of this node and its reported state; see :class:`moc.runtime.membership.Worker`."""
 
     name: str
     rank: int
@@ -60,27 +60,27 @@ class _Process:
     dies_since: float | None = None
 
     def told(self, node: int) -> dict:
-        """As the controller is told of it."""
+        """The worker's description for the controller."""
         return {"name": self.name, "node": node, "rank": self.rank, "together": self.together, "built": self.built,
                 "here": self.here, "met": self.met}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Node:
-    """What an agent is told.
+    """Settings of an agent.
 
     Attributes:
-        number: of the node, from 0; which workers it has follows from the place that it is given.
-        per_node: workers.
+        number: of the node, from 0; its ranks follow from the place that it is assigned, not from this number.
+        per_node: workers per node.
         size: workers of the job.
-        alone: there is no other node, so that nobody can have the places of its workers.
-        controllers: addresses of the candidates for the controller.
+        alone: the job has no other node, so no other worker can take these workers' places.
+        controllers: addresses of the controller candidates.
         token: the job's.
-        logs: directory for the output of workers; None to let them write where this process does.
-        silence_s: a worker that has said nothing for so long is lost.
-        hang_caps: seconds that a worker may be in a section, by section; see :mod:`moc.runtime.hangs`.
-        patience_s: how long the controller may be gone, and how long workers may take to leave when the job is over.
-        begin_s: how long it may take until a majority of the nodes is there for the first time.
+        logs: directory for the workers' output; None to inherit this process's streams.
+        silence_s: seconds of silence after which a worker is lost.
+        hang_caps: most seconds in a section, by section; see :mod:`moc.runtime.hangs`.
+        patience_s: seconds that the controller may be unreachable, and that workers may take to exit when the job ends.
+        begin_s: seconds within which a majority of the nodes must first be present.
     """
 
     number: int
@@ -100,7 +100,7 @@ class Agent:
     """Runs a node's part of the job.
 
     Args:
-        node: which.
+        node: its settings.
         command: the workers' program and its arguments.
     """
 
@@ -110,7 +110,7 @@ class Agent:
         self._clock = RunningClock(most_s=3 * WATCHES_S)
         self._generation, self._reason, self._news = 0, "", 0.0
         self._limits = HangLimits(node.hang_caps)
-        self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers of whose end the controller may not have heard
+        self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers whose exit the controller may not know
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._address, self._replica_server = new_name(), new_name()
         self._lease = Lease.make()
@@ -123,16 +123,16 @@ class Agent:
 
     @property
     def follows(self) -> int:
-        """Number of the candidate for the controller that leads, or led last."""
+        """Number of the controller candidate that leads, or led last."""
         return self._link.follows
 
     async def run(self) -> int:
-        """Until the job is over; its exit code.
+        """Runs until the job ends; returns its exit code.
 
         Raises:
-            NoControllerError: no controller was there for longer than patience allows.
-            LostError: what forks workers is gone.
-            StoppedError: the node was asked to stop before it had found the controller.
+            NoControllerError: no controller led for longer than its patience.
+            LostError: the zygote has died or hangs, or the controller refused this node.
+            StoppedError: the node was asked to stop before it had joined a controller.
         """
         async with await wire.serve(self._address, self._node.token, self._serve_worker):
             self._zygote = await self._start_zygote()
@@ -149,10 +149,10 @@ class Agent:
                 code = self._ends_without_controller(error)
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    self._zygote.kill()  # workers that are left die with it
+                    self._zygote.kill()  # remaining workers die with it
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._zygote.wait(), 5.0)
-                self._link.tell("lost")  # this process may live on; unless the job is over, the node is lost
+                self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
                 self._link.close()
                 for task in tasks:
                     task.cancel()
@@ -161,7 +161,10 @@ class Agent:
         return code
 
     async def _give_memory_back(self) -> None:
-        """Where all is in storage, this node keeps nothing: it may have had a place once, and be a spare since."""
+        """Removes the run's snapshots from this node's memory, once all are in storage.
+
+        A spare may hold some, too, from a place that it had earlier.
+        """
         memory = self._ended.result()["gives_back"] if self._ended.done() else None
         if memory is None:
             return
@@ -171,7 +174,7 @@ class Agent:
             _log.warning("what the run has left in this node's memory stays there: %s", error)
 
     def _ends_without_controller(self, error: NoControllerError) -> int:
-        """Nobody is there to say how the job has ended."""
+        """Exit code when no controller can say how the job ended."""
         if not self._link.joined:
             raise error
         codes = [code for _, code in self._unnoted.values()]
@@ -182,7 +185,7 @@ class Agent:
         return SAVED
 
     def signal(self, number: int) -> None:
-        """The launcher got a signal: workers get it too, and whoever ends now is not replaced."""
+        """Forwards the launcher's signal to the workers; from now on the controller replaces none."""
         self._link.asked = number
         self._link.tell("stopping", signal=number)
         for worker in self._workers.values():
@@ -207,12 +210,12 @@ class Agent:
             self._zygote_said, self._zygote_is_warm = self._clock.now, True
             if "started" in said:
                 worker = self._workers.get(said["started"])
-                if worker is None:  # it was not wanted any more before it was there
+                if worker is None:  # killed before it had started
                     os.kill(said["pid"], signal.SIGKILL)
                     continue
                 worker.pid = said["pid"]
                 _log.info("worker %d is process %d", worker.rank, worker.pid)
-                if self._link.asked is not None:  # before it was there
+                if self._link.asked is not None:  # signalled before it had started
                     self._signal(worker, self._link.asked)
             elif "ended" in said and said["ended"] in self._workers:
                 self._has_ended(self._workers[said["ended"]], said["code"])
@@ -224,8 +227,8 @@ class Agent:
         self._link.tell(**_end_of(worker, code))
 
     def _hello(self) -> tuple[dict, list[dict]]:
-        """What a controller must know of this node, and what the one before may not have heard."""
-        there = {worker.rank for worker in self._workers.values()}  # of others in their places it was heard
+        """The state of this node for a controller, and messages that an earlier one may have missed."""
+        there = {worker.rank for worker in self._workers.values()}  # a replaced worker's exit was known
         dead = [(worker, code) for worker, code in self._unnoted.values() if worker.rank not in there]
         workers = [worker.told(self._node.number) for worker in [*self._workers.values(), *(w for w, _ in dead)]]
         hello = {"node": self._node.number, "workers": workers, "generation": self._generation}
@@ -243,7 +246,7 @@ class Agent:
             self._generation, self._reason = order["generation"], order.get("reason", self._reason)
             self._news = self._clock.now
             for worker in self._workers.values():
-                worker.gives_back = None if kind == "abort" else worker.gives_back  # it goes on
+                worker.gives_back = None if kind == "abort" else worker.gives_back  # it resumes, and needs it
                 self._pass_on(worker, order)
         elif kind == "end":
             self._link.tell("heard")
@@ -282,7 +285,7 @@ class Agent:
 
     async def _serve_worker(self, connection: wire.AsyncConnection) -> None:
         worker = self._workers.get((await connection.recv()).header["worker"])
-        if worker is None:  # it was killed, and does not know it yet
+        if worker is None:  # killed, and not yet aware of it
             return
         worker.connection, worker.heard = connection, self._clock.now
         if self._generation:
@@ -300,7 +303,7 @@ class Agent:
                 worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
                 self._limits.learn(said["longest"])
             elif said["kind"] == "gives_back":
-                worker.gives_back = said["memory"]  # told with its end, since it counts then
+                worker.gives_back = said["memory"]  # reported with its exit, when it takes effect
             if said["kind"] not in ("alive", "gives_back"):
                 self._link.tell(**said, worker=worker.name)
 
@@ -309,7 +312,7 @@ class Agent:
             if worker.connection is not None:
                 worker.connection.post(Message(order))
         except WireError:
-            pass  # its end will be heard of
+            pass  # its exit will be reported
 
     async def _watch(self) -> None:
         while True:
@@ -322,14 +325,14 @@ class Agent:
                 silent = self._clock.now - worker.heard
                 if worker.pid is not None and children.is_dying(worker.pid):
                     self._wait_for_death(worker)
-                # building an index may hold the interpreter's lock for minutes
+                # building an index may hold the GIL for minutes
                 elif worker.built and silent > self._node.silence_s:
                     self._kill(worker, f"had said nothing for {silent:.0f} s")
                 elif worker.section is not None:
                     self._judge(worker, worker.section, worker.since + silent)
 
     def _watch_zygote(self) -> None:
-        """One that is well answers at once, but not before it is warm."""
+        """Raises LostError if the zygote, once warm, has not answered for ``silence_s``."""
         if not self._zygote_is_warm:
             return
         if self._clock.now - self._zygote_said > self._node.silence_s:
@@ -337,7 +340,7 @@ class Agent:
         self._order({"ask": True})
 
     def _wait_for_death(self, worker: _Process) -> None:
-        """It does nothing any more; but a thread of it may be in a file system that hangs."""
+        """Reports a dying worker as ended after :data:`DIES_S`: one of its threads may hang in a file system."""
         if worker.dies_since is None:
             worker.dies_since = self._clock.now
         elif self._clock.now - worker.dies_since > DIES_S:
@@ -345,16 +348,16 @@ class Agent:
             self._has_ended(worker, -signal.SIGKILL)
 
     def _give_up_places(self) -> None:
-        """Nobody has renewed the lease: others may have the places of these workers."""
+        """Kills all workers: the lease has expired, so others may have taken their places."""
         why = f"had been without a controller for {Times(self._node.silence_s).runs_s:g} s"
         for worker in self._workers.values():
             self._kill(worker, why)
 
     def _judge(self, worker: _Process, section: str, seconds: float) -> None:
-        """A worker has been in its section for some seconds.
+        """Checks how long a worker has been in its section.
 
-        Who keeps others waiting cannot always be told from those who wait.  So a generation begins without a loss: who
-        waits is woken, and comes; who hangs does not.
+        A worker that waits cannot always be told from the one that hangs.  So the limit starts a generation without a
+        loss: waiting workers are woken and rejoin; the hung one does not, and is killed.
         """
         met = worker.here == self._generation
         if seconds <= self._limits.of(section, waits=worker.waits and met):
@@ -372,7 +375,7 @@ class Agent:
         self._signal(worker, signal.SIGKILL)
 
     async def _let_leave(self) -> int:
-        """The job is over: gives workers that are about to end some time to do so by themselves."""
+        """Gives workers that are about to exit time to do so, then returns the job's exit code."""
         end = self._ended.result()
         deadline = time.monotonic() + (self._node.patience_s if end["leaving"] else 0.2)
         while self._workers and time.monotonic() < deadline:
@@ -388,6 +391,6 @@ class Agent:
 
 
 def _end_of(worker: _Process, code: int) -> dict:
-    """What the controller is told of a worker that has ended."""
+    """The message that reports a worker's exit."""
     told = {"worker": worker.name, "code": code, "why": worker.why_killed, "gives_back": worker.gives_back}
     return {"kind": "ended"} | told

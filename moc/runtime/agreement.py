@@ -1,4 +1,4 @@
-"""What one worker finds out, all know: results and errors are shared; nobody waits for a worker that gave up."""
+"""Collective helpers that share one worker's result or error with all, so that no worker waits for a failed one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from moc.store.errors import CheckpointError, TakenError
 
 
 def run_on_rank0(action: Callable, what: str):
-    """Runs ``action`` on the first worker; all return its result, or raise its error; a collective call.
+    """Runs ``action`` on rank 0; every rank returns its result or raises its error.  Collective.
 
     Args:
-        action: returns something that JSON could hold; a path counts as nothing.
-        what: begins the message if the file system refuses.
+        action: returns a JSON-serializable value; a ``Path`` becomes None.
+        what: prefix of the message if the file system fails.
 
     Raises:
-        CheckpointError: on all workers, if the action raised one, or an OSError; TakenError, if it raised one.
+        CheckpointError: on all ranks, if the action raised it or an OSError.
+        TakenError: on all ranks, if the action raised it.
     """
     outcome = [None, None, False]
     if dist.get_rank() == 0:
@@ -40,14 +41,14 @@ def run_on_rank0(action: Callable, what: str):
 
 
 def run_on_all(action: Callable[[], None], what: str) -> None:
-    """Runs ``action`` on every worker; a collective call.
+    """Runs ``action`` on every rank.  Collective.
 
     Args:
-        action: what to do.
-        what: begins the message if the file system refuses.
+        action: runs locally on each rank.
+        what: prefix of the message if the file system fails.
 
     Raises:
-        CheckpointError: on all workers, if the action raised one on any of them, or an OSError.
+        CheckpointError: on all ranks, if the action raised it or an OSError on any of them.
     """
     problem = None
     try:
@@ -61,19 +62,19 @@ def run_on_all(action: Callable[[], None], what: str) -> None:
 
 
 def first_reported(value):
-    """The first value over all workers that is not None, or None; a collective call."""
+    """The first value over all ranks that is not None, or None.  Collective."""
     return next((v for v in gather(value) if v is not None), None)
 
 
 def gather(value, group=None) -> list:
-    """The values of all workers of a group (default: all), by rank in the group; a collective call of them."""
+    """The values of all ranks of a group (default: all), by group rank.  Collective over the group."""
     gathered = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -> dict[str, Any]:
-    """Adds up each value over all workers, in one all-reduce of float64; of a 1-D tensor, each element, into a list."""
+    """Sums each value over all ranks in one float64 all-reduce; a 1-D tensor yields a list of element sums."""
     tensors = [torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values.values()]
     packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(packed)
@@ -85,5 +86,5 @@ def sum_over_workers(values: Mapping[str, torch.Tensor | float], world: World) -
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """First line of an error's message, or its type name; at most 300 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,4 +1,4 @@
-"""Which node fills which place of a job; nodes beyond the places are spares, and wait until one is lost."""
+"""Assigns nodes to the places of a job; surplus nodes are spares, and wait until a node is lost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class NodeAssignment:
-    """Places are numbered from 0, and the ranks of workers follow from them; a node keeps its number wherever it is.
+    """Assignment of nodes to places.
+
+    Places are numbered from 0 and determine the ranks of workers; a node keeps its number in any place.
 
     Attributes:
-        count: places.
-        filled_by: by place, the node that has it, or had it last.
+        count: number of places.
+        filled_by: by place, the node that fills it or filled it last.
         vacant: places whose node is lost.
-        present: nodes that are there, spares too.
+        present: nodes that are connected, including spares.
     """
 
     count: int
@@ -22,15 +24,15 @@ class NodeAssignment:
     present: set[int] = field(default_factory=set)
 
     def of(self, node: int) -> int | None:
-        """The place of a node, or the one that it had when it was lost; None if it has none."""
+        """The place of a node, or its last place if the node is lost; None if it has none."""
         return next((place for place, other in self.filled_by.items() if other == node), None)
 
     def comes(self, node: int, had: int | None) -> int | None:
-        """A node is there.  It gets the place that it had, the one of its own number, or that of a lost node.
+        """Adds a node: it gets its previous place, that of its own number, or that of a lost node.
 
         Args:
             node: its number.
-            had: the place that its workers are of; None if it has none.
+            had: the place of its live workers; None if it has none.
 
         Returns:
             Its place; None for a spare.
@@ -40,16 +42,17 @@ class NodeAssignment:
         if place is None:
             own = node if node < self.count else None
             free = (p for p in (had, own) if p is not None and (p in self.vacant or p not in self.filled_by))
-            place = next(free, min(self.vacant, default=None))  # the first nodes to begin with are waited for
+            place = next(free, min(self.vacant, default=None))  # at first, place i waits for node i
         if place is not None:
             self._fill(place, node)
         return place
 
     def goes(self, node: int) -> tuple[int | None, int | None]:
-        """A node is lost.
+        """Marks a node as lost.
 
         Returns:
-            The place that it had, and the spare that fills it now; None where there is none, or it was lost already.
+            The place it filled and the spare that fills it now; None for either if there is none, or if the node was
+            lost already.
         """
         self.present.discard(node)
         place = self.of(node)
@@ -62,17 +65,17 @@ class NodeAssignment:
         return place, spare
 
     def filler(self, place: int) -> int | None:
-        """The node that fills a place and is there."""
+        """The present node that fills a place, or None."""
         node = self.filled_by.get(place)
         return node if node in self.present and place not in self.vacant else None
 
     @property
     def complete(self) -> bool:
-        """Whether all places are filled by nodes that are there."""
+        """Whether every place is filled by a present node."""
         return all(self.filler(place) is not None for place in range(self.count))
 
     def missing(self) -> list[int]:
-        """Nodes that were lost and have left their places vacant, or that have never come to theirs."""
+        """Nodes to wait for: lost ones that left a vacant place, and those that never joined."""
         places = (place for place in range(self.count) if place in self.vacant or place not in self.filled_by)
         return [self.filled_by.get(place, place) for place in places]
 

@@ -1,4 +1,4 @@
-"""Connections for asyncio, as controller and agents have them: one thread, many peers."""
+"""asyncio connections, for controllers and agents: one thread, many peers."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
 
 STRANGERS = 128
-"""Peers that may be in the handshake at the same time; the one that took longest makes room for the next."""
+"""Peers that may be in the handshake concurrently; the oldest is dropped to admit another."""
 
-_PAUSE = 0.2  # seconds after the system refused to accept a connection, as it does when it is out of descriptors
+_PAUSE = 0.2  # seconds to wait after accept() failed, as when descriptors run out
 _log = logging.getLogger(__name__)
 
 
 class AsyncConnection:
-    """Messages over a connected socket, in one event loop; :func:`open` and :func:`serve` make one.
+    """Messages over a connected socket, in one event loop; created by :func:`open` and :func:`serve`.
 
-    Any task may send; one receives. Computing a MAC keeps the event loop for about 0.6 ms for each MiB of body.
+    Any task may send; one task receives. Computing a MAC blocks the event loop for about 0.6 ms per MiB of body.
 
     Attributes:
-        peer: what to call the other end.
+        peer: name of the peer, for messages.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, channel: Channel, peer: str):
         self.peer = peer
         self._reader, self._writer, self._channel = reader, writer, channel
         self._messages: collections.deque[Message] = collections.deque()
-        self._draining = asyncio.Lock()  # early releases of Python 3.10 allow one task in drain()
+        self._draining = asyncio.Lock()  # early Python 3.10 releases allow only one task in drain()
 
     def post(self, message: Message) -> None:
-        """Sends a message without waiting: what the peer does not take is kept in memory.
+        """Queues a message without waiting; unsent bytes stay in memory.
 
         Raises:
-            WireError: the connection is over; :class:`PeerGoneError` where the peer is gone.
-            ValueError, TypeError: this cannot be a message, or the peer does not take one so large; nothing was sent.
+            WireError: the connection is over; :class:`PeerGoneError` if the peer is gone.
+            ValueError, TypeError: the message is invalid or exceeds the peer's body limit; nothing was sent.
         """
         if self._writer.is_closing():
             raise PeerGoneError(f"the connection with {self.peer} is closed")
         self._writer.write(b"".join(self._channel.send(message)))
 
     async def send(self, message: Message) -> None:
-        """Sends a message, after those that were sent before, and waits until the kernel has all of it.
+        """Sends a message after all earlier ones, and waits until the kernel has all of it.
 
         Raises:
-            as :meth:`post`.
+            WireError, ValueError, TypeError: as :meth:`post`.
         """
         self.post(message)
         try:
@@ -62,22 +62,21 @@ class AsyncConnection:
             raise self._gone(error) from error
 
     async def recv(self, silence: float | None = None) -> Message:
-        """The next message. To cancel it loses nothing.
+        """Receives the next message. Cancelling it loses nothing.
 
         Args:
-            silence: seconds in which nothing at all may come; a message that takes its time is waited for. None for
-                any time.
+            silence: seconds without any byte before it times out; a slow message does not. None waits forever.
 
         Raises:
-            TimeoutError: nothing came for so long.
+            TimeoutError: no byte arrived within ``silence``.
             PeerGoneError: the peer has closed the connection.
-            WireError: the peer broke the rules; the connection is closed.
+            WireError: the peer violated the protocol; the connection is closed.
         """
         while not self._messages:
             try:
                 data = await asyncio.wait_for(self._reader.read(READ_BYTES), silence)
             except (TimeoutError, asyncio.TimeoutError) as error:
-                if getattr(error, "errno", None) is not None:  # the kernel has given the peer up, as its machine is off
+                if getattr(error, "errno", None) is not None:  # ETIMEDOUT of the kernel: the peer's machine is down
                     raise self._gone(error) from error
                 raise TimeoutError(f"{self.peer} has sent nothing for {silence:g} s") from None
             except OSError as error:
@@ -92,11 +91,11 @@ class AsyncConnection:
         return self._messages.popleft()
 
     def close(self) -> None:
-        """Closes the connection as soon as what was posted is sent."""
+        """Closes the connection once all posted messages are sent."""
         self._writer.close()
 
     def abort(self) -> None:
-        """Closes the connection at once, as with a peer that is dead or stopped."""
+        """Closes the connection immediately, without flushing."""
         self._writer.transport.abort()
 
     def _gone(self, error: OSError) -> PeerGoneError:
@@ -106,7 +105,7 @@ class AsyncConnection:
 async def open(
     address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS, body_limit: int = DEFAULT_BODY_LIMIT
 ) -> AsyncConnection:
-    """Connects to a process of the same job, which proves that it knows the token.
+    """Connects to a process of the same job, and authenticates it by the token.
 
     Arguments and errors are those of :func:`moc.runtime.connections.connect`.
     """
@@ -121,7 +120,7 @@ async def open(
 
 
 def log_refusal(peer: str, sentence: str) -> None:
-    """One line for a peer that was turned away."""
+    """Logs one line for a refused peer."""
     _log.warning("refused %s: %s", peer, sentence)
 
 
@@ -141,18 +140,18 @@ async def serve(
     Args:
         address: ``host:port``, with port 0 for any free one, or ``unix:/path``.
         token: the job's secret, 32 bytes.
-        on_connection: called with every peer that has proved that it knows the token. The connection is closed when it
-            returns. It may let a :class:`WireError` out; any other exception goes to the event loop's handler.
-        on_refused: called with the name of a peer that did not get in, or that broke the rules later, and with one
-            sentence that says why.
-        body_limit: bytes of the largest body that is taken.
-        handshake_timeout: seconds that a peer has to prove itself.
-        beyond_loopback: the address may be one that other machines can connect to.
-        listener: a listening socket that is there already; the address is then its own.
+        on_connection: called with every authenticated peer. The connection is closed when it returns. It may raise
+            :class:`WireError`; any other exception goes to the event loop's handler.
+        on_refused: called with the name of a peer that was refused, or that violated the protocol later, and the reason
+            in one sentence.
+        body_limit: bytes of the largest body that is accepted.
+        handshake_timeout: seconds for a peer to authenticate.
+        beyond_loopback: allows an address that other machines can reach.
+        listener: an existing listening socket, which replaces ``address``.
 
     Raises:
-        ValueError: this is not an address, or not one of the loopback interface.
-        OSError: it cannot be listened there.
+        ValueError: the address is malformed, or not on the loopback interface.
+        OSError: the address cannot be bound.
     """
     listener = listener or listening_socket(address, beyond_loopback)
     listener.setblocking(False)
@@ -160,23 +159,23 @@ async def serve(
 
 
 class Server:
-    """What :func:`serve` returns; an asynchronous context manager that closes itself.
+    """The result of :func:`serve`; an asynchronous context manager that closes itself.
 
     Attributes:
-        address: where it listens, to connect to.
+        address: where it listens, as clients connect to it.
     """
 
     def __init__(self, listener, token, on_connection, on_refused, body_limit, handshake_timeout):
         self.address = text_of(listener.family, listener.getsockname())
         self._listener, self._token, self._body_limit = listener, token, body_limit
         self._on_connection, self._on_refused, self._timeout = on_connection, on_refused, handshake_timeout
-        self._strangers: dict[asyncio.Task, str] = {}  # by age
+        self._strangers: dict[asyncio.Task, str] = {}  # oldest first
         self._tasks: set[asyncio.Task] = set()
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Listens no more, cancels whoever serves a connection, and closes the connections."""
-        if isinstance(path := self._listener.getsockname(), str):  # first, so that it is not the next server's
+        """Stops listening, cancels all handlers, and closes their connections."""
+        if isinstance(path := self._listener.getsockname(), str):  # first: later it may be the next server's
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         tasks = [self._accepting, *self._tasks]
@@ -206,7 +205,7 @@ class Server:
             self._strangers[task] = peer
             self._tasks.add(task)
             task.add_done_callback(self._done)
-            await asyncio.sleep(0)  # it has to begin, or to cancel it would not close the socket
+            await asyncio.sleep(0)  # lets the task start: cancelling an unstarted one would leak the socket
 
     def _make_room(self) -> None:
         if len(self._strangers) >= STRANGERS:
@@ -232,7 +231,7 @@ class Server:
         try:
             await self._on_connection(connection)
         except PeerGoneError:
-            pass  # nothing is left to be done for it
+            pass  # a peer that disconnects is no error
         except WireError as error:
             self._on_refused(peer, str(error))
         finally:
@@ -277,7 +276,7 @@ async def _dial(address: str, channel: Channel) -> socket.socket:
 
 
 async def _shake_hands(sock: socket.socket, channel: Channel) -> None:
-    """Reads from the socket itself: a stream would read more than the handshake has, from a peer that nobody knows."""
+    """Reads from the socket directly: a stream would read beyond the handshake from an unauthenticated peer."""
     loop = asyncio.get_running_loop()
     while True:
         await loop.sock_sendall(sock, channel.handshake_bytes())
@@ -295,5 +294,5 @@ async def _connection(sock: socket.socket, channel: Channel, peer: str) -> Async
     except BaseException:
         sock.close()
         raise
-    writer.transport.set_write_buffer_limits(high=0)  # so that drain() waits until all is sent
+    writer.transport.set_write_buffer_limits(high=0)  # drain() waits until the kernel has everything
     return AsyncConnection(reader, writer, channel, peer)

@@ -1,4 +1,4 @@
-"""Processes that belong to this one: they die with it, and what a terminal sends to all does not reach them."""
+"""Child processes that die with their parent, in sessions of their own, so that terminal signals do not reach them."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from pathlib import Path
 from moc.runtime.signals import STOPS
 
 PARENT = "MOC_PARENT"
-"""Environment variable of a process that was started by :func:`start`: the number of the one that it belongs to."""
+"""Environment variable set by :func:`start`: process id of the parent."""
 
 _SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 async def start(module: str, *arguments: str, env: dict[str, str] | None = None, **how) -> asyncio.subprocess.Process:
-    """Starts ``python -m MODULE``, which calls :func:`belong` first of all.
+    """Starts ``python -m MODULE``, which must first call :func:`belong`.
 
-    It begins with :data:`~moc.runtime.signals.STOPS` blocked, so that none ends it, not even before it has a session of
-    its own; whoever wants them unblocks them, and gets what has come.
+    The child starts with :data:`~moc.runtime.signals.STOPS` blocked, so that none can kill it, not even before it has
+    its own session; a child that handles them unblocks them and then receives pending ones.
 
     Args:
         module: to run.
-        arguments: of its command line.
-        env: its environment; None for this process's.
-        how: more for :func:`asyncio.create_subprocess_exec`.
+        arguments: command line of the module.
+        env: its environment; None to inherit this process's.
+        how: further arguments of :func:`asyncio.create_subprocess_exec`.
     """
     environment = (os.environ if env is None else env) | {PARENT: str(os.getpid())}
     command = (sys.executable, "-m", module, *arguments)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    try:  # the process is there before this waits for anything, and so before anybody else can unblock them
+    try:  # the child is forked before the first suspension, so no other task can unblock the signals earlier
         return await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True, **how)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 def belong() -> None:
-    """Makes this process die with the one that has started it, also if that is dead already."""
+    """Ties this process's life to its parent's; exits immediately if the parent is dead already."""
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when its parent dies.
+    """Asks the kernel to kill this process when its parent dies.
 
     Args:
-        parent: its process; if it is not the parent any more, it is dead, and this process ends at once.
+        parent: process id; if it is no longer the parent, it is dead, and this process exits immediately.
     """
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -55,7 +55,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether a process was killed, or has ended, and something of it is still there; it does nothing any more."""
+    """Whether a process is a zombie or has a pending SIGKILL; it executes no more user code."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except OSError:

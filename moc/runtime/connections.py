@@ -1,4 +1,4 @@
-"""Connections for threads, as workers have them: calls wait until they are done."""
+"""Blocking connections, for the threads of workers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ HANDSHAKE_SECONDS = 5.0
 
 
 class Connection:
-    """Messages over a connected socket; :func:`connect` makes one.
+    """Messages over a connected socket; created by :func:`connect`.
 
-    Any thread may send, one at a time is let through. One thread receives. Any thread may close it, which wakes the
-    others. A forked child must not use it: both would count messages alike.
+    Any thread may send, serialized by a lock; one thread receives. Any thread may close it, which wakes the others. A
+    forked child must not use it: parent and child would reuse sequence numbers.
 
     Args:
-        sock: a connected, blocking socket, TCP or Unix; closed together with this.
-        channel: an open one, which nobody else uses.
-        peer: what to call the other end.
+        sock: a connected, blocking socket, TCP or Unix; closed with the connection.
+        channel: an open channel, owned by this connection.
+        peer: name of the peer, for messages.
     """
 
     def __init__(self, sock: socket.socket, channel: Channel, peer: str):
@@ -35,32 +35,32 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Sends a message; when it returns, the kernel has all of it, and the body may change.
+        """Sends a message; on return the kernel has all of it, and the body may be modified.
 
         Raises:
-            WireError: the connection is over; :class:`PeerGoneError` where the peer is gone.
-            ValueError, TypeError: this cannot be a message, or the peer does not take one so large; nothing was sent.
+            WireError: the connection is over; :class:`PeerGoneError` if the peer is gone.
+            ValueError, TypeError: the message is invalid or exceeds the peer's body limit; nothing was sent.
         """
         with self._sending:
             buffers = self._channel.send(message)
             try:
                 _send_all(self._socket, buffers)
-            except OSError as error:  # not closed: the peer's last words may still be there to be received
+            except OSError as error:  # not closed: the peer's last messages may still be readable
                 raise self._gone(error) from error
-            except BaseException:  # half a message is out: nothing that follows would be understood
+            except BaseException:  # a partial message is out: the stream is unusable
                 self.close()
                 raise
 
     def recv(self, timeout: float | None = None) -> Message:
-        """The next message.
+        """Receives the next message.
 
         Args:
-            timeout: seconds to wait for it; ``None`` waits for ever. What has come of it until then is not lost.
+            timeout: seconds to wait; ``None`` waits forever. A partial message is kept for the next call.
 
         Raises:
-            TimeoutError: it has not come.
-            PeerGoneError: the peer has closed the connection, or this process has.
-            WireError: the peer broke the rules; the connection is closed.
+            TimeoutError: no complete message arrived in time.
+            PeerGoneError: the peer or this process has closed the connection.
+            WireError: the peer violated the protocol; the connection is closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._messages:
@@ -80,14 +80,14 @@ class Connection:
         return self._messages.popleft()
 
     def fileno(self) -> int:
-        """The socket's descriptor, -1 once it is closed."""
+        """The socket's descriptor; -1 once closed."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Closes the connection; whoever waits in :meth:`send` or :meth:`recv` gets a :class:`PeerGoneError`."""
+        """Closes the connection; threads blocked in :meth:`send` or :meth:`recv` get a :class:`PeerGoneError`."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # close() alone wakes nobody
+            self._socket.shutdown(socket.SHUT_RDWR)  # close() alone wakes no blocked thread
         self._socket.close()
 
     def __enter__(self) -> Connection:
@@ -98,12 +98,12 @@ class Connection:
 
     def _wait(self, deadline: float | None) -> None:
         if deadline is None:
-            return  # recv() does
-        # the socket's own timeout would also hold for the threads that send
+            return  # recv() itself blocks
+        # a socket timeout would also apply to sending threads
         poll = select.poll()
         try:
             poll.register(self._socket, select.POLLIN)
-        except ValueError:  # it has no descriptor any more
+        except ValueError:  # already closed
             self._check_ours()
             raise
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -121,18 +121,18 @@ class Connection:
 def connect(
     address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS, body_limit: int = DEFAULT_BODY_LIMIT
 ) -> Connection:
-    """Connects to a process of the same job, which proves that it knows the token.
+    """Connects to a process of the same job, and authenticates it by the token.
 
     Args:
         address: ``host:port`` or ``unix:/path``.
         token: the job's secret, 32 bytes.
-        timeout: seconds for all of it.
-        body_limit: bytes of the largest body that this end takes.
+        timeout: seconds for connecting and the handshake together.
+        body_limit: bytes of the largest body that this end accepts.
 
     Raises:
-        PeerGoneError: nobody is there, or there was no answer in time.
-        WireError: who is there is not of this job, or of another version.
-        ValueError: this is not an address.
+        PeerGoneError: nothing listens there, or there was no answer in time.
+        WireError: the peer is not of this job, or of another protocol version.
+        ValueError: the address is malformed.
     """
     deadline = time.monotonic() + timeout
     channel = Channel(token, "client", body_limit, address)

@@ -1,4 +1,4 @@
-"""What a controller knows and cannot ask for again; every agent keeps a copy of it for the next one."""
+"""Controller state that cannot be reconstructed from agents' reports; every agent keeps a copy for the next leader."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class ControlState:
     """One controller's copy.
 
     Attributes:
-        epoch: of the controller that has told it.
-        version: of what it has told.
-        job: name of this launch of the job, of which there is no other.
-        membership: as :meth:`moc.runtime.membership.Membership.state_dict` has it.
-        doors: by node (JSON has it as text), a port that its agent's process keeps open as long as it lives.
+        epoch: of the controller that sent it.
+        version: increases with every change within an epoch.
+        job: unique id of this launch.
+        membership: from :meth:`moc.runtime.membership.Membership.state_dict`.
+        doors: by node (a string, for JSON), a port that its agent's process keeps open while it lives.
     """
 
     epoch: int
@@ -27,35 +27,35 @@ class ControlState:
 
     @classmethod
     def begun(cls, epoch: int) -> ControlState:
-        """Of a job that begins."""
+        """State of a new job."""
         return cls(epoch, 0, secrets.token_hex(8))
 
     @classmethod
     def from_told(cls, told: dict | None) -> ControlState | None:
-        """What an agent has kept; TypeError if it is none."""
+        """Parses an agent's copy; raises TypeError if it is malformed."""
         return None if told is None else cls(**told)
 
     def taken_over(self, epoch: int) -> ControlState:
-        """The same, of the controller that goes on."""
+        """This state under the epoch of the new leader."""
         return replace(self, epoch=epoch)
 
     @property
     def told(self) -> dict:
-        """What agents are to keep; JSON can hold it."""
+        """The copy for agents, JSON-serializable."""
         return dict(vars(self))
 
     @property
     def seated(self) -> set[int]:
-        """Nodes that had places, and were not known to be lost."""
+        """Nodes that filled places and were not known to be lost."""
         places = self.membership
         return {node for place, node in places["places"] if place not in places["vacant"]}
 
     def has_come(self, node: int, door: str | None) -> None:
-        """An agent is there."""
+        """Records an agent's door."""
         self.doors = self.doors | {str(node): door}
 
     def changes(self, membership: dict) -> bool:
-        """Takes up what is known now; whether that is anything new."""
+        """Updates the membership; returns whether it changed."""
         if membership == self.membership:
             return False
         self.membership, self.version = membership, self.version + 1
@@ -63,6 +63,6 @@ class ControlState:
 
 
 def newest(states: Iterable[ControlState | None]) -> ControlState | None:
-    """The newest of what agents have kept; None if they have nothing."""
+    """The newest copy that agents have kept; None if no agent has one."""
     there = (state for state in states if state is not None and state.membership)
     return max(there, key=lambda state: (state.epoch, state.version), default=None)

@@ -1,8 +1,8 @@
-"""The process that keeps a job together: hears from the agents who lives, and tells them what the membership wants.
+"""The controller: tracks which nodes and workers live, and sends the membership's orders to agents.
 
-What it knows, the agents can tell it again, so it can die and be started anew while training goes on, here or on
-another node: of several candidates the one leads that a majority follows (:mod:`moc.runtime.election`).  It also has
-the store over which process groups find each other, so that no worker has to live for the others.
+Agents can restore everything that it knows, so it may die and be restarted during training, on this node or another: of
+several candidates, the one that a majority follows leads (:mod:`moc.runtime.election`).  It also runs the store over
+which process groups rendezvous, so that the rendezvous depends on no worker.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError
 
 TELL_FIRST_S, TELL_S = 5.0, 30.0
-"""When, and then how often, the console says which nodes are missing."""
+"""Seconds before the console first names missing nodes, and between repetitions."""
 
 CALM_S = 600.0
-"""After so long without a new generation, suspicions before it do not count any more."""
+"""Seconds without a new generation after which earlier suspicions are forgotten."""
 
 DOUBT_S = 2.0
-"""After a worker has lost connections and no loss was heard of for so long, a generation begins without one."""
+"""Seconds from a report of lost connections to a new generation, if no loss is reported meanwhile."""
 
 GATHER_S = 2.0
-"""How long a controller that takes over waits for agents that an earlier one knew, before it goes on without them."""
+"""Seconds that a new leader waits for agents that its predecessor knew."""
 
 STEPS_DOWN = 77
-"""Exit code of a controller that does not lead any more: its launcher starts another one, as a candidate."""
+"""Exit code of a controller that no longer leads; its launcher restarts it as a candidate."""
 
 _TICK_S = 0.05
 
@@ -51,12 +51,12 @@ _log = logging.getLogger("moc")
 
 
 class Controller:
-    """Takes messages of agents to the membership, and its orders to the agents.
+    """Passes agents' messages to the membership, and its orders to the agents.
 
     Args:
         membership: of the job.
-        election: this candidate's part of it.
-        max_wait_s: how long nodes that are missing are waited for.
+        election: this candidate's side of the election.
+        max_wait_s: seconds to wait for missing nodes.
     """
 
     def __init__(self, membership: Membership, election: Election, max_wait_s: float):
@@ -64,26 +64,26 @@ class Controller:
         self._times = election.times
         self._clock = RunningClock(most_s=10 * _TICK_S)
         self._agents: dict[int, Peer] = {}
-        self._gone: dict[int, Gone] = {}  # nodes that may come back
+        self._gone: dict[int, Gone] = {}  # disconnected nodes that may return
         self._probing: set[asyncio.Task] = set()
         self._waiting: Waiting | None = None
         self._state: ControlState | None = None  # None until this controller has taken over
         self._leads_since = math.inf
         self._store: MeetingStore | None = None
-        self._over = False  # and the console says why
-        self._has_news = False  # of who has come
+        self._over = False  # the end was logged
+        self._has_news = False  # agents joined since the last broadcast
         self._disturbed = 0.0
 
     async def run(
         self, address: str, token: bytes, beyond_loopback: bool, listener: socket.socket | None = None
     ) -> int:
-        """Serves agents until the job is over and all that may come back have heard of it.
+        """Serves agents until the job is over and every node that may return has heard so.
 
         Args:
-            address: where to listen; with port 0 at any free one.
+            address: where to listen; port 0 for any free one.
             token: the job's secret.
-            beyond_loopback: the address may be one that others can connect to.
-            listener: the listening socket, if there is one already.
+            beyond_loopback: allows an address that other machines can reach.
+            listener: an existing listening socket.
 
         Returns:
             The exit code: 0, or :data:`STEPS_DOWN`.
@@ -94,7 +94,7 @@ class Controller:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(_end, keeping)
             server = await undo.enter_async_context(await serving)
-            print(server.address, flush=True)  # for the launcher, which may have asked for any free port
+            print(server.address, flush=True)  # for the launcher, which may have asked for port 0
             while not self._membership.end or self._agents or self._gone:
                 await asyncio.sleep(_TICK_S)
                 self._clock.tick()
@@ -107,9 +107,9 @@ class Controller:
         return 0
 
     def _tick(self, now: float) -> None:
-        """What follows from time alone."""
+        """Handles everything that depends on time alone."""
         self._election.stands(time.monotonic())
-        for peer in self._agents.values():  # whoever has come since it stood, too
+        for peer in self._agents.values():  # including those that joined since the candidacy
             if self._election.epoch not in (None, peer.epoch, peer.asked):
                 self._ask(peer)
         if self._election.leads and self._state is None:
@@ -120,7 +120,7 @@ class Controller:
             while peer.admitted and peer.held:
                 self._hear(peer, peer.held.popleft())
         self._look_at_clock(now)
-        if self._state is not None and self._has_news:  # of all that have come in the same moment, once
+        if self._state is not None and self._has_news:  # one broadcast for all that joined in this tick
             self._tell_all("state", **self._state.told)
             self._has_news = False
 
@@ -131,7 +131,7 @@ class Controller:
         )
 
     def _look_at_clock(self, now: float) -> None:
-        """Nodes that are silent or do not come back are lost, and not waited for without end."""
+        """Marks silent nodes and those that do not return as lost, and bounds the wait for missing ones."""
         membership = self._membership
         for peer in list(self._agents.values()):
             if now - peer.heard > self._times.lease_s:
@@ -160,7 +160,7 @@ class Controller:
             waiting.tell_at = now + TELL_S
             _log.warning("%s", waiting_for(missing, left, limit))
 
-    # whoever connects
+    # connections
 
     async def _serve_agent(self, connection: wire.AsyncConnection) -> None:
         first = await connection.recv()
@@ -175,13 +175,13 @@ class Controller:
             while not peer.knows_end:
                 self._take(peer, await connection.recv())
         except WireError:
-            pass  # it is gone; what that means follows from what the job is doing
+            pass  # disconnected: _goes() decides what follows
         finally:
             if self._agents.get(peer.node) is peer:
                 self._goes(peer)
 
     async def _seat_is_free(self, peer: Peer) -> bool:
-        """Waits until no other process speaks for the node; False, and it is told, if one does and is well."""
+        """Waits until no other process speaks for the node; refuses the peer and returns False if a live one does."""
         while True:
             other, gone = self._agents.get(peer.node), self._gone.get(peer.node)
             taken = other is not None and other.instance != peer.instance
@@ -218,10 +218,10 @@ class Controller:
         self._is_gone(peer.node, Gone(peer.heard + self._times.lease_s, peer.instance), peer.door)
 
     def _is_gone(self, node: int, gone: Gone, door: str | None) -> None:
-        """Its connection may be all that it has lost; where its process is gone for certain, nobody waits for it."""
+        """Marks a node as disconnected, and probes its door to lose it at once if its process has died."""
         self._gone[node] = gone
         probing = asyncio.create_task(self._lose_if_dead(node, gone, door))
-        self._probing.add(probing)  # or it might be collected
+        self._probing.add(probing)  # a reference, against garbage collection
         probing.add_done_callback(self._probing.discard)
 
     async def _lose_if_dead(self, node: int, gone: Gone, door: str | None) -> None:
@@ -265,16 +265,19 @@ class Controller:
         self._post(peer, "elect", epoch=self._election.epoch, sure=self._election.sure)
 
     def _take_over_when_all_are_there(self, now: float) -> None:
-        """Whoever an earlier controller knew is given a moment to come, so that as much as possible is known."""
+        """Takes over once all nodes that the predecessor knew follow, or after :data:`GATHER_S`.
+
+        The wait collects as much of their state as possible.
+        """
         follow = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         known = newest(peer.state for peer in follow)
         expected = set() if known is None else known.seated
-        everybody = self._election.everybody and len(follow) == len(self._agents)  # connected, and asked
+        everybody = self._election.everybody and len(follow) == len(self._agents)  # connected, and following
         enough = everybody if known is None else expected <= {peer.node for peer in follow}
         if not enough and now < self._leads_since + GATHER_S:
             return
         epoch = self._election.epoch
-        assert epoch is not None  # since it leads
+        assert epoch is not None  # it leads
         self._state = ControlState.begun(epoch) if known is None else known.taken_over(epoch)
         if known is not None:
             self._membership.load_state_dict(known.membership)
@@ -293,13 +296,13 @@ class Controller:
         hello = peer.hello
         state.has_come(peer.node, peer.door)
         self._post(peer, "state", **state.told)
-        self._beat(peer, hello["at"])  # its workers have a lease before there are any
+        self._beat(peer, hello["at"])  # so that the lease precedes its workers
         self._has_news = True
         self._obey(self._membership.joined(peer.node, peer.workers, hello["generation"], hello["asked"]))
         if self._membership.places.of(peer.node) is None and not self._over:
             _log.warning("node %d is there, and waits as a spare", peer.node)
 
-    # what agents say, and what they are told
+    # messages of agents, and orders to them
 
     def _hear(self, peer: Peer, message: Message) -> None:
         said, membership = message.header, self._membership
@@ -344,8 +347,8 @@ class Controller:
                 self._tell_all("end", **_told(order))
 
     def _go(self, generation: int) -> None:
-        assert self._store is not None and self._state is not None  # it has taken over
-        if self._store.address:  # else as soon as it is there
+        assert self._store is not None and self._state is not None  # after takeover
+        if self._store.address:  # else _go_at_last() sends it
             told = {"epoch": self._election.epoch, "job": self._state.job, "store": self._store.address}
             self._tell_all("go", generation=generation, **told)
 
@@ -354,8 +357,8 @@ class Controller:
             self._go(self._membership.generation)
 
     def _remember(self) -> None:
-        """Before anybody hears of it: what was ordered is known to all, and what was counted is counted."""
-        assert self._state is not None  # only who has taken over orders
+        """Broadcasts changed state before any order, so that a successor knows what was ordered and counted."""
+        assert self._state is not None  # only a controller that has taken over sends orders
         if self._state.changes(self._membership.state_dict()):
             self._tell_all("state", **self._state.told)
 
@@ -373,7 +376,7 @@ class Controller:
         try:
             peer.connection.post(Message({"kind": kind} | what))
         except WireError:
-            pass  # it is gone, and whoever serves it will say so
+            pass  # disconnected: its handler notices
 
 
 def _told(end: End) -> dict:
@@ -387,11 +390,11 @@ async def _end(task: asyncio.Task) -> None:
 
 @dataclass(eq=False)
 class Gone:
-    """A node has no connection.
+    """A disconnected node.
 
     Attributes:
-        lost_at: when its workers have ended for certain.
-        instance: of its agent; empty if that is not known.
+        lost_at: time by which its workers have certainly ended.
+        instance: of its agent; empty if unknown.
     """
 
     lost_at: float
@@ -400,11 +403,11 @@ class Gone:
 
 @dataclass
 class Waiting:
-    """Nodes are missing.
+    """A wait for missing nodes.
 
     Attributes:
-        since: when.
-        tell_at: when to say so next.
+        since: start of the wait.
+        tell_at: time of the next console message.
     """
 
     since: float
@@ -412,13 +415,13 @@ class Waiting:
 
 
 def waiting_for(missing: list[int], left_s: float, limit: str) -> str:
-    """The sentence that says which nodes are missing, and what to do about it."""
+    """The message that names the missing nodes and the remedy."""
     commands = ", ".join(f"`mocrun ... --node-rank {node}`" for node in missing)
     return f"{nodes(missing)} missing: waiting for a spare, or for {commands}; giving up in {left_s:.0f} s ({limit})"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of a controller on a machine of its own; those of its job's launchers that it needs."""
+    """Command line of a standalone controller; most flags repeat the launchers'."""
     flags = argparse.ArgumentParser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
     add: Callable = flags.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="where agents find it: their --rdzv-endpoint")
@@ -437,7 +440,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Runs the controller as a process of its own."""
     own = parser().parse_args()
-    if own.listen_fd is not None:  # a launcher has started it; else it stands for itself
+    if own.listen_fd is not None:  # started by a launcher, not standalone
         belong()
     logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr)
     index, candidates = map(int, own.candidate.split("/"))

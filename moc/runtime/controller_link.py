@@ -1,4 +1,4 @@
-"""An agent's way to the controller: finds the candidate that leads, follows one at a time, and keeps the lease."""
+"""An agent's link to the controller: finds the leader, follows one candidate at a time, and renews the lease."""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ _log = logging.getLogger("moc")
 
 
 class LostError(RuntimeError):
-    """What the agent cannot do without is gone."""
+    """The node has lost something that it depends on."""
 
 
 class NoControllerError(LostError):
-    """No candidate for the controller has been heard of for too long."""
+    """No controller has led for longer than the patience allows."""
 
 
 class RefusedError(LostError):
-    """The controller does not want this agent."""
+    """The controller refuses this agent."""
 
 
 class ControllerLink:
-    """One at a time, in an event loop.
+    """An agent's connection to the leading controller, in an event loop.
 
     Args:
         candidates: addresses.
         token: the job's secret.
-        times: how long silence is borne.
-        patience_s: how long a controller may be gone.
-        begin_s: how long it may take until a majority of the nodes is there for the first time.
+        times: silence limits.
+        patience_s: seconds that a controller may be gone.
+        begin_s: seconds within which a majority of the nodes must first be present.
         lease: of this node's workers.
-        leased: whether it ends; not so where there is no other node.
-        hello: what the agent has to say first, each time, and which messages follow that.
+        leased: whether the lease expires; false if there is no other node.
+        hello: returns the agent's hello and the messages to send after it, for each connection.
         obey: called with every order.
 
     Attributes:
-        joined: a controller has heard of this node.
-        over: the job is, and nobody is to be found any more.
+        joined: a controller has admitted this node.
+        over: the job is over, and no controller is sought any more.
         follows: number of the candidate that leads, or led last.
-        door: a port that is open as long as this process lives; None until it is.
+        door: a port that is open while this process lives; None until it is opened.
+        asked: signal by which the node was asked to stop, or None.
     """
 
     def __init__(
@@ -85,23 +86,23 @@ class ControllerLink:
         self._promised_here = self._is_led = False
         self._clock, self._led = RunningClock(most_s=2 * self._most_s), 0.0  # when it was led last
         self.joined, self.over, self.follows, self.door = False, False, 0, None
-        self.asked: int | None = None  # by a signal, to stop
+        self.asked: int | None = None  # the signal to stop
 
     async def run(self) -> None:
-        """Follows whoever leads, until the job is over.
+        """Follows the leading controller until the job is over.
 
         Raises:
-            NoControllerError: none was there, or had a majority of the nodes, for longer than patience allows.
-            RefusedError: this node is not wanted.
-            StoppedError: the node was asked to stop before it had found one.
-            WireError: who is there is not of this job.
+            NoControllerError: no candidate was reachable, or had a majority of the nodes, within the patience.
+            RefusedError: the controller refused this node.
+            StoppedError: the node was asked to stop before it had joined a controller.
+            WireError: the peer is not of this job.
         """
         async with await self._open_door():
             while not self.over and (found := await self._find()):
                 await self._follow(*found)
 
     def tell(self, kind: str, **what) -> None:
-        """Says something to the controller, if there is one; the next hello tells what is true then."""
+        """Sends a message to the controller if connected; otherwise the next hello carries the current state."""
         try:
             if self._connection is not None:
                 self._connection.post(Message({"kind": kind} | what))
@@ -109,19 +110,19 @@ class ControllerLink:
             pass
 
     def close(self) -> None:
-        """Closes the connection, as soon as all is said, and looks for no other."""
+        """Closes the connection once all messages are sent, and looks for no other."""
         self.over = True
         if self._connection is not None:
             self._connection.close()
 
     async def _open_door(self) -> asyncio.Server | contextlib.AsyncExitStack:
-        """It says to a controller that has lost this process whether it lives."""
+        """Opens a port by which a disconnected controller can tell whether this process lives."""
         while True:
             try:
                 host = (await asyncio.to_thread(interface_towards, self._candidates[self._turn])).strip("[]")
                 server = await asyncio.start_server(lambda _, writer: writer.close(), host, 0)
                 break
-            except OSError:  # its name may not be known yet; if it never is, that is said below
+            except OSError:  # the host may not resolve yet; if it never does, _find() reports it
                 self._turn = (self._turn + 1) % len(self._candidates)
                 if self._turn == 0:
                     return contextlib.AsyncExitStack()
@@ -156,14 +157,14 @@ class ControllerLink:
 
     @property
     def _gone_since(self) -> float:
-        """When patience for the one that led last began: its silence is borne for a while."""
+        """Start of the patience: a leader's silence is tolerated for ``promise_s`` first."""
         return self._led + self._times.promise_s
 
     def _patience(self, found: bool = False) -> tuple[float, str]:
-        """Seconds for which it may be led by nobody, and the flag that says so.
+        """Seconds for which this node may be without a leader, and the flag that sets them.
 
         Args:
-            found: there is a candidate, which too few nodes follow: others may be yet to come.
+            found: a candidate is connected but lacks a majority: other nodes may be yet to join.
         """
         most, limit = self._patience_s, "--patience"
         if found and not self.joined:
@@ -181,7 +182,7 @@ class ControllerLink:
         return [(self._turn + further) % count for further in range(count)]
 
     async def _follow(self, index: int, connection: wire.AsyncConnection) -> None:
-        """Until this candidate is gone, or says nothing, or another one leads."""
+        """Follows a candidate until it disconnects or falls silent, or another one leads."""
         begun, came, self._echo = time.monotonic(), self._clock.now, None
         self._promised_here = self._is_led = False
         hello, following = self._hello()
@@ -201,15 +202,15 @@ class ControllerLink:
             beside = [asyncio.create_task(self._say_alive(connection))]
             if len(self._candidates) > 1:
                 beside.append(asyncio.create_task(self._look_around(index, connection)))
-            while not self.over:  # to be cancelled in the moment in which something comes is not heard of
+            while not self.over:  # recv() may swallow a cancellation that coincides with a message
                 said = (await connection.recv(silence=self._times.promise_s)).header
                 self._clock.tick()
                 self._hear(index, said)
                 self._see_whether_led(came)
         except PeerGoneError:
-            pass  # it may be started again, or another one leads; training goes on meanwhile
+            pass  # it may be restarted, or another may lead; training continues
         except TimeoutError:
-            self._turn = (index + 1) % len(self._candidates)  # it may only stand still; then it is not the first to try
+            self._turn = (index + 1) % len(self._candidates)  # it may only be paused: try it last
         finally:
             self._connection = None
             for task in beside:
@@ -217,7 +218,11 @@ class ControllerLink:
             connection.abort()
 
     def _see_whether_led(self, came: float) -> None:
-        """By the candidate to which it came then, or by any other since its patience began."""
+        """Raises NoControllerError, or StoppedError if asked to stop, if no candidate has led within the patience.
+
+        Args:
+            came: when the connection to this candidate was opened.
+        """
         if self._is_led:
             self._led = self._clock.now
             return
@@ -246,7 +251,7 @@ class ControllerLink:
             raise RefusedError(said["why"])
         elif kind == "state":
             self._state = {name: value for name, value in said.items() if name != "kind"}
-            if not self.joined:  # patience is for those that have been led: it begins now
+            if not self.joined:  # patience counts from the first admission
                 self._led = self._clock.now
             self._promised_here, self.joined = True, True
         else:
@@ -264,7 +269,7 @@ class ControllerLink:
             await asyncio.sleep(self._times.says_s)
 
     async def _look_around(self, index: int, connection: wire.AsyncConnection) -> None:
-        """While this candidate does not lead, another one may; else all turn to the first that they can reach."""
+        """Looks for a leader among the other candidates; without one, prefers the lowest reachable index."""
         came, stays = time.monotonic(), self._times.lease_s * (1 + random.random())
         while True:
             await asyncio.sleep(min(_LOOK_S, self._times.promise_s / 4))
@@ -274,7 +279,7 @@ class ControllerLink:
             others = {other: await self._leads(other) for other in range(len(self._candidates)) if other != index}
             better = [other for other, leads in others.items() if leads]
             better += [other for other, leads in others.items() if leads is not None and other < index]
-            if not better and time.monotonic() - came > stays:  # those that the others reach may be other ones
+            if not better and time.monotonic() - came > stays:  # other nodes may reach other candidates
                 better = [(index + 1) % len(self._candidates)]
             if better:
                 self._turn = better[0]
@@ -282,7 +287,7 @@ class ControllerLink:
                 return
 
     async def _leads(self, index: int) -> bool | None:
-        """Whether a candidate leads; None if it cannot be reached."""
+        """Whether a candidate leads; None if unreachable."""
         try:
             connection = await wire.open(self._candidates[index], self._token, timeout=self._most_s)
         except WireError as error:

@@ -1,4 +1,4 @@
-"""The controller as a launcher has it: a process of its own, which is started again when it dies or hangs."""
+"""The controller as a child process of a launcher, restarted when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("moc")
 
 @dataclass(frozen=True)
 class JobFlags:
-    """What a controller is told of its job; of the launcher's flags."""
+    """The launcher's flags that a controller needs."""
 
     nnodes: int
     nproc_per_node: int
@@ -39,14 +39,14 @@ class JobFlags:
 
 
 class ControllerProcess:
-    """An asynchronous context manager, at the end of which nothing of it is left.
+    """An asynchronous context manager that runs the controller, and kills it on exit.
 
     Args:
-        flags: of the job; the candidate is that of this node's number.
+        flags: of the job; ``node_rank`` is the candidate's index.
         token: the job's secret.
 
     Attributes:
-        endpoints: of all candidates, with the port that this one has.
+        endpoints: of all candidates; this one's has its actual port.
     """
 
     def __init__(self, flags: JobFlags, token: bytes):
@@ -72,15 +72,15 @@ class ControllerProcess:
         return self.endpoints[self._flags.node_rank]
 
     async def start(self) -> None:
-        """Starts it.
+        """Starts the process.
 
         Raises:
-            LostError: it does not start.
-            OSError: it cannot be listened at its address.
+            LostError: the process does not start.
+            OSError: the address cannot be bound.
         """
         host = self._address.rpartition(":")[0]
         beyond = host not in ("127.0.0.1", "localhost", "[::1]")
-        if self._listener is None:  # it stays open here, so that nobody else gets the port meanwhile
+        if self._listener is None:  # kept open here, to reserve the port across restarts
             self._listener = await asyncio.to_thread(listening_socket, self._address, beyond)
             port = text_of(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
             self.endpoints[self._flags.node_rank] = f"{host}:{port}"
@@ -100,7 +100,7 @@ class ControllerProcess:
             raise LostError(f"the controller does not start at {self._address}: see what it wrote above")
 
     async def keep(self) -> None:
-        """Starts it again when it dies or hangs, until the job is over; the agents tell it what it must know."""
+        """Restarts the controller when it dies or hangs, until the job is over; agents restore its state."""
         pause = 0.0
         while True:
             begun = time.monotonic()
@@ -109,7 +109,7 @@ class ControllerProcess:
                 return
             if why:
                 _log.warning("the controller %s: started again", why)
-            # not again and again as fast as it goes, where something keeps it from living
+            # back off if it keeps dying
             pause = 0.0 if time.monotonic() - begun > _LIVES_S else min(_MOST_S, 2 * pause + 0.1)
             await asyncio.sleep(pause if pause > 0.1 else 0)
             try:
@@ -118,7 +118,11 @@ class ControllerProcess:
                 _log.error("%s", error)
 
     async def _end(self) -> str | None:
-        """Waits until it has died, or hangs; which of them, in words, or None if the job is over."""
+        """Waits until the process has died or hangs.
+
+        Returns:
+            The reason; empty if the controller stepped down, None if the job is over.
+        """
         process = self._process
         assert process is not None  # it was started
         died = asyncio.create_task(process.wait())
@@ -137,7 +141,7 @@ class ControllerProcess:
         return None if code == 0 else "" if code == STEPS_DOWN else "has died"
 
     async def _is_well(self) -> None:
-        """One that is well answers at once."""
+        """Raises if the controller does not answer."""
         connection = await wire.open(self._address, self._token, timeout=self._times.hangs_s)
         try:
             await connection.send(Message({"kind": "ask"}))

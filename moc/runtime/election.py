@@ -1,19 +1,19 @@
-"""Which candidate for the controller leads: the one that a majority of the nodes has promised to follow.
+"""Leader election among controller candidates: the one that a majority of the nodes has promised to follow leads.
 
-Two state machines without sockets, clocks and processes: :class:`Allegiance` is an agent's, :class:`Election` a
-candidate's.  They are leader leases over numbered epochs (as in Raft, but without a log: what a leader has to know, the
-agents tell it).
+Two state machines without sockets, clocks or processes: :class:`Allegiance` is an agent's, :class:`Election` a
+candidate's.  They implement leader leases over numbered epochs, as in Raft but without a log: agents restore the state
+of a leader.
 
 * An epoch belongs to one candidate: epoch ``e`` of ``c`` candidates to number ``e % c``.
-* An agent follows one candidate at a time.  Before another one may count on it, it has heard nothing of its own for
+* An agent follows one candidate at a time.  Before another one may count on it, it has heard nothing from its own for
   ``promise_s``, or knows that process to be dead.
-* A candidate leads while a majority echoes what it sends (*beats*).  It counts from when it had sent the beat that was
-  echoed, so delays and pauses only make it believe less.
-* Workers may run until their *lease* ends, ``runs_s`` after a majority was heard last.  A beat renews it, counted from
-  when the agent had sent what the beat answers.
-* A leader takes an absent node for lost not before the leases that its predecessor may have given have ended.
+* A candidate leads while a majority echoes its *beats*.  An echo counts from the time at which its beat was sent, so
+  delays and pauses only shorten leadership.
+* Workers may run until their *lease* ends, ``runs_s`` after a majority was last heard.  A beat renews the lease,
+  counted from the time at which the agent sent the message that the beat answers.
+* A leader declares an absent node lost only after all leases that its predecessor may have granted have expired.
 
-So at no moment do two leaders give orders to the same node, and no place has two sets of workers.
+So no two leaders ever order the same node at the same time, and no place ever has two sets of workers.
 """
 
 from __future__ import annotations
@@ -22,68 +22,68 @@ import math
 from dataclasses import dataclass, field
 
 BEGIN_S = 600.0
-"""How long nodes have to come at the beginning of the job, if ``--max-wait`` is less."""
+"""Seconds that nodes have to join at the start of the job, if ``--max-wait`` is less."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long silence is borne.
+    """Silence limits.
 
     Attributes:
-        lease_s: seconds after which a node that was not heard of is lost (``--silence-timeout``).
+        lease_s: seconds of silence after which a node is lost (``--silence-timeout``).
     """
 
     lease_s: float
 
     @property
     def runs_s(self) -> float:
-        """Seconds without the controller after which workers end: sooner, since to end takes them a moment."""
+        """Seconds without a controller after which workers end; below ``lease_s``, since ending takes time."""
         return 0.9 * self.lease_s
 
     @property
     def promise_s(self) -> float:
-        """Seconds of silence after which an agent may follow another candidate, while its workers go on."""
+        """Seconds of silence after which an agent may follow another candidate, while its workers continue."""
         return self.lease_s / 2
 
     @property
     def says_s(self) -> float:
-        """How often an agent says that it is there."""
+        """Seconds between two heartbeats of an agent."""
         return min(1.0, self.lease_s / 8)
 
     @property
     def hangs_s(self) -> float:
-        """Seconds without an answer after which the launcher starts its controller again."""
+        """Seconds without an answer after which the launcher restarts its controller."""
         return min(10.0, self.lease_s / 2)
 
 
 @dataclass
 class Allegiance:
-    """Whom an agent follows.
+    """The candidate that an agent follows.
 
     Attributes:
-        candidates: how many there are.
+        candidates: number of candidates.
         promise_s: see :class:`Times`.
-        born: when this process began; one before it may have promised something.
-        epoch: the newest that was promised; -1 if none was.
+        born: start of this process; an earlier one may have promised something.
+        epoch: the newest promised; -1 if none.
     """
 
     candidates: int
     promise_s: float
     born: float
     epoch: int = -1
-    _heard: dict[int, float] = field(default_factory=dict)  # by candidate, when it was promised or heard of last
+    _heard: dict[int, float] = field(default_factory=dict)  # by candidate, when it was last promised or heard
 
     @property
     def heard(self) -> float:
-        """When a candidate that led was heard of last; if none was, when this process began."""
+        """When a leading candidate was last heard; if none was, the start of this process."""
         return max(self._heard.values(), default=self.born)
 
     def free_in(self, index: int, now: float) -> float:
-        """Seconds until a candidate may count on this agent: no other one does so any more.
+        """Seconds until a candidate may count on this agent, because no other one may any more.
 
         Args:
             index: of the candidate; only one process listens at its address.
-            now: by a clock that only goes forward.
+            now: of a monotonic clock.
         """
         if self.candidates == 1:
             return 0.0
@@ -91,16 +91,15 @@ class Allegiance:
         return max(0.0, max([self.born, *others]) + self.promise_s - now)
 
     def asked(self, epoch: int, sure: bool, now: float) -> float | None:
-        """A candidate stands, or leads.
+        """Handles the request of a candidate that stands for election or leads.
 
         Args:
             epoch: of the candidate.
-            sure: it leads already, or does so only if all nodes of the job promise.
+            sure: it leads already, or will lead only if all nodes of the job promise.
             now: as in :meth:`free_in`.
 
         Returns:
-            Seconds until it may count on this agent, which obeys nobody of an older epoch from now on; None if it is
-            promised nothing.
+            Seconds until it may count on this agent, which from now on obeys no older epoch; None if the agent refuses.
         """
         index = epoch % self.candidates
         wait = self.free_in(index, now)
@@ -110,24 +109,24 @@ class Allegiance:
         return wait
 
     def beat(self, now: float) -> None:
-        """The candidate that it follows leads, and is there."""
+        """Records a beat of the leading candidate that this agent follows."""
         self._heard[self.epoch % self.candidates] = now
 
     def died(self, index: int) -> None:
-        """No process listens at the address of a candidate any more."""
+        """Records that no process listens at a candidate's address any more."""
         self._heard.pop(index, None)
 
 
 @dataclass
 class _Voter:
-    """An agent that is connected.
+    """A connected agent.
 
     Attributes:
         free_at: when this candidate may count on it.
-        silent_since: when it had heard the last beat of any candidate.
+        silent_since: when it last heard a beat of any candidate.
         promised: it has promised the current epoch.
-        echoed: when the newest beat had been sent that it has echoed; minus infinity if none.
-        there: its connection is.
+        echoed: send time of the newest beat that it has echoed; minus infinity if none.
+        there: it is still connected.
     """
 
     free_at: float
@@ -139,16 +138,16 @@ class _Voter:
 
 @dataclass
 class Election:
-    """A candidate's part.
+    """A candidate's side of the election.
 
     Attributes:
         index: of this candidate.
-        candidates: how many there are.
-        voters: nodes of the job, spares too.
-        times: how long silence is borne.
-        epoch: in which it stands or leads; None if it does neither.
+        candidates: number of candidates.
+        voters: nodes of the job, including spares.
+        times: silence limits.
+        epoch: in which it stands or leads; None if neither.
         leads: a majority has promised.
-        needs_all: it leads only if all nodes promise, since some may still be counted on by others.
+        needs_all: it leads only if all nodes promise, since other candidates may still count on some.
     """
 
     index: int
@@ -165,27 +164,27 @@ class Election:
 
     @property
     def needed(self) -> int:
-        """Votes; a single candidate has no rival, so whoever comes will do."""
+        """Votes to win; a sole candidate has no rival and needs one."""
         return 1 if self.candidates == 1 else self.voters // 2 + 1
 
     def comes(self, node: int, epoch: int, free_in: float, silent: float, now: float) -> None:
-        """An agent is connected.
+        """Registers a connected agent.
 
         Args:
             node: its number.
             epoch: the newest that it has promised.
             free_in: seconds until it may promise this candidate something.
-            silent: seconds since it heard a beat.
-            now: by a clock that only goes forward, as everywhere here; it counts pauses of this process too.
+            silent: seconds since it last heard a beat.
+            now: of a monotonic clock that includes pauses of this process, as for all methods.
         """
         self._known = max(self._known, epoch)
         before = self._there.get(node)
         voter = self._there[node] = _Voter(now + free_in, now - silent)
-        if self.leads and epoch == self.epoch and before is not None and before.promised:  # it comes back
+        if self.leads and epoch == self.epoch and before is not None and before.promised:  # a reconnect
             voter.promised, voter.echoed, voter.free_at = True, before.echoed, before.free_at
 
     def goes(self, node: int) -> None:
-        """Its connection is gone; for as long as it was last heard, it still counts as following."""
+        """Unregisters a disconnected agent; under a leader its last echo keeps counting."""
         voter = self._there.get(node)
         if voter is not None and not self.leads:
             del self._there[node]
@@ -193,8 +192,8 @@ class Election:
             voter.there = False
 
     def stands(self, now: float) -> int | None:
-        """The epoch in which to ask all agents for their promise now, if there are enough of them."""
-        waits = now - self._stood_at < self.times.promise_s / 4  # for answers
+        """Starts a candidacy if enough agents are free; returns its epoch, in which to ask all agents, or None."""
+        waits = now - self._stood_at < self.times.promise_s / 4  # for the last candidacy's answers
         if self.leads or waits or len(self._there) < self.needed:
             return None
         free = sum(voter.free_at <= now for voter in self._there.values())
@@ -215,16 +214,16 @@ class Election:
 
     @property
     def sure(self) -> bool:
-        """Whether a promise is asked for that harms nobody: see :meth:`Allegiance.asked`."""
+        """Whether a promise is safe at any time: see :meth:`Allegiance.asked`."""
         return self.leads or self.needs_all
 
     def promised(self, node: int, epoch: int, free_in: float, now: float) -> bool:
-        """An agent has answered; whether this candidate leads now, and did not before.
+        """Handles an agent's answer; returns whether it makes this candidate the leader.
 
         Args:
-            node: which.
-            epoch: that it has promised; another one than was asked for if it refuses.
-            free_in: seconds until it may be counted on.
+            node: its number.
+            epoch: that it has promised; differs from the requested one if it refuses.
+            free_in: seconds until this candidate may count on it.
             now: see :meth:`comes`.
         """
         self._known = max(self._known, epoch)
@@ -238,7 +237,7 @@ class Election:
         if self.leads or len(promised) < (self.voters if self.needs_all else self.needed):
             return False
         self.leads = True
-        if self.needs_all:  # nobody else can count on anybody
+        if self.needs_all:  # no other candidate can count on any node
             self._lost_at = now
             for each in promised:
                 each.free_at, each.echoed = now, self._stood_at
@@ -247,40 +246,40 @@ class Election:
         return True
 
     def echoed(self, node: int, sent: float) -> None:
-        """An agent that has promised has heard a beat of this candidate, which was sent at some time."""
+        """Records that an agent has echoed a beat of this candidate sent at time ``sent``."""
         voter = self._there.get(node)
         if voter is not None and voter.promised and sent >= voter.free_at:
             voter.echoed = max(voter.echoed, sent)
 
     @property
     def absent_are_lost_at(self) -> float:
-        """When the leases end that an earlier leader may have given to nodes that are not here."""
+        """When the leases expire that an earlier leader may have granted to absent nodes."""
         return self._lost_at
 
     def heard(self, now: float) -> float:
-        """When a majority followed for certain; a single candidate needs none."""
+        """Latest time at which a majority certainly followed; ``now`` for a sole candidate."""
         if self.candidates == 1:
             return now
         times = sorted((v.echoed for v in self._there.values()), reverse=True)
         return times[self.needed - 1] if len(times) >= self.needed else -math.inf
 
     def may_order(self, now: float) -> bool:
-        """Whether it leads, and no other candidate can do so yet."""
+        """Whether it leads, and no other candidate can lead yet."""
         return self.leads and now - self.heard(now) < self.times.promise_s
 
     def is_over(self, now: float) -> bool:
-        """Whether it has lost its majority for good, or somebody has followed a later one."""
+        """Whether it has lost its majority for good, or an agent has promised a later epoch."""
         if not self.leads or self.epoch is None:
             return False
         return now - self.heard(now) >= self.times.lease_s or self._known > self.epoch
 
 
 def lease_end(asked: float, age: float, runs_s: float) -> float:
-    """Until when workers may run.
+    """Time until which workers may run.
 
     Args:
-        asked: when the agent had sent what the beat answers, by its own clock.
-        age: seconds, when the beat was sent, since a majority had been heard.
+        asked: when the agent sent the message that the beat answers, by its own clock.
+        age: seconds between the last contact with a majority and the sending of the beat.
         runs_s: see :class:`Times`.
     """
     return asked - age + runs_s

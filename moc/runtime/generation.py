@@ -1,11 +1,11 @@
-"""What connects the groups of a process for one generation: made together, cut together, dropped together.
+"""The connections of a process's groups in one generation: made, cut and dropped together.
 
-gloo has holes.  While it connects, it waits for a peer that has died; and a transfer that was cut in the middle of a
-message is never told, but waits for its timeout.  So a thread that can be left behind waits in place of ours, and those
-that are left behind end by that timeout.
+gloo cannot always be interrupted.  While connecting, it waits for a dead peer; and a transfer cut in the middle of a
+message waits for its timeout.  Such calls run in a deputy thread that can be abandoned; an abandoned thread ends by
+that timeout.
 
-Backends are built directly, not by ``init_process_group``: nothing of them is in torch's tables, which an aborted
-set-up would leave half filled and counting differently from a fresh process.
+Backends are built directly, not by ``init_process_group``, so that an aborted set-up leaves no half-filled entries in
+torch's tables, whose counters would differ from those of a fresh process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a string
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""For connecting one group when all of its ranks have arrived; until then the group's own timeout holds."""
-ARRIVAL_POLL = 0.05  # seconds between two looks for ranks that are late, at most
-DROP_PATIENCE = 0.05  # seconds for freeing what is not stuck
-ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one where CUDA still works
+"""Timeout for connecting one group once all of its ranks have arrived; until then the group's own timeout applies."""
+ARRIVAL_POLL = 0.05  # most seconds between two checks for late ranks
+DROP_PATIENCE = 0.05  # seconds for freeing connections that are not stuck
+ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one if CUDA still works
 
 
 class Connectable(Protocol):
-    """What a generation connects: a :class:`moc.runtime.group.Group`."""
+    """A group that a generation connects: :class:`moc.runtime.group.Group`."""
 
     ranks: list[int]
     backend: str
@@ -46,28 +46,28 @@ class Connectable(Protocol):
 
     @property
     def group_name(self) -> Any:
-        """The same on all of its ranks; a string."""
+        """Name of the group, equal on all of its ranks; a string."""
         ...
 
     def rank(self) -> int:
-        """Of this process, in the group."""
+        """This process's rank in the group."""
         ...
 
     def size(self) -> int:
-        """Number of its ranks."""
+        """Number of ranks in the group."""
         ...
 
 
 class GenerationGroup:
-    """What a group forwards to in one generation.
+    """A group's connection in one generation, to which the group forwards.
 
     Attributes:
         generation: to which it belongs.
         group: that it connects.
-        store: where its ranks meet, with the group's prefix.
+        store: for the rendezvous of its ranks, with the group's prefix.
         backend: ``ProcessGroupGloo`` or ``ProcessGroupNCCL``.
-        inner: a plain ``ProcessGroup`` around it, so that operations take the path through torch's dispatcher that
-            they take without us; None when the generation is over and the connection dropped.
+        inner: a plain ``ProcessGroup`` around the backend, so that operations take their usual path through torch's
+            dispatcher; None once dropped.
     """
 
     def __init__(self, generation: Generation, group: Connectable, store: Store, backend: Backend):
@@ -82,7 +82,7 @@ class GenerationGroup:
         self.inner._set_group_name(group.group_name)
 
     def drop(self) -> None:
-        """Frees threads and sockets.  The backend last: it waits for its threads, and does so without the GIL."""
+        """Frees threads and sockets.  The backend goes last: it joins its threads, without the GIL."""
         self.inner = None
         self.backend = None
         self.store = None
@@ -93,8 +93,8 @@ class Generation:
 
     Attributes:
         number: of the generation.
-        over: whether it was aborted; once true, it stays.
-        deputy: who waits where gloo cannot be woken.
+        over: whether it was aborted; never reset.
+        deputy: thread for calls in which gloo cannot be interrupted.
     """
 
     def __init__(self, number: int, store: Store | Callable[[], Store], rank: int, device: torch.device):
@@ -104,7 +104,7 @@ class Generation:
         self._rank, self._device = rank, device
         self._given_store: Store | Callable[[], Store] | None = store
         self._store: PrefixStore | None = None
-        self._sockets: set[int] = set()  # of gloo
+        self._sockets: set[int] = set()  # gloo's
         self._nccl: list[Backend] = []
         self._connections: list[GenerationGroup] = []
         self._cutting, self._cut = threading.Lock(), False
@@ -112,13 +112,13 @@ class Generation:
     def connect(
         self, groups: Sequence[Connectable], key: str, ranks: list[int], timeout: timedelta
     ) -> list[GenerationGroup]:
-        """Waits until all ranks have arrived, then connects the groups, each after the other.
+        """Waits until all ranks have arrived, then connects the groups one after the other.
 
-        Blocks beyond the reach of exceptions: for the deputy to do.
+        Blocks in calls that exceptions cannot interrupt: run it in the deputy.
 
         Args:
-            groups: of this rank, in order of their creation.
-            key: of this set of groups, the same on all ranks and used once a generation.
+            groups: of this rank, in order of creation.
+            key: of this set of groups, equal on all ranks and used once per generation.
             ranks: that call this.
             timeout: for their arrival.
 
@@ -142,8 +142,8 @@ class Generation:
     def _arrive(self, key: str, ranks: list[int], timeout: timedelta) -> None:
         """Waits until all ranks have arrived, or this generation is over.
 
-        By asking again and again: a client that waits in the server could only be woken by cutting it off, and then
-        torch's server may look up the name of a peer that has gone, for seconds in which nobody is served.
+        It polls: a client blocked in the store's server could only be woken by closing its connection, and torch's
+        server may then resolve the name of the vanished peer for seconds, in which it serves no one.
         """
         if self._store is None:
             given: Any = self._given_store  # torch's stubs lack clone()
@@ -165,29 +165,32 @@ class Generation:
 
     def _connected(self, group: Connectable, build, *arguments) -> GenerationGroup:
         self._check()
-        # groups of one rank meet nobody
+        # a group of one rank needs no rendezvous
         assert self._store is not None  # all have arrived
         store = PrefixStore(group.group_name, self._store) if group.size() > 1 else HashStore()
         return GenerationGroup(self, group, store, build(group, store, *arguments))
 
     def keep(self, connections: list[GenerationGroup]) -> None:
-        """Takes connections over, to be dropped with this generation."""
+        """Takes ownership of connections, to be dropped with this generation."""
         self._connections += connections
 
     def end(self) -> None:
-        """Marks it as over and wakes whoever waits for a peer; from any thread.  Only the first call does something."""
+        """Marks the generation as over and wakes threads that wait for peers.
+
+        Any thread may call it; only the first call has an effect.
+        """
         self.over = True
         self.deputy.leave()
         with self._cutting:
             if self._cut:
                 return
             self._cut = True
-            # not what is being connected: gloo closes twice what fails then, and may hit somebody else's new socket
+            # not sockets being connected: gloo closes those twice if they fail, and may hit a reused descriptor
             shut_down(self._sockets)
             abort_nccl(self._nccl, ABORT_PATIENCE)
 
     def drop(self) -> None:
-        """Ends it, and frees all that it holds; not while other threads use it.
+        """Ends the generation and frees its resources; no other thread may be using it.
 
         A backend whose thread is stuck is left to a thread of its own, until its timeout frees both.
         """
@@ -211,19 +214,22 @@ def _drop_all(connections: queue.SimpleQueue) -> None:
 
 
 def device_types(backend: str) -> list[str]:
-    """The kinds of devices whose tensors a backend takes, as torch has it: ``cpu``, ``cuda``."""
+    """Device types whose tensors a backend takes, as torch defines them: ``cpu``, ``cuda``."""
     return list(backend_config(backend).get_device_backend_map())
 
 
 def backend_config(backend: str) -> BackendConfig:
-    """Which backend serves which kind of device, as torch has it."""
+    """Torch's mapping of device types to backends."""
     return BackendConfig(dist.Backend(backend))  # pyright: ignore[reportArgumentType]  # torch says that it is a str
 
 
 def _gloo_devices() -> list:
-    """One for all groups of a generation: it is a thread and a listening socket.  Interfaces are chosen as by torch."""
+    """Devices of gloo, shared by all groups of a generation: each is a thread and a listening socket.
+
+    Interfaces are chosen as torch chooses them.
+    """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    # not lazily: all sockets have to be there before the first collective, to be known when it must be aborted
+    # eagerly: an abort must know all sockets, so they must exist before the first collective
     if not interfaces:
         return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
     return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces]
@@ -242,15 +248,15 @@ def _gloo(group: Connectable, store: Store, devices: list) -> Backend:
 
 
 def _nccl(group: Connectable, store: Store, device: torch.device, made: list) -> Backend:
-    torch.cuda.set_device(device)  # of this thread
-    nccl: Any = dist.ProcessGroupNCCL  # is not there without CUDA
+    torch.cuda.set_device(device)  # per-thread state
+    nccl: Any = dist.ProcessGroupNCCL  # absent without CUDA
     options = group.options or nccl.Options()
     options._timeout = group.timeout
     options.global_ranks_in_group, options.group_name = group.ranks, group.group_name
     backend = nccl(store, group.rank(), group.size(), options)
-    made.append(backend)  # from here on there is something to abort
+    made.append(backend)  # from here on, it can be aborted
     backend._set_sequence_number_for_group()
     if group.size() > 1:
-        # now, where a thread can be left behind, and not in the first collective
+        # in the deputy, which can be abandoned, rather than in the first collective
         backend.eager_connect_single_device(device)
     return backend

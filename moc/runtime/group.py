@@ -1,4 +1,4 @@
-"""One process group that outlives its connections: an ordinary group to torch.distributed, a forwarder inside."""
+"""A process group that outlives its connections: to torch.distributed an ordinary group, inside a forwarder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a string
 
 POLL = timedelta(milliseconds=50)
-"""How soon a wait for a collective of gloo looks whether the generation is over, if gloo does not wake it."""
+"""Interval at which a wait for a gloo collective checks whether the generation is over, if gloo does not wake it."""
 
 
 class Aborted(RuntimeError):
@@ -24,19 +24,20 @@ class Aborted(RuntimeError):
 
 
 class Suspicion(RuntimeError):
-    """An operation has failed in which others take part, in a generation that nobody has ended: a peer may be gone."""
+    """A communication has failed in a generation that nobody has aborted: a peer may be gone."""
 
 
 class Group(dist.ProcessGroup):
-    """A process group that is connected anew in each generation.  Made by :meth:`moc.runtime.groups.Groups.new_group`.
+    """A process group that is reconnected in each generation.
 
-    Operations of ``dist.ProcessGroup`` go to the current connection.  They, and ``wait()`` of the handles that they
-    return, raise :class:`Aborted` in a generation that is over, and :class:`Suspicion` if they fail otherwise.
+    Made by :meth:`moc.runtime.groups.Groups.new_group`.  Operations of ``dist.ProcessGroup`` are forwarded to the
+    current connection.  They, and ``wait()`` of the handles that they return, raise :class:`Aborted` if the generation
+    is over, and :class:`Suspicion` if they fail otherwise.
 
     Attributes:
-        ranks: of its members in the world, by their rank in the group.
+        ranks: global ranks of its members, by group rank.
         backend: ``gloo`` or ``nccl``.
-        timeout: of an operation, as the backend understands it.
+        timeout: of an operation, as the backend interprets it.
         options: ``ProcessGroupNCCL.Options`` or None.
         connection: of the current generation; None before the first.
     """
@@ -49,17 +50,17 @@ class Group(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The same on all of its ranks, in all generations."""
+        """Name of the group, equal on all of its ranks and constant over generations."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What it is for, as its maker said."""
+        """Description given by the group's creator."""
         return self._description
 
     @property
     def bound_device_id(self) -> torch.device | None:
-        """The device of a barrier; None on the CPU."""
+        """Device of a barrier; None on the CPU."""
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else None
 
     @property
@@ -70,11 +71,11 @@ class Group(dist.ProcessGroup):
         return self.live()._get_backend(device)
 
     def live(self) -> dist.ProcessGroup:
-        """What this group forwards to now; not to be kept.
+        """The connected group to which this one forwards now; callers must not keep it.
 
         Raises:
             Aborted: the generation is over.
-            RuntimeError: there was none yet.
+            RuntimeError: no generation has begun yet.
         """
         connection = self.connection
         if connection is None:
@@ -93,7 +94,7 @@ class Group(dist.ProcessGroup):
         raise RuntimeError(f"{self} cannot be aborted by itself: call Groups.abort()")
 
     def shutdown(self) -> None:
-        """Lets go of the connection; ``dist.destroy_process_group`` calls it."""
+        """Releases the connection; called by ``dist.destroy_process_group``."""
         self.connection = None
 
     def __repr__(self):
@@ -101,10 +102,11 @@ class Group(dist.ProcessGroup):
 
 
 class Handle(dist.Work):
-    """The handle of an operation in flight, whose ``wait()`` ends with the generation.
+    """Handle of an operation in flight, whose ``wait()`` ends with the generation.
 
-    A deaf operation is one of which a wait for a moment is no such thing in gloo: between two ranks it cuts the
-    connection, and of a reduce-scatter it waits for as long as the group's timeout.  So the deputy waits in our place.
+    A deaf operation is one that cannot be polled with a short timeout in gloo: a timed-out wait for a send or receive
+    cuts the connection, and that for a reduce-scatter lasts for the group's timeout.  The deputy waits for those
+    instead.
     """
 
     def __init__(self, work: dist.Work, group: Group, generation: Generation, deaf: bool):
@@ -116,7 +118,7 @@ class Handle(dist.Work):
 
         Raises:
             Aborted: the generation is over; the transfer may or may not have happened.
-            Suspicion: it failed otherwise.
+            Suspicion: the operation failed otherwise.
         """
         try:
             with PROGRESS.waiting():
@@ -125,7 +127,7 @@ class Handle(dist.Work):
             if self._generation.over:
                 raise Aborted(over(self._group, self._generation)) from error
             raise Suspicion(str(error)) from error
-        # gloo has done the work when it returns; NCCL may have been stopped in the middle
+        # gloo's work is complete on return; NCCL's may have been aborted midway
         if self._generation.over and self._group.backend == "nccl":
             raise Aborted(over(self._group, self._generation))
         return done
@@ -135,12 +137,12 @@ class Handle(dist.Work):
         if self._group.backend == "nccl":
             return work.wait() if timeout is None else work.wait(timeout)
         if self._deaf:
-            # without a timeout gloo takes the one that it was connected with
+            # by default gloo uses the timeout that it was connected with
             limit = timeout or self._group.timeout
             return self._generation.deputy.do(lambda: work.wait(limit))
         if timeout is not None:
             return work.wait(timeout)
-        while True:  # until it is done, failed or timed out, which gloo sees to
+        while True:  # until gloo reports completion, failure or its timeout
             try:
                 return work.wait(POLL)
             except RuntimeError:
@@ -151,7 +153,7 @@ class Handle(dist.Work):
 
 
 def over(group: Group, generation: Generation) -> str:
-    """The sentence of :class:`Aborted`."""
+    """The message of :class:`Aborted`."""
     return f"generation {generation.number} of {group} is over: unwind and begin the next one"
 
 
@@ -168,7 +170,7 @@ def _operation(name: str):
                 raise Aborted(over(self, generation)) from error
             raise Suspicion(str(error)) from error
         finally:
-            del operation  # what holds the traceback must not hold the connection
+            del operation  # a kept traceback must not keep the connection
         if not isinstance(answer, dist.Work):
             return answer
         return Handle(answer, self, generation, deaf)
@@ -197,7 +199,7 @@ _QUESTIONS = """
     is_success result source_rank synchronize
 """.split()
 
-# which there are depends on the version of torch
+# which of them exist depends on the version of torch
 for _name in filter(dist.ProcessGroup.__dict__.__contains__, _OPERATIONS):
     setattr(Group, _name, _operation(_name))
 for _name in filter(dist.Work.__dict__.__contains__, _QUESTIONS):

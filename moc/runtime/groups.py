@@ -1,26 +1,26 @@
-"""Process groups that live as long as the process, though their peers do not.
+"""Process groups that live as long as the process, even if their peers do not.
 
-A worker that outlives another keeps its model and its optimizer, and with them every process group that they hold.
-So the groups are ours: registered with torch.distributed once, they forward to a backend that is replaced in each
-generation (torchft's process groups have the same idea).  Model code, megatron-core and ``torch.distributed`` see
-ordinary groups; from the end of a generation to the begin of the next, every use of one raises :class:`Aborted`.
+A surviving worker keeps its model and optimizer, and with them every process group that they hold.  So the groups are
+ours: registered with torch.distributed once, they forward to a backend that is replaced in each generation (as
+torchft's process groups do).  Model code, megatron-core and ``torch.distributed`` see ordinary groups; from the end of
+one generation to the begin of the next, every use raises :class:`Aborted`.
 
     groups = Groups(rank, size, "gloo", timeout, device)
     groups.install()                                  # torch.distributed is initialised, and new_group is ours
-    parallel_state.initialize_model_parallel(...)     # makes groups without connections; talks to nobody
+    parallel_state.initialize_model_parallel(...)     # creates groups without connections or communication
     groups.begin(store, generation=0)                 # connects them
-    ...                                               # meanwhile groups.abort() in another thread: Aborted in this one
-    groups.begin(store, generation=1)                 # connects them to whoever has these ranks now
+    ...                                               # groups.abort() in another thread raises Aborted in this one
+    groups.begin(store, generation=1)                 # connects them to the processes that have these ranks now
 
-**What to trust.**  On the CPU a collective that has returned has done its work.  On a GPU it has been enqueued, and an
-abort lets the stream go on over memory that holds anything: synchronise, then call :meth:`Groups.check`; if it does not
-raise, what was there before it is good.  :func:`settled` is both, for who has no :class:`Groups`.
+**What results are valid.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued, and
+after an abort the stream continues over undefined memory: synchronize, then call :meth:`Groups.check`; if it does not
+raise, all results up to then are valid.  :func:`settled` does both, for callers without a :class:`Groups`.
 
 **What an exception means.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that
-nobody has aborted: a peer may be gone, which is for the controller to confirm.
+nobody has aborted: a peer may be gone, which the controller must confirm.
 
-**The store** is served by another process: connections that this process accepts while it connects would be taken for
-its own, and cut with them.  The same goes for TCP connections that another thread opens in that moment.
+**The store** must be served by another process: connections that this process accepts while it connects would be taken
+for gloo's, and cut with them.  The same holds for TCP connections that another thread opens meanwhile.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _BACKENDS = ("gloo", "nccl")
 
 
 class Groups:
-    """All process groups of this process, in the generation that is current.
+    """All process groups of this process, in the current generation.
 
-    One thread, the one that computes, calls everything; :meth:`abort` may be called by any.
+    The compute thread calls every method; any thread may call :meth:`abort`.
 
     Args:
-        rank: of this process in the world; it keeps it in all generations.
+        rank: of this process in the world, constant over generations.
         size: of the world.
-        backend: ``gloo`` or ``nccl``, of groups that name none.
-        timeout: of operations of groups that name none.
-        device: that this process computes on; what NCCL connects.
+        backend: default backend of a group, ``gloo`` or ``nccl``.
+        timeout: default timeout of a group's operations.
+        device: compute device of this process, which NCCL connects.
 
     Raises:
-        ValueError: there is no such backend or rank.
+        ValueError: the rank or the backend is invalid.
     """
 
     def __init__(self, rank: int, size: int, backend: str, timeout: timedelta, device: torch.device):
@@ -68,17 +68,17 @@ class Groups:
         self._rank, self._size, self._backend = rank, size, _checked_backend(backend)
         self._timeout, self._device = timeout, device
         self._groups: list[Group] = []  # of this rank, in order of creation
-        self._created = 0  # by all ranks alike
+        self._created = 0  # equal on all ranks
         self._generation: Generation | None = None
         self._over: int | None = None  # generations up to this one are over
         self._lock = threading.Lock()
-        self._replaced: dict[str, Callable] = {}  # what torch.distributed had before install()
+        self._replaced: dict[str, Callable] = {}  # torch.distributed's functions before install()
 
     def install(self) -> None:
-        """From now on torch.distributed is initialised with our world, and ``dist.new_group`` makes our groups.
+        """Initializes torch.distributed with our world, and replaces ``dist.new_group`` by ours.
 
         Raises:
-            RuntimeError: torch.distributed is initialised already.
+            RuntimeError: torch.distributed is already initialized.
         """
         if dist.is_initialized():
             raise RuntimeError("torch.distributed is initialised already: install Groups instead of initialising it")
@@ -87,11 +87,11 @@ class Groups:
         self._replaced = {name: getattr(dist, name) for name in ours}
         _replace(ours)
         world = self.new_group(group_desc="default_pg")
-        assert isinstance(world, Group)  # which this rank is in
+        assert isinstance(world, Group)  # every rank is a member
         c10d._update_default_pg(world)
 
     def destroy(self) -> None:
-        """Frees everything; torch.distributed is not initialised any more.  No other thread may be using a group."""
+        """Frees everything and uninitializes torch.distributed.  No other thread may be using a group."""
         if dist.is_initialized():
             dist.destroy_process_group()
         _replace(self._replaced)
@@ -100,14 +100,14 @@ class Groups:
 
     @property
     def generation(self) -> int | None:
-        """Number of the generation that began last; None before the first."""
+        """Number of the latest generation; None before the first."""
         return self._generation.number if self._generation else None
 
     def check(self) -> None:
-        """Does nothing in a generation that goes on.
+        """Raises unless the current generation is live.
 
         Raises:
-            Aborted: the current generation is over, or there is none.
+            Aborted: the current generation is over, or none has begun.
         """
         if self._generation is None or self._generation.over:
             raise Aborted(f"generation {self.generation} is over: unwind and begin the next one")
@@ -123,26 +123,26 @@ class Groups:
         device_id: torch.device | None = None,
         sort_ranks: bool = True,
     ):
-        """As ``dist.new_group``, for all ranks to call in the same order, but silent: only members meet.
+        """As ``dist.new_group``: all ranks call it in the same order, but only members communicate.
 
-        Members meet at once where a generation goes on, and otherwise when the next begins.
+        Members connect at once in a live generation, otherwise when the next one begins.
 
         Args:
-            ranks: of its members; None for all.
+            ranks: global ranks of its members; None for all.
             timeout: of its operations.
             backend: ``gloo``, ``nccl``, or None for that of the world.
             pg_options: ``ProcessGroupNCCL.Options``; gloo has none.
             use_local_synchronization: must be false.
-            group_desc: what it is for.
-            device_id: ignored; there is one device.
-            sort_ranks: whether ranks in the group follow those in the world, or the order of ``ranks``.
+            group_desc: description.
+            device_id: ignored; each process has one device.
+            sort_ranks: orders group ranks by global rank; otherwise by ``ranks``.
 
         Returns:
             A :class:`Group`, or ``GroupMember.NON_GROUP_MEMBER`` on ranks that are not among ``ranks``.
 
         Raises:
-            ValueError: the ranks or the backend cannot be.
-            Aborted, RuntimeError: as in :meth:`begin`, where a generation goes on.
+            ValueError: the ranks or the backend are invalid.
+            Aborted, RuntimeError: as in :meth:`begin`, in a live generation.
         """
         if use_local_synchronization:
             raise ValueError("groups are named by order of creation: call new_group without use_local_synchronization")
@@ -160,15 +160,15 @@ class Groups:
         return group
 
     def begin(self, store: Store | Callable[[], Store], generation: int) -> None:
-        """Connects every group anew; all ranks of the world call it.  The generation before ends by this.
+        """Connects every group for a new generation; all ranks of the world call it.  Ends the previous generation.
 
         Args:
-            store: where the ranks find each other; any prefix, the same for all.  Not closed here.  Or what opens it,
-                called where :meth:`abort` does not have to wait for it.
-            generation: its number, higher than all before, the same for all.
+            store: for the rendezvous; any prefix, equal on all ranks.  Not closed here.  A callable opens it in the
+                deputy, so that :meth:`abort` does not have to wait for it.
+            generation: its number, higher than all before, equal on all ranks.
 
         Raises:
-            Aborted: :meth:`abort` was called meanwhile, or before for this very generation.
+            Aborted: :meth:`abort` was called meanwhile, or earlier for this generation.
             RuntimeError: a peer or the store could not be reached: a suspicion.  The generation has no connections.
         """
         self._end_generation()
@@ -179,21 +179,21 @@ class Groups:
         self._groups = [group for group in self._groups if group in c10d._world.pg_map]  # without destroyed ones
         for group in self._groups:
             group.connection = None
-            # an exception between start and end of coalescing leaves this behind: operations would be noted, not done
+            # an exception within coalescing leaves this state behind: operations would be recorded, but not issued
             c10d._world.pg_coalesce_state.pop(group, None)
         self._connect(self._groups, "all", list(range(self._size)), self._timeout)
 
     def abort(self, generation: int | None = None) -> None:
-        """Ends a generation: whoever waits in it is woken with an exception, and all later use raises ``Aborted``.
+        """Ends a generation: wakes threads that wait in it with an exception, and makes later uses raise ``Aborted``.
 
-        From any thread.  Calling it again, or for a generation that is over already, does nothing.
+        Any thread may call it.  Repeating it, or aborting a generation that is over, has no effect.
 
         Args:
-            generation: that ends, with all before it; None for the current one.  Given, a :meth:`begin` of it that
-                comes late raises at once, instead of waiting for ranks that will not come.
+            generation: to end, with all before it; None for the current one.  If given, a later :meth:`begin` of it
+                raises at once, instead of waiting for ranks that will not join.
 
         Raises:
-            RuntimeError: NCCL could not be aborted: this process has to be replaced.
+            RuntimeError: NCCL could not be aborted: this process must be replaced.
         """
         with self._lock:
             current = self._generation
@@ -214,7 +214,7 @@ class Groups:
 
     def _connect(self, groups: list[Group], key: str, ranks: list[int], timeout: timedelta) -> None:
         generation = self._generation
-        assert generation is not None  # it has begun
+        assert generation is not None  # after begin()
         try:
             connections = generation.deputy.do(lambda: generation.connect(groups, key, ranks, timeout))
         except (CalledAway, RuntimeError) as error:
@@ -223,7 +223,7 @@ class Groups:
             raise
         generation.keep(connections)
         for group, connection in zip(groups, connections, strict=True):
-            assert connection.store is not None  # it is new
+            assert connection.store is not None  # just made
             group.connection = connection
             c10d._world.pg_map[group] = (group.backend, connection.store)
 
@@ -236,13 +236,13 @@ class Groups:
 
 
 def settled(device: torch.device) -> None:
-    """Returns when all that was begun on a device is done, and is what it was to be.
+    """Waits until all work enqueued on a device is complete, and checks that it is valid.
 
     Args:
         device: of this process.
 
     Raises:
-        Aborted: the generation of our groups is over, so it may be anything.
+        Aborted: the generation of our groups is over, so results are undefined.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -264,7 +264,7 @@ def _replace(functions: dict[str, Callable]) -> None:
 
 
 def _register(group: Group) -> None:
-    """Enters a group into the tables of torch.distributed, as ``dist.new_group`` does."""
+    """Registers a group in torch.distributed's tables, as ``dist.new_group`` does."""
     name, tag = group.group_name, f"ptd:{group.group_name}"
     world: Any = c10d._world  # torch declares fewer types than these tables take
     world.pg_map[group] = (group.backend, None)
@@ -279,9 +279,9 @@ def _register(group: Group) -> None:
 
 
 def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-    """As ``dist.batch_isend_irecv``, which starts transfers of NCCL together only for groups of torch's own class.
+    """As ``dist.batch_isend_irecv``, which coalesces NCCL transfers only for groups of torch's own class.
 
-    One by one, two ranks that each send first would wait for each other.
+    Issued one by one, two ranks that both send first would deadlock.
     """
     group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
     if not (isinstance(group, Group) and group._get_backend(device).supports_coalescing):

@@ -1,24 +1,24 @@
-"""How long a worker may be in a section before it is taken to hang."""
+"""How long a worker may stay in a section before it counts as hung."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 CAPS = {"setup": 3600.0, "step": 1800.0, "evaluation": 1800.0, "save": 3600.0}
-"""By section, the seconds after which a worker hangs in any case."""
+"""By section, the seconds after which a worker counts as hung in any case."""
 
 LEARNED = ("step", "evaluation")
-"""Sections that take as long each time; how long the others take depends on what there is to build and to write."""
+"""Sections of steady duration; that of the others depends on how much there is to build or write."""
 
 FACTOR, FLOOR_S = 10.0, 60.0
-"""A section hangs when it takes so many times the longest that was measured, but not before so many seconds."""
+"""A section hangs when it takes FACTOR times its longest measured duration, and at least FLOOR_S seconds."""
 
 
 def parse_caps(text: str) -> dict[str, float]:
-    """The caps, with those that a text such as ``step=600,save=1800`` names.
+    """The default caps, updated from text such as ``step=600,save=1800``.
 
     Raises:
-        ValueError: it names another section, or what is not a positive number of seconds.
+        ValueError: a section is unknown, or a value is not a positive number of seconds.
     """
     caps = dict(CAPS)
     for part in filter(None, text.split(",")):
@@ -40,32 +40,32 @@ def limit(longest: float | None, cap: float) -> float:
     """Seconds that a section may take.
 
     Args:
-        longest: seconds of the longest that was measured; None if none was.
-        cap: seconds that it may never exceed.
+        longest: seconds of its longest measured duration; None if none was measured.
+        cap: upper bound, in seconds.
     """
     return cap if longest is None else min(cap, max(FLOOR_S, FACTOR * longest))
 
 
 @dataclass
 class HangLimits:
-    """The limits of all sections, as they are learned from what workers report.
+    """Limits of all sections, learned from workers' reports.
 
     Attributes:
         caps: seconds, by section.
-        longest: seconds of the longest that any worker of this node has measured, by section.
+        longest: longest duration that any worker of this node has measured, in seconds, by section.
     """
 
     caps: dict[str, float]
     longest: dict[str, float] = field(default_factory=dict)
 
     def learn(self, longest: dict[str, float]) -> None:
-        """A worker has measured."""
+        """Merges a worker's measured durations."""
         for section in LEARNED:
             if section in longest:
                 self.longest[section] = max(self.longest.get(section, 0.0), longest[section])
 
     def of(self, section: str, waits: bool) -> float:
-        """Seconds that a worker may be in a section; who waits for others has the time of any section."""
+        """Seconds that a worker may be in a section; one that waits for others gets the largest cap."""
         if waits or section not in self.caps:
             return max(self.caps.values())
         return limit(self.longest.get(section), self.caps[section])

@@ -1,7 +1,7 @@
-"""Faults on purpose: which, where and when, as flags name them or as chance has it; and the one who does them.
+"""Fault injection: planned or random faults, and the injector that executes them in a worker.
 
-What is to happen is known beforehand, to all workers alike.  It happens once in the whole job, whoever recovers and is
-started again meanwhile: a worker makes a file before it does anything to itself, and whoever finds that file leaves it.
+All workers know the same plan in advance.  A fault strikes a worker at most ``times`` times in the whole job, even
+across recoveries and restarts: the worker creates a marker file before each strike, and skips those whose file exists.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ ACTIONS = {
     "slow": "it sleeps for seconds=S",
     "error": "it raises an exception, as a mistake in the program would",
 }
-"""By name, what can happen to a worker."""
+"""Fault actions, by name."""
 
-MOST_AT_ONCE = 3  # workers that one random fault takes
+MOST_AT_ONCE = 3  # most workers that one random fault kills
 
 
 class InjectedError(Exception):
-    """A mistake on purpose."""
+    """The exception of an injected error."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to some workers, each the first time that it is at a point, from an iteration on.
+    """A fault of some workers: it strikes each when that worker first reaches a point, from an iteration on.
 
     Attributes:
         action: one of :data:`ACTIONS`.
-        iteration: the first in which it may happen, counted from 1; 0 already while the job starts.
+        iteration: the first in which it may strike, counted from 1; 0 includes the start of the job.
         ranks: of the workers; empty for all of the node.
         node: number of the node; None for any.
         point: one of :data:`moc.faults.POINTS`.
-        seconds: how long ``slow`` takes.
-        times: how often it happens to each of them.
+        seconds: duration of ``slow``.
+        times: how often it strikes each worker.
     """
 
     action: str
@@ -55,7 +55,7 @@ class Fault:
     times: int = 1
 
     def __str__(self) -> str:
-        """What :func:`faults_of` reads."""
+        """The text that :func:`faults_of` parses."""
         words = [self.action]
         words += [f"ranks={','.join(map(str, self.ranks))}"] if self.ranks else []
         words += [f"node={self.node}"] if self.node is not None else []
@@ -65,15 +65,15 @@ class Fault:
         return " ".join(words)
 
     def concerns(self, rank: int, node: int) -> bool:
-        """Whether it happens to this worker."""
+        """Whether it strikes this worker."""
         return (not self.ranks or rank in self.ranks) and self.node in (None, node)
 
 
 def faults_of(text: str) -> tuple[Fault, ...]:
-    """The faults that a text describes, separated by semicolons, such as ``kill rank=2 iteration=40``.
+    """Parses faults separated by semicolons, such as ``kill rank=2 iteration=40``.
 
     Raises:
-        ValueError: one of them is not understood; the message says what to change.
+        ValueError: a fault is malformed; the message says what to change.
     """
     return tuple(_fault_of(part.split()) for part in text.split(";") if part.strip())
 
@@ -143,12 +143,13 @@ def _read(name: str, value: str):
 
 
 def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[Fault, ...]:
-    """Kills of a few workers at random points; the same wherever it is called with the same arguments.
+    """Kills a few workers at random points; deterministic in its arguments.
 
-    The gaps between them are exponential.  One that falls into recovery comes with another that makes workers recover.
+    Gaps between faults are exponentially distributed.  A fault within recovery comes with another that triggers a
+    recovery.
 
     Args:
-        mean: iterations from one to the next.
+        mean: mean number of iterations between faults.
         seed: of the random numbers.
         size: workers of the job.
         iterations: of the job.
@@ -157,11 +158,11 @@ def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[F
     while (at := at + chance.expovariate(1 / mean)) < iterations:
         point, ranks = chance.choice(list(POINTS)), _some(chance, size)
         if point == "published":
-            ranks = (0,)  # only the first worker publishes in storage
+            ranks = (0,)  # only rank 0 publishes in storage
         if point in RECOVERY:
             first = ranks if point == "rebuilding" else _some(chance, size)
             faults.append(Fault("kill", int(at) + 1, first, point=chance.choice(list(STEP))))
-        # a survivor may be an iteration behind those that are killed
+        # a survivor may be one iteration behind the killed workers
         faults.append(Fault("kill", int(at) if point in RECOVERY else int(at) + 1, ranks, point=point))
     return tuple(faults)
 
@@ -171,13 +172,13 @@ def _some(chance: random.Random, size: int) -> tuple[int, ...]:
 
 
 class Injector:
-    """Does to this worker what is planned, and keeps in files what has happened and how far this worker had come.
+    """Executes this worker's faults, and records in files which ones struck and the iteration reached.
 
     Args:
-        faults: all that are planned.
+        faults: of the whole plan.
         rank: of this worker.
         node: number of its node.
-        directory: for the files; workers that take its place must find them.
+        directory: for the files; replacements of this worker must see it.
         tell: called right before a fault, with ``action``, ``rank``, ``iteration`` and ``point``.
     """
 
@@ -202,7 +203,7 @@ class Injector:
                 self._do(fault, at)
 
     def _claim(self, fault: Fault) -> bool:
-        """Whether it is to happen now; it has happened as soon as this returns."""
+        """Whether the fault is to strike now; if so, it counts as executed on return."""
         name = f"{fault.iteration}.{fault.point}.{hashlib.sha256(str(fault).encode()).hexdigest()[:8]}"
         for number in range(fault.times):
             path = self._directory / f"{name}.rank_{self._rank:05d}.{number}"

@@ -1,4 +1,4 @@
-"""A thread that waits in another's place, so that the other can be called away."""
+"""A deputy thread that blocks in a caller's place, so that the caller can be interrupted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 
 class CalledAway(Exception):
-    """The deputy was left behind, in the middle of something."""
+    """The deputy was left behind; its task, if it has begun, continues."""
 
 
 class InterruptibleThread:
-    """Does what may block where no exception reaches it.
+    """Runs calls that may block where no exception reaches them.
 
-    The thread starts with the first task and ends when it is left behind and has finished what it was doing.
+    The thread starts with the first task; once left behind, it ends after its current task.
     """
 
     def __init__(self):
@@ -23,14 +23,14 @@ class InterruptibleThread:
         self._started = self._left = False
 
     def do(self, task: Callable):
-        """Does a task in the deputy's thread, and waits for it.
+        """Runs a task in the deputy thread, and waits for it.
 
         Returns:
-            What the task returns.
+            The task's result.
 
         Raises:
-            CalledAway: :meth:`leave` was called; the task goes on, and its answer is lost.
-            BaseException: what the task raises.
+            CalledAway: :meth:`leave` was called; the task continues, and its result is lost.
+            BaseException: any exception of the task.
         """
         answers: list[tuple] = []
         with self._changed:
@@ -49,7 +49,7 @@ class InterruptibleThread:
         return answer
 
     def leave(self) -> None:
-        """Calls away whoever waits in :meth:`do`; from any thread."""
+        """Interrupts the caller of :meth:`do`; any thread may call it."""
         with self._changed:
             self._left = True
             self._tasks.put(None)
@@ -60,9 +60,9 @@ class InterruptibleThread:
             task, answers = item
             try:
                 answer = (task(), None)
-            except BaseException as error:  # raised by whoever waits for it
+            except BaseException as error:  # re-raised by do()
                 answer = (None, error)
             with self._changed:
                 answers.append(answer)
                 self._changed.notify_all()
-            del item, task, answers, answer  # not kept until the next one
+            del item, task, answers, answer  # not referenced until the next task

@@ -1,4 +1,4 @@
-"""What a worker's program knows of the job: who it is, how to reach the others, and what to do when one is lost."""
+"""A worker's view of its job: its rank, the connection to the other workers, and recovery from lost ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _JOB = "moc/job"
 
 @dataclass(frozen=True)
 class Interruption:
-    """What a worker has lived through.
+    """An interruption of training by a lost worker, as one worker has seen it.
 
     Attributes:
         generation: that began with it.
         reason: what was lost, and how.
-        noticed_s: seconds from the news to when this worker had left what it was in.
-        met_s: seconds from then until all were there again, and connected.
+        noticed_s: seconds from the news until this worker had unwound.
+        met_s: seconds from then until all workers were reconnected.
     """
 
     generation: int
@@ -36,13 +36,13 @@ class Interruption:
 
 
 class Job:
-    """One that ends when a worker is lost, as under torchrun: its launcher starts all of them again.
+    """A job that ends when a worker is lost, as under torchrun: the launcher restarts all workers.
 
     Attributes:
         rank: of this worker.
         size: number of workers.
-        id: of the launch, once it is connected; the same for all its workers, and another for every launch.
-        term: controller epoch and generation; it only grows within a launch, and no two worlds of it have the same.
+        id: of the launch, set by :meth:`connect`; equal on all its workers, unique to the launch.
+        term: controller epoch and generation; it only grows within a launch, and no two worlds of a launch share one.
     """
 
     def __init__(self):
@@ -50,18 +50,18 @@ class Job:
         self.id, self.term = "", (0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
-        """Makes ``torch.distributed`` work.
+        """Initializes ``torch.distributed``.
 
         Args:
             backend: ``gloo`` or ``nccl``.
-            timeout: for each collective.
+            timeout: of each collective.
             device: of this worker.
         """
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         device_id, store, mine = device if backend == "nccl" else None, None, secrets.token_hex(8)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            # torchrun's store outlives workers, and has the addresses of those that it started before
+            # torchrun's store outlives workers, and still holds addresses of earlier attempts
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             server = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             self.id = server.compare_set(_JOB, "", mine).decode()
@@ -69,38 +69,45 @@ class Job:
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
         )
-        if not self.id:  # nobody outlives these workers, so this is all of the launch
+        if not self.id:  # no store outlives these workers: the launch is just them
             told = [mine]
             dist.broadcast_object_list(told, src=0)
             self.id = told[0]
 
     def built(self) -> Interruption | None:
-        """This worker has what it needs to train, and waits until all have; returns at once when they have.
+        """Reports that this worker is ready to train, and waits until all are; returns at once if they are.
 
         Returns:
-            What was lost, if this worker has taken its place just now.
+            The interruption, if this worker has just replaced a lost one.
         """
         return None
 
     def go_on_after(self, error: Exception) -> Interruption:
-        """Returns when the job is whole again, if the error comes of a lost worker.
+        """Waits until the job is whole again, if the error was caused by a lost worker.
+
+        Returns:
+            The interruption.
 
         Raises:
-            Exception: the error, if it does not.
+            Exception: the error, if no loss caused it.
         """
         raise error
 
     def start_over(self) -> NoReturn:
-        """Ends this process; another one takes its place."""
+        """Ends this process; another one replaces it.
+
+        Raises:
+            RuntimeError: the launcher does not replace workers.
+        """
         raise RuntimeError("only a worker of a job that replaces workers can start over")
 
     def gives_back(self, memory: Path) -> None:
-        """All is in storage: at the job's end nodes may remove what the run has in their memory, as far as it is known.
+        """Allows nodes to free the run's memory when the job ends, since all of it is in storage.
 
         Args:
-            memory: of the run, as all nodes call it (:func:`moc.store.tiers.memory_of_run`).
+            memory: of the run, named alike on all nodes (:func:`moc.store.tiers.memory_of_run`).
         """
 
     def leave(self) -> None:
-        """The work is done."""
+        """Leaves the job after its work is done."""
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The secret that the processes of one job share, and by which they know each other."""
+"""The secret that a job's processes share, and by which they authenticate each other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TOKEN_BYTES = 32
 FILE_VARIABLE, VARIABLE = "MOC_TOKEN_FILE", "MOC_TOKEN"
 
 _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * TOKEN_BYTES}}}")
-_MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # bytes of a file that are looked at
+_MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # most bytes read from a file
 
 
 class TokenError(RuntimeError):
-    """There is no token, or none that may be used; the message says where, and the remedy."""
+    """The token is missing or unusable; the message names the source and the remedy."""
 
 
 def make_token() -> bytes:
@@ -29,11 +29,11 @@ def make_token_file(path: Path | str) -> bytes:
     """Writes a new token, in hex, to a new file that only its owner can read.
 
     Returns:
-        the token, 32 bytes.
+        The token, 32 bytes.
 
     Raises:
         TokenError: the file exists already.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     token = make_token()
     try:
@@ -46,13 +46,13 @@ def make_token_file(path: Path | str) -> bytes:
 
 
 def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The job's token: from the file named by ``MOC_TOKEN_FILE``, else from ``MOC_TOKEN``; both hold 64 hex digits.
+    """The job's token, from the file named by ``MOC_TOKEN_FILE``, else from ``MOC_TOKEN``; both hold 64 hex digits.
 
     Returns:
-        the token, 32 bytes.
+        The token, 32 bytes.
 
     Raises:
-        TokenError: neither is set, the file cannot be read or others than its owner may read it, or it is no token.
+        TokenError: neither variable is set, the file is unreadable or accessible to others, or the token is malformed.
     """
     if path := environment.get(FILE_VARIABLE):
         return _parse(_text_of(path), f"the file {path} ({FILE_VARIABLE})")
@@ -63,7 +63,7 @@ def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes
 
 def _text_of(path: str) -> str:
     try:
-        # without waiting: somebody may have put a pipe there
+        # O_NONBLOCK: opening a FIFO must not block
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise TokenError(f"the token file {path} ({FILE_VARIABLE}) cannot be read: {error.strerror}") from None
@@ -79,6 +79,6 @@ def _text_of(path: str) -> str:
 
 
 def _parse(text: str, source: str) -> bytes:
-    if not _HEX.fullmatch(text.strip()):  # what it holds is a secret, even if a broken one: not in the message
+    if not _HEX.fullmatch(text.strip()):  # even a malformed token is a secret: not in the message
         raise TokenError(f"{source} does not hold a token, which is {2 * TOKEN_BYTES} hex digits")
     return bytes.fromhex(text.strip())

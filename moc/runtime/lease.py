@@ -1,7 +1,7 @@
-"""Until when the workers of a node may run, in memory that they share with their agent.
+"""The time until which a node's workers may run, in memory shared with their agent.
 
-The agent renews it whenever the controller answers.  It ends while the agent is stopped, too, or cannot reach anybody,
-and then others may have the places of its workers: they must not publish anything any more.
+The agent renews the lease whenever the controller answers.  While the agent is stopped or cut off, the lease expires,
+and others may take the workers' places: these workers must publish nothing from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BYTES = 8
 
 
 class Lease:
-    """One number, in seconds of the machine's monotonic clock; infinity where nobody else could have the places.
+    """Expiry time, in seconds of the machine's monotonic clock; infinite if no other worker can take the places.
 
     Args:
         descriptor: of the shared memory; it stays open.
@@ -32,7 +32,7 @@ class Lease:
 
     @classmethod
     def make(cls) -> Lease:
-        """A new one, for an agent; it has no end yet."""
+        """Creates a lease without an end, for an agent."""
         descriptor = os.memfd_create("moc-lease")
         os.truncate(descriptor, _BYTES)
         lease = cls(descriptor)
@@ -41,13 +41,13 @@ class Lease:
 
     @classmethod
     def of_this_worker(cls) -> Lease | None:
-        """The one that this process runs under; None outside of a job of our launcher."""
+        """The lease of this process; None outside of a job of our launcher."""
         text = os.environ.get(environment.LEASE)
         return None if text is None else cls(int(text))
 
     @property
     def end(self) -> float:
-        """When it ends."""
+        """Expiry time."""
         return self._end.value
 
     @end.setter
@@ -56,11 +56,11 @@ class Lease:
 
     @property
     def left(self) -> float:
-        """Seconds until it ends; negative when it is over."""
+        """Seconds until expiry; negative afterwards."""
         return self.end - time.monotonic()
 
     def enforce(self) -> None:
-        """Ends this process if the lease is over: another one may have its place."""
+        """Kills this process if the lease has expired: another worker may have its place."""
         if self.left <= 0:
             print(
                 f"mocrun: worker {os.environ.get('RANK')} has heard of no controller for too long, and ends itself: "
@@ -68,4 +68,4 @@ class Lease:
                 file=sys.stderr,
                 flush=True,
             )
-            os.kill(os.getpid(), signal.SIGKILL)  # as when its agent does it: it is lost, and has not failed
+            os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed

@@ -1,6 +1,6 @@
-"""The store where process groups find each other: a process of its own, which dies with the controller.
+"""The store for the rendezvous of process groups: a process of its own, which dies with the controller.
 
-Importing torch keeps an interpreter busy for seconds, in which a controller that was started again would hear nobody.
+Importing torch takes seconds, in which a restarted controller would serve no agent.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _AGAIN_S = 1.0
 
 
 class MeetingStore:
-    """A ``TCPStore`` in a child process, which is started again when it dies.
+    """A ``TCPStore`` in a child process, restarted when it dies.
 
     Args:
-        host: the interface to listen at.
-        on_opened: called whenever it is there.
+        host: the interface to listen on.
+        on_opened: called whenever the store becomes available.
 
     Attributes:
-        address: ``host:port``; empty while it is not there.
+        address: ``host:port``; empty while unavailable.
     """
 
     def __init__(self, host: str, on_opened: Callable[[], None]):
@@ -36,7 +36,7 @@ class MeetingStore:
         self.address = ""
 
     async def keep(self) -> None:
-        """Has it as long as this is not cancelled."""
+        """Runs the store until cancelled."""
         while True:
             process = await children.start("moc.runtime.meeting_store", "--host", self._host, stdout=subprocess.PIPE)
             try:
@@ -61,7 +61,7 @@ def main() -> None:
     host = parser.parse_args().host
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
 
-    with socket.create_server((host.strip("[]"), 0)) as listener:  # by itself torch would listen on all interfaces
+    with socket.create_server((host.strip("[]"), 0)) as listener:  # torch itself would listen on all interfaces
         port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())
     minute = timedelta(seconds=60)
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=minute, master_listen_fd=descriptor)

@@ -1,4 +1,4 @@
-"""The worker's side of a job that outlives its workers: hears of losses, and meets the others again."""
+"""A worker's side of a job that outlives its workers: hears of losses, and rejoins the others."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from moc.runtime.progress import PROGRESS
 from moc.runtime.wire import WireError
 
 NEWS_S = 5.0
-"""After an error, how long to wait for the news that another worker is lost, before it counts as this worker's own.
+"""Seconds to wait after an error for news of a lost worker, before the error counts as this worker's own.
 
-What was said is said again after as long: whoever was to hear it may have died.
+Messages are repeated at the same interval: their receiver may have died.
 """
 
 _ALIVE_S = 1.0
@@ -41,14 +41,15 @@ def _gather_alone(gathered: list, own, group=None) -> None:
 
 
 _ALONE = {"barrier": lambda *_, **__: None, "all_reduce": lambda *_, **__: None, "all_gather_object": _gather_alone}
-"""By what workers that build together wait for each other and compare what they have, where there is nobody to ask.
+"""Local stand-ins for the collectives by which workers that build together synchronize and compare their state.
 
-megatron-core's optimizer gathers the kinds of parameters, so that a kind which a rank has not is an empty group there.
+They serve a replacement, which builds alone.  megatron-core's optimizer gathers the kinds of parameters, so that a kind
+which a rank lacks is an empty group there.
 """
 
 
 class JobMember(Job):
-    """A job of our own launcher: when a worker is lost, the others live on, and another takes its place.
+    """A job of our launcher: when a worker is lost, the others survive, and another one replaces it.
 
     Args:
         connection: to the agent of this node.
@@ -65,7 +66,7 @@ class JobMember(Job):
         self._news = threading.Condition()
         self._wanted, self._reason, self._heard_at = self._started_for, "", time.monotonic()
         self._store: tuple[int, str] = (-1, "")
-        self._generation = -1  # of the groups
+        self._generation = -1  # of the groups; -1 before the first
         self._epoch = 0
         self._lease = Lease.of_this_worker()
         PROGRESS.forget("setup")
@@ -75,11 +76,11 @@ class JobMember(Job):
 
     @classmethod
     def join(cls) -> JobMember:
-        """The job that the environment speaks of."""
+        """Joins the job that the environment describes."""
         return cls(connect(os.environ[environment.AGENT], token_from_environment()))
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
-        """As :meth:`Job.connect`; groups keep what they are when others are lost."""
+        """As :meth:`Job.connect`; the groups survive lost workers."""
         self._timeout = timeout
         self._groups = Groups(self.rank, self.size, backend, timeout, device)
         self._groups.install()
@@ -97,7 +98,7 @@ class JobMember(Job):
             self._say("built")
         if self._generation >= 0:
             return None
-        dist.__dict__.update(self._real)  # it has built alone
+        dist.__dict__.update(self._real)  # a replacement, built alone
         begun = time.monotonic()
         self._meet()
         return Interruption(self._generation, self._reason, 0.0, time.monotonic() - begun)
@@ -105,16 +106,16 @@ class JobMember(Job):
     def go_on_after(self, error: Exception) -> Interruption:
         """As :meth:`Job.go_on_after`."""
         PROGRESS.forget()
-        if self._generation < 0:  # nobody else is concerned yet
+        if self._generation < 0:  # not yet connected to the others
             raise error
         if not self._hears_of_loss():
             if not isinstance(error, Suspicion):
                 raise error
             self._suspect()
         if not self._built:
-            threading.Event().wait()  # nobody builds in step with a lost one: the agent is about to kill this worker
+            threading.Event().wait()  # it was building in step with a lost worker: the agent is about to kill it
         begun, heard = time.monotonic(), self._heard_at
-        error.__traceback__ = None  # it holds the activations of the iteration that was cut off
+        error.__traceback__ = None  # it keeps the interrupted iteration's activations alive
         self._meet()
         return Interruption(self._generation, self._reason, begun - heard, time.monotonic() - begun)
 
@@ -123,7 +124,7 @@ class JobMember(Job):
         os._exit(START_OVER)
 
     def gives_back(self, memory: Path) -> None:
-        """As :meth:`Job.gives_back`; nodes that are spares by now, too."""
+        """As :meth:`Job.gives_back`; includes nodes that are spares by now."""
         self._say("gives_back", memory=str(memory))
 
     def leave(self) -> None:
@@ -132,9 +133,9 @@ class JobMember(Job):
         self._groups.destroy()
 
     def _suspect(self) -> None:
-        """Connections are lost, and nobody else is known to be: returns when the next generation has begun.
+        """Reports lost connections without a known loss, until the next generation begins.
 
-        Whoever is to begin it may be away; if that lasts, the agent ends this worker.
+        If no controller answers for too long, the agent ends this worker.
         """
         while not self._hears_of_loss():
             self._say("suspects", generation=self._generation)
@@ -144,12 +145,12 @@ class JobMember(Job):
             return self._news.wait_for(lambda: self._wanted > self._generation, NEWS_S)
 
     def _meet(self) -> None:
-        """Returns when all workers are there and connected, in whichever generation that happens."""
+        """Waits until all workers are connected, in whichever generation that succeeds."""
         while not self._meets_in(self._wanted):
             pass
 
     def _meets_in(self, generation: int) -> bool:
-        """Whether all have met in a generation; not so if somebody was lost meanwhile."""
+        """Whether all workers connected in this generation; false if one was lost meanwhile."""
         reached = False
         with self._news:
             while self._store[0] < generation and self._wanted <= generation:
@@ -166,7 +167,7 @@ class JobMember(Job):
             self._groups.begin(lambda: _store(address, self._timeout), generation)
             self._say("met", generation=generation)
             return True
-        except RuntimeError:  # somebody is lost before it begins, or the store with the controller
+        except RuntimeError:  # a worker was lost while connecting, or the store with its controller
             if not self._hears_of_loss():
                 self._suspect()
             return False
@@ -180,10 +181,10 @@ class JobMember(Job):
             try:
                 self._say("alive", **PROGRESS.report())
             except WireError:
-                os._exit(1)  # the agent is gone, and this node with it
+                os._exit(1)  # the agent is gone, so the node is lost
 
     def _watch_lease(self) -> None:
-        """Ends this process when others may have its place, also if the agent is stopped and cannot do so."""
+        """Ends this process when the lease expires, even if the agent is stopped and cannot."""
         while self._lease is not None:
             self._lease.enforce()
             left = self._lease.left
@@ -199,7 +200,7 @@ class JobMember(Job):
                 if said["kind"] == "go":
                     self._store = said["generation"], said["store"]
                     self._epoch, self.id = said["epoch"], said["job"]
-                elif said["generation"] >= self._wanted:  # one that has begun already tells a new worker why
+                elif said["generation"] >= self._wanted:  # a new worker gets the reason of its current generation, too
                     self._wanted, self._reason = said["generation"], said["reason"]
                     self._heard_at = time.monotonic()
                 self._news.notify_all()

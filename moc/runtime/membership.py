@@ -1,9 +1,9 @@
-"""Who is in the job: a state machine, without sockets, clocks and processes.  What happens goes in, orders come out.
+"""The membership of a job: a state machine without sockets, clocks or processes.  Events go in, orders come out.
 
-A *generation* is a membership with a number.  It begins when a worker is lost: whoever is left is told to abort what it
-is doing, new workers are started in the places of the lost ones, and when all of them say that they are *here*, all may
-*go* on.  What is lost meanwhile begins the next generation; nothing waits for a worker of an earlier one.  Workers are
-those of places, and which node fills a place may change: see :mod:`moc.runtime.assignment`.
+A *generation* is a membership with a number.  A lost worker starts the next one: survivors are told to *abort* what
+they are doing, replacements of the lost workers are started, and when all report that they are *here*, all are told to
+*go* on.  A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.  Workers belong to
+places, and the node that fills a place may change: see :mod:`moc.runtime.assignment`.
 
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass, field
 from moc.runtime.assignment import NodeAssignment
 
 SAVED = 75
-"""Exit code of a worker that was asked to stop, and has saved its state; of a job: start it again, and it goes on."""
+"""Exit code of a worker that has saved its state after a request to stop; of a job: restart it to resume."""
 
 LOST = 70
-"""Exit code of a job that has lost what it cannot do without (sysexits' EX_SOFTWARE)."""
+"""Exit code of a job that has lost something it depends on (sysexits' EX_SOFTWARE)."""
 
 MAX_SUSPICIONS = 10
-"""Generations that begin although nobody was lost, one after the other, before the job gives up."""
+"""Most consecutive generations that begin without a loss; one more ends the job."""
 
 START_OVER = 76
-"""Exit code of a worker that wants to be replaced: nobody has done anything wrong."""
+"""Exit code of a worker that asks to be replaced without an error."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class StartWorker:
     """To a node: start a worker.
 
     Attributes:
-        node: which.
-        worker: its name, of which there is no other.
-        rank: its place.
-        generation: for which.
-        together: all workers begin now; else it takes the place of a lost one, and builds alone.
+        node: its number.
+        worker: unique name.
+        rank: of the worker.
+        generation: that it is started for.
+        together: all workers start now; otherwise it replaces a lost one, and builds alone.
     """
 
     node: int
@@ -50,7 +50,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class Kill:
-    """To a node: a worker is of no use any more."""
+    """To a node: kill a worker that is no longer needed."""
 
     node: int
     worker: str
@@ -58,7 +58,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Abort:
-    """To all workers: leave whatever you wait in, and say that you are here in this generation."""
+    """To all workers: abort all waits, and report in this generation."""
 
     generation: int
     reason: str
@@ -66,7 +66,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Go:
-    """To all workers: all are here."""
+    """To all workers: all are here; connect."""
 
     generation: int
 
@@ -77,9 +77,9 @@ class End:
 
     Attributes:
         code: exit code of the job.
-        reason: one sentence; empty where all went well.
-        leaving: workers are about to end by themselves, and are given the time.
-        gives_back: the run's memory, on each node, if workers have said that nobody needs it any more.
+        reason: one sentence; empty on success.
+        leaving: workers are about to exit by themselves, and get time to do so.
+        gives_back: the run's memory on each node, if workers have released it.
     """
 
     code: int
@@ -97,12 +97,12 @@ class Worker:
 
     Attributes:
         name: of the process.
-        node: where it is.
-        rank: its place.
+        node: its node.
+        rank: its rank.
         together: it was started with all others.
-        built: it has what it needs to train, so it can outlive the loss of others.
-        here: the generation in which it waits for the others, or that it is in.
-        met: the generation in which it was connected with the others last.
+        built: it is ready to train, and so can survive the loss of others.
+        here: the generation in which it last reported.
+        met: the generation in which it last connected with the others.
     """
 
     name: str
@@ -116,15 +116,15 @@ class Worker:
 
 @dataclass
 class Membership:
-    """The state machine; every method takes in what has happened and returns what is to be done.
+    """The state machine: every method takes an event and returns the orders that follow.
 
     Attributes:
-        size: workers.
-        per_node: workers of each node.
-        max_restarts: workers lost by signals that are replaced, before the job gives up.
-        places: the nodes, and which of them is where.
-        end: of the job, if it is over.
-        asked: the signal by which the job was asked to stop, if it was.
+        size: workers of the job.
+        per_node: workers per node.
+        max_restarts: workers lost by signals that are replaced before the job gives up.
+        places: assignment of nodes to places.
+        end: of the job; None while it lasts.
+        asked: the signal by which the job was asked to stop; None if it was not.
     """
 
     size: int
@@ -140,13 +140,13 @@ class Membership:
     _finished: set[int] = field(default_factory=set)
     _gives_back: str | None = None
     _started: int = 0
-    _told: dict[int, int] = field(default_factory=dict)  # by node that is there, the newest generation it has heard of
+    _told: dict[int, int] = field(default_factory=dict)  # by present node, the newest generation known to it
 
     def __post_init__(self):
         self.places = NodeAssignment(self.size // self.per_node)
 
     def state_dict(self) -> dict:
-        """What a controller that is started again cannot hear from the nodes; JSON can hold it."""
+        """State that a restarted controller cannot learn from the nodes; JSON-serializable."""
         return {
             "generation": self.generation,
             "restarts": self.restarts,
@@ -161,7 +161,7 @@ class Membership:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes up what an earlier controller knew; its nodes are yet to join."""
+        """Restores an earlier controller's state; its nodes have yet to join."""
         self.generation, self.restarts, self.suspicions = state["generation"], state["restarts"], state["suspicions"]
         self.asked, self._finished, self._started = state["asked"], set(state["finished"]), state["started"]
         self._gives_back = state["gives_back"]
@@ -171,13 +171,13 @@ class Membership:
     def joined(
         self, node: int, workers: Iterable[Worker] = (), generation: int = 0, asked: int | None = None
     ) -> list[Order]:
-        """A node is there.
+        """A node has joined.
 
         Args:
             node: its number.
-            workers: that it has already, if a controller before this one has started some, or it was taken for lost.
-            generation: the newest that it has heard of.
-            asked: the signal by which it was asked to stop, if it was.
+            workers: its live workers, if an earlier controller started some or the node was declared lost.
+            generation: the newest known to the node.
+            asked: the signal by which it was asked to stop; None if it was not.
         """
         if self.end:
             return [self.end]
@@ -198,13 +198,13 @@ class Membership:
             self.running = False
             return orders + self._fill()
         if not self.running and any(worker.met < self.generation for worker in self.workers.values()):
-            # where they were to meet may be gone with the controller that has told them, or has died before it did
+            # their store may be gone with the controller that ordered them to connect, or died before it could
             return orders + self._next_generation("whoever was to bring the workers together is gone")
         self.running = True
         return orders
 
     def left(self, node: int) -> list[Order]:
-        """A node is lost, with all its workers; it may come back."""
+        """A node is lost with all its workers; it may return."""
         place, spare = self.places.goes(node)
         self._told.pop(node, None)
         self._forget_workers(node)
@@ -218,13 +218,13 @@ class Membership:
         return self._next_generation(f"node {node} is lost{instead}")
 
     def ended(self, name: str, code: int, why: str = "", gives_back: str | None = None) -> list[Order]:
-        """A worker has ended.
+        """A worker has exited.
 
         Args:
-            name: of the worker; one that was told to be killed is of no interest any more.
-            code: its exit code; minus the number of the signal that killed it.
-            why: it was killed, if its node has done it.
-            gives_back: the run's memory, if it has said that nobody needs it any more.
+            name: of the worker; ignored if it was already ordered to be killed.
+            code: its exit code; minus the signal number if a signal killed it.
+            why: the reason, if its node killed it.
+            gives_back: the run's memory, if the worker has released it.
         """
         worker = self.workers.pop(name, None)
         if worker is None or self.end:
@@ -245,34 +245,34 @@ class Membership:
         return self._next_generation(how)
 
     def built(self, name: str) -> list[Order]:
-        """A worker has what it needs to train."""
+        """A worker is ready to train."""
         if name in self.workers:
             self.workers[name].built = True
         return []
 
     def here(self, name: str, generation: int) -> list[Order]:
-        """A worker waits for the others in a generation."""
+        """A worker reports in a generation, and waits for the others."""
         if name not in self.workers or self.end:
             return []
         self.workers[name].here = generation
         if not self._all_here():
             return []
         self.running = True
-        return [Go(self.generation)]  # also if it was told before: who says it again has not heard of it
+        return [Go(self.generation)]  # repeated for a worker that reports again: it missed the order
 
     def met(self, name: str, generation: int) -> list[Order]:
-        """A worker is connected with all others."""
+        """A worker has connected with all others."""
         if name in self.workers:
             self.workers[name].met = generation
         return []
 
     def suspected(self, name: str, generation: int, how: str = "has lost connections") -> list[Order]:
-        """A worker cannot go on, and no loss has become known: connections are lost, or somebody hangs.
+        """A worker cannot continue although no loss is known: connections are lost, or a worker hangs.
 
         Args:
             name: of the worker.
             generation: that it is in.
-            how: it cannot go on.
+            how: the symptom.
         """
         if name not in self.workers or generation != self.generation or self.end:
             return []
@@ -283,11 +283,11 @@ class Membership:
         return self._next_generation(what)
 
     def calm(self) -> None:
-        """All has gone well for long: what was suspected before does not count any more."""
+        """Forgets earlier suspicions after a long time without trouble."""
         self.suspicions = 0
 
     def stopping(self, number: int) -> list[Order]:
-        """The job was asked to stop: whoever ends now is not replaced, and who is missing is not waited for.
+        """The job was asked to stop: lost workers are no longer replaced, and missing nodes no longer awaited.
 
         Args:
             number: of the signal.
@@ -297,11 +297,11 @@ class Membership:
         return self.gives_up(why) if self.has_begun else self._over(128 + number, f"{why}: nothing has begun")
 
     def waits_for(self) -> list[int]:
-        """The nodes that are lost or have never come, while no spare is there for them."""
+        """Nodes that are lost or have never joined, and that no spare replaces."""
         return [] if self.end else self.places.missing()
 
     def gives_up(self, why: str) -> list[Order]:
-        """The nodes that are missing, if there are any, are not waited for any longer.
+        """Ends the job if nodes are missing.
 
         Args:
             why: in words.
@@ -327,12 +327,12 @@ class Membership:
     def _next_generation(self, reason: str) -> list[Order]:
         self.generation, self.running = self.generation + 1, False
         self._finished.clear()
-        self._gives_back = None  # those that are left go on, and need it
+        self._gives_back = None  # survivors resume, and need it
         self._told = dict.fromkeys(self._told, self.generation)
         return [Abort(self.generation, reason), *self._fill()]
 
     def _fill(self) -> list[Order]:
-        """Starts what is missing.  Who has not built what it needs, in step with all others, cannot do so any more."""
+        """Starts missing workers, and kills those that can no longer build in step with all others."""
         orders: list[Order] = []
         anybody = any(worker.built for worker in self.workers.values())
         for worker in list(self.workers.values()):

@@ -1,4 +1,4 @@
-"""A message: a header that JSON knows, and raw bytes. Never a pickle."""
+"""A message: a JSON header and raw bytes. Never a pickle."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from dataclasses import dataclass, field
 
 HEADER_LIMIT = 1 << 20
-"""Bytes of a message's header, as JSON."""
+"""Most bytes of a message's JSON header."""
 
 
 class WireError(RuntimeError):
-    """The peer broke a rule of the wire, or is no peer at all; the connection is of no more use."""
+    """The peer violated the protocol, or does not speak it; the connection is unusable."""
 
 
 class _Header(dict):
-    """One that arrived; what it should have and has not is the sender's mistake."""
+    """A received header; a missing key is the sender's error."""
 
     def __missing__(self, name: str):
         raise WireError(f"its message {self.get('kind')} does not say {name}")
@@ -22,13 +22,12 @@ class _Header(dict):
 
 @dataclass(frozen=True)
 class Message:
-    """What one process says to another.
+    """A message between two processes.
 
     Attributes:
-        header: values that JSON knows, and ``kind``, a string, among them. As in JSON, keys are strings and tuples
-            arrive as lists; infinities and NaN are allowed.
-        body: any contiguous buffer to send, which must not change meanwhile; where it arrives, a ``memoryview`` that
-            can only be read.
+        header: JSON values, with a string ``kind`` among them. As in JSON, keys are strings and tuples arrive as lists;
+            infinities and NaN are allowed.
+        body: any contiguous buffer, which must not change while it is sent; it arrives as a read-only ``memoryview``.
     """
 
     header: dict
@@ -36,15 +35,15 @@ class Message:
 
     @property
     def kind(self) -> str:
-        """What this message is about."""
+        """The kind of the message."""
         return self.header["kind"]
 
 
 def encode(header: dict) -> bytes:
-    """A header as JSON.
+    """Encodes a header as JSON.
 
     Raises:
-        ValueError, TypeError: it is no header, is too large, or JSON does not know what is in it.
+        ValueError, TypeError: it is no header, is too large, or has values that JSON cannot represent.
     """
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str):
         raise ValueError("the header of a message is a dict with a string named kind")
@@ -60,10 +59,10 @@ def encode(header: dict) -> bytes:
 
 
 def decode(data: bytes) -> dict:
-    """A header from JSON.
+    """Decodes a header from JSON.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is malformed.
     """
     try:
         header = json.loads(data.decode())
@@ -75,10 +74,10 @@ def decode(data: bytes) -> dict:
 
 
 def flat(body) -> memoryview:
-    """The bytes of any contiguous buffer, not copied.
+    """A byte view of any contiguous buffer, without a copy.
 
     Raises:
         TypeError: it is not a buffer, or not contiguous.
     """
     view = memoryview(body)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # empty ones of other shapes cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of another shape cannot be cast

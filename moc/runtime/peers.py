@@ -1,4 +1,4 @@
-"""Agents as the controller sees them."""
+"""Agents as seen by the controller."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _PROBE_S = 1.0
 
 @dataclass(eq=False)
 class Peer:
-    """An agent that is connected.
+    """A connected agent.
 
     Attributes:
         node: its number.
         connection: to it.
-        hello: what it has said first.
-        workers: that it has, or had when it said so.
-        state: what it has kept of an earlier controller's knowledge.
-        heard: when it said something last, by the controller's clock.
+        hello: header of its first message.
+        workers: its workers as of that message.
+        state: its copy of an earlier controller's state.
+        heard: when it last sent anything, by the controller's clock.
         epoch: that it has promised.
-        asked: in which epoch it was last asked for its promise.
-        admitted: it is one of the job's nodes; what it says before that is held.
-        held: what it has said that is to be heard later.
-        knows_end: it has heard that the job is over.
-        lost: it has said itself that its workers are dead.
+        asked: the epoch in which its promise was last requested.
+        admitted: it belongs to the job; its earlier messages are held.
+        held: messages to be handled later.
+        knows_end: it has acknowledged the end of the job.
+        lost: it has itself reported its workers dead.
     """
 
     node: int
@@ -50,10 +50,10 @@ class Peer:
 
     @classmethod
     def from_hello(cls, hello: dict, connection: wire.AsyncConnection, now: float) -> Peer:
-        """An agent that introduces itself.
+        """Parses an agent's hello.
 
         Raises:
-            WireError: its hello cannot be understood.
+            WireError: the hello is malformed.
         """
         for name in ("generation", "asked", "instance", "called", "door", "free_in", "silent", "at"):
             hello[name]
@@ -66,32 +66,32 @@ class Peer:
 
     @property
     def instance(self) -> str:
-        """Of its process: one that is started again has another."""
+        """Id of its process; a restarted one has another."""
         return self.hello["instance"]
 
     @property
     def called(self) -> str:
-        """What to call its process in a message."""
+        """Name of its process, for messages."""
         return self.hello["called"]
 
     @property
     def door(self) -> str | None:
-        """Where its process listens as long as it lives."""
+        """Address at which its process listens while it lives."""
         return self.hello["door"]
 
     @property
     def free_in(self) -> float:
-        """Seconds until it may promise something, when it came."""
+        """Seconds until it may promise this candidate something, as of its hello."""
         return self.hello["free_in"]
 
     @property
     def silent(self) -> float:
-        """Seconds since it had heard of a controller that led, when it came."""
+        """Seconds since it last heard a leading controller, as of its hello."""
         return self.hello["silent"]
 
 
 async def process_has_died(door: str) -> bool:
-    """Whether the machine is there and says that nobody listens at a door; where nobody answers, that is not known."""
+    """Whether the machine refuses connections to a door; without an answer, the process may still live."""
     host, _, port = door.rpartition(":")
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_S)

@@ -1,6 +1,6 @@
-"""What the thread that computes is at: which section, since when, and whether it waits for others.
+"""Progress of the compute thread: its section, since when, and whether it waits for others.
 
-progress("step")        # this is where it is from now on; and what it was in before is done
+progress("step")        # enters this section, and completes the previous one
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """Written by the thread that computes, read by another."""
+    """Written by the compute thread, read by another."""
 
     def __init__(self):
         self._at: tuple[str | None, float] = None, time.monotonic()
@@ -19,19 +19,19 @@ class Progress:
         self._waits = False
 
     def enter(self, section: str) -> None:
-        """Begins a section, or the same one once more; the one before is done, and its time counts as measured."""
+        """Enters a section, possibly the same again; the previous one is complete, and its duration is recorded."""
         before, since = self._at
         self._at = section, time.monotonic()
         if before is not None:
             self._longest[before] = max(self._longest.get(before, 0.0), self._at[1] - since)
 
     def forget(self, section: str | None = None) -> None:
-        """What it was in was cut off: its time says nothing.  From now on it is in a section, or in none."""
+        """Discards an interrupted section's duration, and enters the given section or none."""
         self._at = section, time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside of it, the thread waits for other workers."""
+        """Marks the thread as waiting for other workers within the block."""
         self._waits = True
         try:
             yield
@@ -46,6 +46,6 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Of this process: it has one thread that computes."""
+"""Progress of this process, which has one compute thread."""
 
 progress = PROGRESS.enter

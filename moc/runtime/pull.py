@@ -1,8 +1,8 @@
-"""Brings a snapshot from the memory of another node: files first, the manifest last, so that it is whole or not there.
+"""Copies a snapshot from another node's memory: files first, the manifest last, so that it is whole or absent.
 
-What is said: a *read* names a node that has offered its memory to the other replica server, whose snapshot it is (its
-own, or one that it keeps for another), the iteration, a file and a range of bytes.  The answer is *data*, with the size
-of the file; *absent*, where there is no such file; or *refused*.
+Protocol: a *read* names the node that has offered its memory to the other replica server, the node whose snapshot is
+wanted (the same, or one that it keeps a copy for), the iteration, a file and a range of bytes.  The answer is *data*,
+with the size of the file; *absent*, if there is no such file; or *refused*.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 
 CHUNK = 4 << 20
-"""Bytes that are asked for at once."""
+"""Bytes per request."""
 
 SILENCE_S = 30.0
-"""After which a node that sends nothing counts as gone; one that sends slowly does not."""
+"""Seconds without a byte after which a node counts as gone; a slow one does not."""
 
 _NODE = re.compile(r"[0-9A-Za-z]+")
-_FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.NAME))  # a rank's, or of one expert
+_FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.NAME))  # of a rank, or of one expert
 
 
 class AbsentError(RuntimeError):
-    """The other node has not published it yet, or no longer has it."""
+    """The other node has not yet published the snapshot, or no longer has it."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A snapshot of one node that is to be brought here.
+    """A snapshot of one node, to be copied here.
 
     Attributes:
         iteration: iterations completed when it was taken.
         of: the node whose part of the snapshot it is.
-        held_by: the node that has it in its memory.
+        held_by: the node that has it in memory.
         address: ``host:port`` of that node's replica server.
-        rate: bytes a second, at most; None for as fast as it goes.
-        patient: where it is not there, or nobody answers, try again until it is.
+        rate: most bytes per second; None for no limit.
+        patient: retry while the snapshot is absent or its holder does not answer.
     """
 
     iteration: int
@@ -62,10 +62,10 @@ class Wanted:
 
 
 def part_of(root: Path, node: str, of: str) -> Path:
-    """Where a node's memory has the snapshots of a node: its own, or the copies that it keeps for another.
+    """Directory in a node's memory with a node's snapshots: its own, or copies kept for another node.
 
     Raises:
-        ValueError: these are no names of nodes.
+        ValueError: a node name is invalid.
     """
     if not (_NODE.fullmatch(node) and _NODE.fullmatch(of)):
         raise ValueError(f"nodes are called by letters and digits, not {node!r} and {of!r}")
@@ -73,10 +73,10 @@ def part_of(root: Path, node: str, of: str) -> Path:
 
 
 def file_in(root: Path, node: str, of: str, iteration: int, file: str) -> Path:
-    """A file of a snapshot in a node's memory; nothing else has a name here.
+    """Path of a snapshot file in a node's memory; no other file has a name here.
 
     Raises:
-        ValueError: this cannot be one.
+        ValueError: the iteration, the file or a node name is invalid.
     """
     if type(iteration) is not int or iteration < 0 or not _FILE.fullmatch(file):
         raise ValueError(f"{file!r} of iteration {iteration!r} is no file of a snapshot")
@@ -84,20 +84,20 @@ def file_in(root: Path, node: str, of: str, iteration: int, file: str) -> Path:
 
 
 async def pull(wanted: Wanted, token: bytes, into: Path) -> int:
-    """Brings a snapshot, unless the very same is here.
+    """Copies a snapshot, unless an identical one is present.
 
     Args:
-        wanted: which.
+        wanted: the snapshot.
         token: the job's secret.
         into: directory of that node's snapshots in this node's memory.
 
     Returns:
-        The bytes that were copied.
+        The bytes copied.
 
     Raises:
-        AbsentError: it is not there.
-        PeerGoneError: nobody answers.
-        DamagedRegionError, CheckpointError: what is there is not what its manifest says, or there is no room here.
+        AbsentError: the holder does not have it.
+        PeerGoneError: the holder does not answer.
+        DamagedRegionError, CheckpointError: its contents contradict its manifest, or this node lacks room.
     """
     async with _Remote(wanted, await wire.open(wanted.address, token)) as remote:
         text = b"".join(
@@ -145,7 +145,7 @@ def _slot(into: Path, file: str, entry: FileEntry, wanted: Wanted) -> Path:
 
 
 class _Remote:
-    """A snapshot in the memory of another node."""
+    """A snapshot in another node's memory."""
 
     def __init__(self, wanted: Wanted, connection: wire.AsyncConnection):
         self.wanted, self._connection = wanted, connection
@@ -158,17 +158,17 @@ class _Remote:
         self._connection.abort()
 
     def name(self, file: str) -> str:
-        """What to call a file in a message."""
+        """Name of a file, for messages."""
         wanted = self.wanted
         return f"{file} of iteration {wanted.iteration} of node {wanted.of}, in the memory of node {wanted.held_by},"
 
     async def size(self, file: str) -> int:
-        """Bytes of a file."""
+        """Size of a file, in bytes."""
         await self._ask(file, 0, 0)
         return (await self._answer()).header["size"]
 
     async def read(self, file: str, nbytes: int) -> AsyncIterator[tuple[int, bytes | bytearray | memoryview]]:
-        """The first bytes of a file, in pieces, with where they stand; one piece is asked for ahead."""
+        """Reads the first bytes of a file as pairs of offset and piece; one piece is prefetched."""
         spans = [(start, min(CHUNK, nbytes - start)) for start in range(0, nbytes, CHUNK)]
         for span in spans[:1]:
             await self._ask(file, *span)

@@ -1,4 +1,4 @@
-"""A worker's side of the replica server of its node."""
+"""A worker's client of its node's replica server."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from moc.runtime.wire import PeerGoneError
 from moc.store.errors import CheckpointError
 
 PATIENCE_S = 60.0
-"""How long a replica server may take to start; or, one that hangs, to be started again."""
+"""Seconds that a replica server may take to start, or a hung one to be restarted."""
 
 
 class ReplicaClient:
-    """Gives orders for one node; one thread at a time.  Whatever is under way when it is closed, is given up.
+    """Sends orders for one node, from one thread at a time.  Closing it cancels pending orders.
 
     Args:
         connection: to the replica server.
         node: name of the node that this worker leads.
-        root: its memory.
+        root: the node's memory.
 
     Attributes:
-        address: where replica servers of other nodes read.
+        address: where other nodes' replica servers read.
     """
 
     def __init__(self, connection: Connection, node: str, root: Path):
@@ -38,10 +38,10 @@ class ReplicaClient:
 
     @classmethod
     def connect(cls, node: str, root: Path) -> ReplicaClient:
-        """Offers a node's memory to the replica server that the environment names; nothing is under way for it then.
+        """Offers a node's memory to the replica server that the environment names; cancels its earlier orders.
 
         Raises:
-            PeerGoneError: there is none.
+            PeerGoneError: no replica server answers.
         """
         address, deadline = os.environ[environment.REPLICA_SERVER], time.monotonic() + PATIENCE_S
         while True:
@@ -53,14 +53,14 @@ class ReplicaClient:
                 time.sleep(0.05)
 
     def pull(self, wanted: Wanted) -> tuple[int, float]:
-        """Has a snapshot brought here.
+        """Has a snapshot copied here.
 
         Returns:
-            Bytes that were copied, and seconds that it took.
+            Bytes copied, and the seconds it took.
 
         Raises:
-            CheckpointError: it cannot be had.
-            PeerGoneError: the replica server is gone, or this was closed.
+            CheckpointError: the copy failed.
+            PeerGoneError: the replica server is gone, or this client was closed.
         """
         self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(wanted)}))
         answer = self._connection.recv().header
@@ -69,5 +69,5 @@ class ReplicaClient:
         return answer["bytes"], answer["seconds"]
 
     def close(self) -> None:
-        """From any thread."""
+        """Closes the connection; any thread may call it."""
         self._connection.close()

@@ -1,11 +1,10 @@
-"""The process that keeps copies of other nodes' snapshots in this node's memory, and gives its own to other nodes.
+"""The replica server of a node: copies other nodes' snapshots into this node's memory, and serves its own.
 
-There is one on each node, started by its agent, which takes no part in training and costs its workers' interpreters
-nothing.  It has two doors:
+Each node has one, started by its agent, so that copies take no time of the workers' interpreters.  It listens on:
 
-* a Unix socket, for workers of this node: an *offer* of a directory in memory, which ends what was under way for that
-  node, and orders to *pull* a snapshot into it; and for its agent, who *asks* whether it is well;
-* a port, for the replica servers of other nodes: reads of snapshot files in what has been offered, and nothing else.
+* a Unix socket, for workers of this node: an *offer* of a directory in memory, which cancels pending orders for that
+  node, and orders to *pull* a snapshot into it; and for its agent's health check, *ask*;
+* a port, for the replica servers of other nodes: reads of snapshot files in the offered directories, and nothing else.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _log = logging.getLogger("moc")
 
 
 class ReplicaServer:
-    """Answers reads, and follows orders, each node's one after the other.
+    """Answers reads, and executes orders, one at a time for each node.
 
     Args:
         token: the job's secret.
-        address: where reads are answered, for whoever offers.
+        address: where reads are answered, sent to workers that offer memory.
     """
 
     def __init__(self, token: bytes, address: str = ""):
@@ -53,12 +52,12 @@ class ReplicaServer:
         self._turns: dict[str, asyncio.Lock] = {}
 
     async def serve_reads(self, connection: wire.AsyncConnection) -> None:
-        """Answers another replica server."""
+        """Serves another replica server."""
         while True:
             await connection.send(self._read((await connection.recv()).header))
 
     async def serve_orders(self, connection: wire.AsyncConnection) -> None:
-        """Follows the orders of the worker that leads a node; when it leaves, nothing stays under way."""
+        """Executes the orders of the worker that leads a node; cancels pending ones when it disconnects."""
         node = None
         try:
             while True:
@@ -81,7 +80,7 @@ class ReplicaServer:
                 await self._rest(node)
 
     async def _rest(self, node: str) -> None:
-        """Returns when nothing is under way for a node."""
+        """Cancels all orders for a node, and waits until none is pending."""
         orders = list(self._orders.setdefault(node, set()))
         for order in orders:
             order.cancel()
@@ -104,7 +103,7 @@ class ReplicaServer:
         while True:
             try:
                 return await pull(wanted, self._token, part_of(self._roots[node], node, wanted.of))
-            except (AbsentError, WireError) as error:  # it is about to publish, or to be started again
+            except (AbsentError, WireError) as error:  # the holder may yet publish, or be restarted
                 if not wanted.patient:
                     raise
                 if time.monotonic() > tell_at:
@@ -136,13 +135,13 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
 
 
 async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
-    """Runs a replica server as a child process, and restarts it at the same address when it dies.
+    """Runs a replica server as a child process, restarted at the same address when it dies.
 
     Args:
-        controllers: addresses; reads are answered on the interface from which the first is reached that is known.
+        controllers: addresses; reads are served on the interface that routes to the first one that resolves.
         orders: ``unix:/path`` for the workers of this node.
         token: the job's secret.
-        hangs_s: seconds that it may take to answer; one that takes longer is killed.
+        hangs_s: seconds that it may take to answer before it is killed.
 
     Raises:
         OSError: it cannot be started.
@@ -159,7 +158,7 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
                 why = await _end(process, orders, token, hangs_s)
             elif listen.endswith(":0"):
                 raise OSError(f"what keeps copies of snapshots does not start at {listen}: see what it wrote above")
-            else:  # somebody else has its port now
+            else:  # another process has taken its port
                 why, listen = "cannot listen where it was", f"{listen.rpartition(':')[0]}:0"
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -169,7 +168,7 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
 
 
 async def _end(process: asyncio.subprocess.Process, orders: str, token: bytes, hangs_s: float) -> str:
-    """Waits until a replica server has died, or hangs; which of them."""
+    """Waits until a replica server has died or hangs; returns which."""
     died = asyncio.create_task(process.wait())
     while not (await asyncio.wait([died], timeout=min(_ASK_S, hangs_s)))[0]:
         try:
@@ -180,7 +179,7 @@ async def _end(process: asyncio.subprocess.Process, orders: str, token: bytes, h
 
 
 async def _is_well(orders: str, token: bytes, hangs_s: float) -> None:
-    """One that is well answers at once, whatever it copies."""
+    """Raises if the replica server does not answer; copies in progress do not delay its answer."""
     connection = await wire.open(orders, token, timeout=hangs_s)
     try:
         await connection.send(Message({"kind": "ask"}))
@@ -192,14 +191,14 @@ async def _is_well(orders: str, token: bytes, hangs_s: float) -> None:
 async def _interface_towards(controllers: list[str]) -> str:
     while True:
         for controller in controllers:
-            with contextlib.suppress(OSError):  # its name may not be known yet; the agent says so if it never is
+            with contextlib.suppress(OSError):  # the host may not resolve yet; the agent reports it if it never does
                 return await asyncio.to_thread(interface_towards, controller)
         await asyncio.sleep(0.5)
 
 
 async def _serve(listen: str, orders: str, token: bytes) -> None:
     replica_server = ReplicaServer(token)
-    # beyond loopback if, and only if, the interface that the job was given is
+    # the interface is the one towards the controller: loopback only if the job's is
     async with (
         await wire.serve(listen, token, replica_server.serve_reads, beyond_loopback=True) as reads,
         await wire.serve(orders, token, replica_server.serve_orders),

@@ -1,4 +1,4 @@
-"""The clock by which a process judges the silence of others."""
+"""The clock by which a process judges the silence of its peers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 
 
 class RunningClock:
-    """Counts the seconds in which this process ran: after a pause, others are not judged for what it did not hear.
+    """Counts the seconds in which this process ran, so that peers are not blamed for messages missed during its pauses.
 
     Args:
-        most_s: between two ticks; what is longer was a pause.
+        most_s: most seconds between two ticks; anything beyond was a pause.
 
     Attributes:
-        now: seconds since it was made.
+        now: seconds that the process ran since construction.
     """
 
     def __init__(self, most_s: float):
         self.now, self._at, self._most_s = 0.0, time.monotonic(), most_s
 
     def tick(self) -> None:
-        """Called often; of the time since the last call, a pause does not count."""
+        """Advances the clock by the time since the last call, without pauses; call it often."""
         now = time.monotonic()
         self.now += min(now - self._at, self._most_s)
         self._at = now

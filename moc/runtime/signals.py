@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop, as its launchers hear of them."""
+"""Signals that ask a job to stop, as launchers receive them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Launchers act on these, and pass them on."""
+"""Launchers handle these, and forward them."""
 
 
 class StoppedError(Exception):
@@ -27,20 +27,20 @@ class StoppedError(Exception):
 
 
 class Signals:
-    """Whoever listens hears of each that comes, and of those that came before."""
+    """Delivers every stop signal to each listener, including signals that arrived before it registered."""
 
     def __init__(self):
-        # who starts this process may have it ignored; then nobody could wait for children, and each would seem to fail
+        # an inherited SIG_IGN would discard children's exit codes, so that each would seem to fail
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._listeners: list[Callable[[int], object]] = []
         self._come: list[int] = []
         for number in STOPS:
             asyncio.get_running_loop().add_signal_handler(number, self._comes, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # children of launchers are started with them blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # launchers start their children with these blocked
 
     @contextlib.contextmanager
     def heard_by(self, listener: Callable[[int], object]) -> Iterator[None]:
-        """Calls a listener with their numbers, inside of the block."""
+        """Calls a listener with each signal number within the block."""
         self._listeners.append(listener)
         try:
             for number in self._come:
@@ -50,10 +50,10 @@ class Signals:
             self._listeners.remove(listener)
 
     async def unless_stopped(self, beginning: Coroutine[Any, Any, T]) -> T:
-        """Awaits what is of no use if the job is to stop.
+        """Awaits a coroutine, and cancels it if the job is asked to stop.
 
         Raises:
-            StoppedError: it is.
+            StoppedError: the job was asked to stop.
         """
         task = asyncio.create_task(beginning)
         with self.heard_by(lambda _: task.cancel()):

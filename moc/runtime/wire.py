@@ -1,7 +1,7 @@
-"""Messages between the processes of a job, authenticated with its token, without any input or output.
+"""Messages between the processes of a job, authenticated with its token; pure protocol, without I/O.
 
-``docs/reference/wire.md`` has the layout. :class:`Channel` turns bytes into messages and back, and never waits; sockets
-are in ``connections.py`` (threads) and ``async_connections.py`` (asyncio).
+``docs/reference/wire.md`` has the layout. :class:`Channel` turns bytes into messages and back, and never blocks;
+sockets are in ``connections.py`` (threads) and ``async_connections.py`` (asyncio).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from moc.runtime.message import HEADER_LIMIT, Message, WireError, decode, encode
 
 VERSION = 1
 DEFAULT_BODY_LIMIT = 64 << 20
-"""Bytes of a message's body that a receiver takes unless it says otherwise."""
+"""Bytes of the largest body that a receiver accepts by default."""
 READ_BYTES = 256 << 10
-"""How many bytes to read at once when messages come."""
+"""Bytes to request per read of messages."""
 
 _MAGIC = b"moc-wire"
-_START = struct.Struct(">8sH")  # magic, version: the same in all versions
+_START = struct.Struct(">8sH")  # magic, version: fixed for all versions
 _HELLO = struct.Struct(">8sHQ32s")  # magic, version, body limit, nonce
 _PREFIX = struct.Struct(">IQ")  # bytes of header and body
 _SEQUENCE = struct.Struct(">Q")
@@ -31,7 +31,7 @@ _ROLES = ("client", "server")
 
 
 class PeerGoneError(WireError):
-    """The peer is not there, or no longer; to connect again may help."""
+    """The peer is unreachable or has disconnected; reconnecting may help."""
 
 
 class _State(enum.Enum):
@@ -44,17 +44,17 @@ class _State(enum.Enum):
 class Channel:
     """One end of a connection: hello, then proof, then messages.
 
-    Both ends say hello with a nonce, and prove that they know the token by HMAC-SHA256 over their role and both hellos.
-    From token and nonces follows a key for each direction (HKDF, RFC 5869), and every message carries an HMAC-SHA256
-    over its number and all its bytes. So whatever was changed, replayed, reordered or left out is refused.
+    Both ends send a hello with a nonce, and prove that they know the token by HMAC-SHA256 over their role and both
+    hellos. Token and nonces yield a key for each direction (HKDF, RFC 5869), and every message carries an HMAC-SHA256
+    over its number and all its bytes. So changed, replayed, reordered or missing messages are refused.
 
-    Not thread-safe, but for one thread in :meth:`send` while another is in :meth:`receive` or :meth:`end`.
+    Not thread-safe, except for one thread in :meth:`send` while another is in :meth:`receive` or :meth:`end`.
 
     Args:
         token: the job's secret, 32 bytes.
-        role: ``client`` for the end that connected, ``server`` for the other.
-        body_limit: bytes of the largest body that this end takes; the other end is told.
-        peer: what to call the other end in messages.
+        role: ``client`` for the connecting end, ``server`` for the other.
+        body_limit: bytes of the largest body that this end accepts; announced to the peer.
+        peer: name of the peer, for messages.
     """
 
     def __init__(self, token: bytes, role: str, body_limit: int = DEFAULT_BODY_LIMIT, peer: str = "the peer"):
@@ -71,27 +71,27 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer has proved itself, and messages can go."""
+        """Whether the peer is authenticated, and messages can be exchanged."""
         return self._state is _State.OPEN
 
     @property
     def wants(self) -> int:
-        """How many bytes to read next, at most: until the peer has proved itself, no more than its hello and proof."""
+        """Most bytes to read next: before the peer is authenticated, no more than its hello and proof."""
         if self._state is _State.HELLO:
             return _HELLO.size - len(self._buffer)
         return _MAC_BYTES - len(self._buffer) if self._state is _State.PROOF else READ_BYTES
 
     def handshake_bytes(self) -> bytes:
-        """What the handshake wants sent now; empty where nothing is due. Ask at first and after :meth:`receive`."""
+        """Handshake bytes to send now, possibly empty. Call it first and after each :meth:`receive`."""
         due, self._handshake = self._handshake, b""
         return due
 
     def send(self, message: Message) -> list[bytes | memoryview]:
-        """The buffers that carry a message, to be sent in this order and at once; the body is not copied.
+        """Buffers that carry a message, to be sent in this order and at once; the body is not copied.
 
         Raises:
-            WireError: the handshake is not done, or the channel is dead.
-            ValueError, TypeError: this cannot be a message, or the peer does not take one so large; the channel lives.
+            WireError: the handshake is incomplete, or the channel is dead.
+            ValueError, TypeError: the message is invalid or exceeds the peer's body limit; the channel stays usable.
         """
         self._check_alive()
         if self._state is not _State.OPEN:
@@ -107,12 +107,13 @@ class Channel:
         return [head, body, mac]
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """Takes bytes as they came, however cut, and returns the messages that are whole now.
+        """Takes bytes in any fragmentation, and returns the messages that are now complete.
 
-        No more than the bytes that came are kept, whatever lengths they claim.
+        Only received bytes are buffered, whatever lengths they claim.
 
         Raises:
-            WireError: the peer broke the rules. The channel is dead from now on; what came with the bad bytes is lost.
+            WireError: the peer violated the protocol. The channel is dead from now on; messages received with the bad
+                bytes are lost.
         """
         self._check_alive()
         self._buffer += data
@@ -126,10 +127,10 @@ class Channel:
         return messages
 
     def end(self) -> None:
-        """The peer's bytes have ended. Between two messages the peer may still listen, so that sending goes on.
+        """Handles the end of the peer's stream; between two messages, sending stays possible.
 
         Raises:
-            PeerGoneError: always; it says where the end came.
+            PeerGoneError: always; it says where the stream ended.
         """
         self._check_alive()
         if self._state is not _State.OPEN:
@@ -143,7 +144,7 @@ class Channel:
         magic = self._buffer[: len(_MAGIC)]
         if not _MAGIC.startswith(magic):
             self._fail(f"{self._peer} does not speak the protocol of this job's processes: is the address right?")
-        if len(self._buffer) >= _START.size:  # other versions may have longer hellos: do not wait for all of this one
+        if len(self._buffer) >= _START.size:  # a longer hello of another version need not be complete
             version = _START.unpack_from(self._buffer)[1]
             if version != VERSION:
                 ours = f"and this process version {VERSION}: install the same release everywhere"
@@ -156,7 +157,7 @@ class Channel:
         self._peer_body_limit = _HELLO.unpack(theirs)[2]
         client, server = (self._hello, theirs) if self._role == "client" else (theirs, self._hello)
         self._transcript = client + server
-        self._handshake += self._proof(self._role)  # after the hello, should that not be sent yet
+        self._handshake += self._proof(self._role)  # after the hello, which may not be sent yet
         self._state = _State.PROOF
 
     def _read_proof(self) -> None:
@@ -197,7 +198,7 @@ class Channel:
     def _take_frame(self, count: int) -> memoryview:
         if count < READ_BYTES:
             return memoryview(self._take(count))
-        # give the buffer away rather than copy it, which takes longer than the MAC; what follows is the shorter part
+        # hand over the buffer, since copying it takes longer than the MAC; the remainder is the shorter part
         frame = self._buffer
         self._buffer = frame[count:]
         return memoryview(frame).toreadonly()[:count]
@@ -222,7 +223,7 @@ def _hmac(key: bytes, data: bytes) -> bytes:
 
 
 def _mac(key: bytes, sequence: int, *parts: bytes | memoryview) -> bytes:
-    # Today's processors have instructions for SHA-256: 1.7 to 2 times as fast as blake2b (docs/reference/wire.md)
+    # processors have SHA-256 instructions: 1.7 to 2 times as fast as blake2b (docs/reference/wire.md)
     mac = hmac.new(key, _SEQUENCE.pack(sequence), "sha256")
     for part in parts:
         mac.update(part)

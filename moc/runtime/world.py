@@ -1,4 +1,4 @@
-"""The place of one worker in the layout of its job."""
+"""The position of one worker in the layout of its job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moc.runtime.job import Job
 
 @dataclass(frozen=True)
 class World:
-    """Where this worker stands in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core."""
+    """This worker's position in ``job``.  Ranks and sizes are those of torch.distributed and megatron-core."""
 
     rank: int
     size: int

@@ -1,14 +1,14 @@
-"""A warm process that workers are forked from: what they need is imported already, so one is there in milliseconds.
+"""The zygote of a node: it has imported what workers need, and forks them in milliseconds.
 
-It reads orders from its standard input and writes what happens to its standard output, one JSON object a line:
+It reads orders from standard input and writes events to standard output, one JSON object per line:
 
     {"start": name, "environment": {...}, "output": path or null}    -->    {"started": name, "pid": number}
                                                                              {"ended": name, "code": exit code}
     {"ask": true}                                                    -->    {"ready": true}
 
 It only imports: a process that has computed a gradient, started a thread or touched CUDA must not fork.  It dies with
-the agent that started it, and its workers with it, so that nothing is left behind.  Signals that ask the job to stop
-are blocked here; a worker gets those that came before it was ready for them.
+the agent that started it, and its workers die with it.  Signals that ask the job to stop are blocked here; a worker
+receives those that arrived before it was ready.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from moc.runtime.signals import STOPS
 
 
 def main(script: str, arguments: list[str]) -> None:
-    """Warms up, then forks whatever is ordered, until its input ends."""
+    """Imports what workers need, then forks one per order, until its input ends."""
     belong()
     orders, tell = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # programs write to their own output; ours is for the agent alone
+    os.dup2(2, 1)  # programs print to stderr; the original stdout is for the agent alone
     warm_up(script)
     gc.collect()
-    gc.freeze()  # what is there stays, and is shared by all workers
+    gc.freeze()  # workers share all objects that exist now
     Zygote(script, arguments, orders, tell).serve()
 
 
 def warm_up(script: str) -> None:
-    """Imports torch, and calls the script's own ``warm_up()`` if it has one that can be reached without running it."""
+    """Imports torch, and calls the script's ``warm_up()`` if a ``__main__`` guard makes loading it safe."""
     import torch
 
-    torch.set_num_threads(1)  # a pool of threads would not be there after a fork
+    torch.set_num_threads(1)  # threads of a pool would not survive the fork
     if not _is_guarded(Path(script).read_text()):
         return
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -56,19 +56,19 @@ def warm_up(script: str) -> None:
 
 
 def _is_guarded(source: str) -> bool:
-    """Whether a script does its work under ``if __name__ == "__main__"``, so that importing it runs nothing."""
+    """Whether a script has an ``if __name__ == "__main__"`` guard, so that importing it runs nothing."""
     guards = (node.test for node in ast.parse(source).body if isinstance(node, ast.If))
     return any(isinstance(test, ast.Compare) and "__name__" in ast.dump(test.left) for test in guards)
 
 
 class Zygote:
-    """Forks, and waits for what it has forked.
+    """Forks workers, and reaps them.
 
     Args:
         script: the program of the workers.
-        arguments: what it is called with.
-        orders: descriptor to read from.
-        tell: descriptor to write to.
+        arguments: its command line.
+        orders: descriptor to read orders from.
+        tell: descriptor to write events to.
     """
 
     def __init__(self, script: str, arguments: list[str], orders: int, tell: int):
@@ -81,7 +81,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        """Until the input ends; then the workers die with this process."""
+        """Serves until the input ends; then the workers die with this process."""
         self._say({"ready": True})
         waiting = b""
         while True:
@@ -132,10 +132,10 @@ class Zygote:
         except BaseException:
             traceback.print_exc()
         finally:
-            # what a Python program does at its end with processes of its own
+            # multiprocessing's own exit handler, which os._exit() skips
             multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):  # its disk may be full
+                with contextlib.suppress(OSError):  # the disk may be full
                     stream.flush()
             os._exit(code)
 
@@ -150,7 +150,7 @@ class Zygote:
 
 
 def _write_to(path: str) -> None:
-    """Lets this process write to a file; to where the launcher writes, if that cannot be."""
+    """Redirects this process's output to a file; on failure the launcher's output is kept."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -162,7 +162,7 @@ def _write_to(path: str) -> None:
 
 
 def run(script: str, arguments: list[str]) -> int:
-    """Runs a program as ``python SCRIPT ARGUMENTS`` would; its exit code."""
+    """Runs a program as ``python SCRIPT ARGUMENTS`` would; returns its exit code."""
     sys.argv = [script, *arguments]
     directory = str(Path(script).resolve().parent)
     if sys.path[:1] != [directory]:
