@@ -94,7 +94,11 @@ def test_an_exact_policy_does_not_go_back_behind_partial_snapshots(data, tmp_pat
 
 def test_what_a_fault_will_cost_is_said_before_training(data, tmp_path):
     with node_memory() as memory:
-        flags = data | flags_of("pec", "memory", tmp_path, memory) | dict(persist_interval=None, exit_interval=1)
+        flags = (
+            data
+            | flags_of("pec", "memory", tmp_path, memory)
+            | dict(persist_interval=None, exit_interval=1, num_experts=8)
+        )
         said = start("1", flags).wait()[0].output
         (line,) = (line for line in said.splitlines() if "with experts equally busy" in line)
         assert "3.500% of the tokens" in line and "7 iterations behind" in line and "add --persist-interval" in line
