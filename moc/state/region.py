@@ -87,13 +87,11 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tu
     if first_whole > last_whole:  # inside of one row
         yield from _in_row(shape, start // row, start, stop)
         return
-    if start < first_whole * row:
-        yield from _in_row(shape, first_whole - 1, start, first_whole * row)
+    yield from _in_row(shape, first_whole - 1, start, first_whole * row)  # nothing, if the range begins with a row
     if first_whole < last_whole:
         zeros = (0,) * (len(shape) - 1)
         yield first_whole * row, Region((first_whole, *zeros), (last_whole - first_whole, *shape[1:]))
-    if last_whole * row < stop:
-        yield from _in_row(shape, last_whole, last_whole * row, stop)
+    yield from _in_row(shape, last_whole, last_whole * row, stop)
 
 
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[tuple[int, Region]]:

@@ -56,6 +56,15 @@ def test_the_lost_stage_alone_goes_back():
     assert plan.again == range(6, NEWEST + 1)
 
 
+def test_of_several_windows_the_newest_that_logs_and_records_allow():
+    everything = AvailableCheckpoint(7, STORAGE, dict.fromkeys(NAMES, "full"))
+    of = logs(chain(4))
+    plan = first(alive(of, 3), of, held=[everything, *WINDOW])
+    assert (plan.way.iteration, plan.again) == (7, range(8, NEWEST + 1))
+    older = first(alive(of, 3), of, held=WINDOW)
+    assert (older.way.iteration, older.again) == (6, range(6, NEWEST + 1))
+
+
 def test_adjacent_stages_together_and_others_apart():
     of = logs(chain(5))
     assert first(alive(of, 1, 2), of).stages == {1, 2}
