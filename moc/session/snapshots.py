@@ -68,7 +68,7 @@ class Snapshots:
         spare = SPARE + (parts.peers is not None)  # peers copy from one more
         self._rotation = Rotation.of(spare, keep=parts.tiers.memory is not None, recovered=start.in_memory)
         self.begun = dict(start.begun)
-        """By iteration the last snapshots, kept in case their publisher or a writer dies."""
+        """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
         self._failure: str | None = None
         self._newest = start.newest
         self._newest_is_complete = not (start.experts or start.newer or start.before)  # else it lacks experts
