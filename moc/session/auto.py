@@ -232,7 +232,7 @@ class AutoPolicy:
 
     @property
     def _machine(self) -> list:
-        """Identifies the layout; measurements of another one are void."""
+        """Identifies the parallel layout and the workers per node; measurements of another one are void."""
         return [*self._asked.parallel, *self._ranks]
 
     @property
@@ -330,7 +330,7 @@ def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None
 
 
 def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, Any] | None:
-    """Returns the newest iteration, and the state of auto stored with it, of this worker or what it can read."""
+    """Returns the newest iteration that this worker has or can read, and the state of auto stored with it."""
     if mine is not None and mine.live is not None:
         return mine.live.position.iteration, mine.live.state.get("auto")
     found = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []

@@ -91,7 +91,7 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
 
 
 def copies_wanted(told: int | None, nodes: int) -> int:
-    """Number of other nodes that keep copies of each node's snapshots.
+    """Returns the number of other nodes that keep copies of each node's snapshots.
 
     Args:
         told: ``--replicas``.
@@ -157,7 +157,7 @@ class Peers:
         self._addresses = dict(filter(None, told))
 
     def replicate(self, iteration: int, patient: bool = True) -> Future[Copied]:
-        """Starts to copy this node's share of other nodes' snapshot; returns at once.
+        """Starts to copy other nodes' parts of a snapshot to this node; returns at once.
 
         Args:
             iteration: of the snapshot, which other nodes have published or are about to.

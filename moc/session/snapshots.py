@@ -145,7 +145,7 @@ class Snapshots:
 
     def ballot(self) -> dict[str, float]:
         """Returns this worker's progress; see :class:`VoteParticipant`."""
-        queues = self._queues.ballot()  # before the failures: no done future's error is missed
+        queues = self._queues.ballot()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._find_failure() is not None)}
         return self._tap.ballot() | queues | self._storage.ballot() | failed | self._meter.ballot()
 

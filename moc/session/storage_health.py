@@ -39,7 +39,8 @@ class StorageHealth:
 
     Args:
         name: of the storage.
-        every: with a memory tier, iterations between snapshots that go to storage; None for none.
+        every: iterations between snapshots that go to storage beside a memory tier; None without such a tier, or for
+            none.
         late_after: iterations, at least, that a snapshot may be on its way before the next one counts as skipped.
         newest: iteration of the newest snapshot in storage; None if there is none.
         log: receives messages and events.

@@ -56,7 +56,7 @@ class SnapshotReader:
     Args:
         engine: whose state is filled.
         tiers: where snapshots are.
-        exact: damage makes all of a checkpoint useless; otherwise its undamaged experts stay of use.
+        exact: damage makes all of a checkpoint useless; otherwise its undamaged operators stay of use.
     """
 
     def __init__(self, engine: Engine, tiers: Tiers, exact: bool):
