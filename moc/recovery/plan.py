@@ -90,7 +90,7 @@ class RecoveryPlan:
 
     @property
     def begin(self) -> int:
-        """First iteration of a state that some worker starts from."""
+        """Iterations completed where the first worker starts to load or replay."""
         first = [] if self.way is None else [self.way.moments[0].iteration]
         return min([*first, *(course.begin for course in self.courses.values())], default=self.iteration)
 

@@ -1,6 +1,6 @@
 """Transfers boxes of tensors between workers: any holder to any receiver.
 
-Holdings and wishes are known to all workers, so all compute the same transfers without communication.
+All workers know who holds and who wants which box, so all compute the same transfers without communication.
 """
 
 from __future__ import annotations
