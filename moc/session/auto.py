@@ -232,7 +232,7 @@ class AutoPolicy:
 
     @property
     def _machine(self) -> list:
-        """Identifies the parallel layout and the workers per node; measurements of another one are void."""
+        """Identifies parallel layout and workers per node; a change voids all measurements but failures."""
         return [*self._asked.parallel, *self._ranks]
 
     @property

@@ -7,8 +7,7 @@
     before apply    training waits, counted as a stall, for copies of the state that the update changes; with
                     --max-snapshot-lag also for snapshots that must be safe by now
 
-No collective is added to an iteration.  Buffers rotate as :mod:`moc.snapshot.rotation` says, identically on all
-workers.
+No collective is added to an iteration.  Buffers rotate identically on all workers (:mod:`moc.snapshot.rotation`).
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
 
 SPARE = 2
-"""Buffers beyond those that recovery needs: one to copy into, and one being written to storage (MoC-System, section
-5.2)."""
+"""Buffers beyond those of recovery: one to copy into, one being written to storage (MoC-System, section 5.2)."""
 
 LAST_TRIES_S = (1.0, 2.0, 4.0)
 """Pauses, in seconds, between attempts to save the last state to storage."""

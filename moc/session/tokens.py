@@ -20,7 +20,7 @@ class Raised(NamedTuple):
 
     Attributes:
         so_far: relative to the tokens routed so far.
-        of_training: relative to the tokens of the whole training, extrapolated by ``--train-iters``.
+        of_training: relative to the tokens of the whole training, by ``--train-iters``.
     """
 
     so_far: float = 0.0

@@ -78,8 +78,7 @@ class SnapshotLoader:
         """Finds the available checkpoints; reports those in storage that cannot be read.
 
         Args:
-            left: what workers still have; if they can resume from that and from memory, a hanging storage is not waited
-                for.
+            left: what workers still have; if that and memory suffice to resume, nothing waits for a hanging storage.
         """
         held, problems = self._look(left)
         for problem in problems:
@@ -217,7 +216,7 @@ class SnapshotLoader:
         )
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
-        """Returns, by rank, the iterations whose logs exist, but cannot be served."""
+        """Returns, by rank, the iterations whose logs exist, but cannot be served; warns of them."""
         course = plan.course(self._stage)
         until = plan.iteration if course is None else course.begin
         served = {iteration: plan.computing(iteration) for iteration in plan.again if iteration <= until}

@@ -16,7 +16,7 @@ def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
 
 
 def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
-    """Does the same in the memory of this node; on the worker that leads it."""
+    """Moves newer snapshots aside in this node's memory, and removes useless ones; on the node's leading worker."""
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
         before = tiers.before
