@@ -86,7 +86,7 @@ class Carrier:
         return copied
 
     def retire(self, before: int) -> None:
-        """Reduces the snapshots before an iteration to their carried experts; quick, since it only renames.
+        """Reduces the snapshots before an iteration to their carried experts; quick, since it copies no tensors.
 
         Raises:
             CheckpointError, OSError: it cannot be written.
