@@ -1,6 +1,6 @@
-"""What crosses the boundaries of pipeline stages in an iteration, and in which order.
+"""Tensors that cross the boundaries of pipeline stages in an iteration, and their order.
 
-All of it follows from the schedule, so that sender and receiver number what passes between them alike without a word.
+Both follow from the schedule, so sender and receiver number the tensors alike without communication.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cached_property
 
 
 class Direction(Enum):
-    """Which way a tensor crosses: activations go forward, gradients of them backward."""
+    """Direction of a crossing: activations go forward, their gradients backward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -19,12 +19,12 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that one stage sends to another, once in every iteration.
+    """A tensor that one stage sends to another, once per iteration.
 
     Attributes:
-        direction: which way.
+        direction: of the tensor.
         chunk: model chunk of the sender that computes it.
-        micro_batch: of which micro batch, from 0.
+        micro_batch: number of its micro batch, from 0.
     """
 
     direction: Direction
@@ -33,7 +33,7 @@ class Crossing:
 
     @property
     def key(self) -> str:
-        """Of its tensor in logs."""
+        """Key of its tensor in logs."""
         return f"{self.direction.value} chunk {self.chunk} micro batch {self.micro_batch}"
 
 
@@ -44,9 +44,9 @@ class Pipeline:
     Chunk c of stage s is the part c * stages + s of the model.
 
     Attributes:
-        stages: how many there are.
-        turns: ``(micro batch, chunk)`` in the order of forward passes, the same on all stages.  Backward passes take
-            the micro batches in the same order, and the chunks from the other end.
+        stages: number of stages.
+        turns: ``(micro batch, chunk)`` in the order of forward passes, identical on all stages.  Backward passes take
+            the micro batches in the same order, and the chunks in reverse.
     """
 
     stages: int
@@ -54,15 +54,15 @@ class Pipeline:
 
     @cached_property
     def chunks(self) -> int:
-        """Model chunks of each stage."""
+        """Number of model chunks per stage."""
         return 1 + max(chunk for _, chunk in self.turns)
 
     def sender(self, stage: int, direction: Direction) -> int:
-        """The stage from which a stage receives."""
+        """Returns the stage that a stage receives from."""
         return (stage + (-1 if direction is Direction.FORWARD else 1)) % self.stages
 
     def sent(self, stage: int, direction: Direction) -> list[Crossing]:
-        """What a stage sends in one direction in an iteration, in this order."""
+        """Returns what a stage sends in one direction per iteration, in order."""
         if direction is Direction.FORWARD:
             last = (self.stages - 1, self.chunks - 1)
             return [Crossing(direction, chunk, i) for i, chunk in self.turns if (stage, chunk) != last]
@@ -70,12 +70,12 @@ class Pipeline:
         return [Crossing(direction, chunk, i) for i, chunk in chunks if (stage, chunk) != (0, 0)]
 
     def feeds(self, stage: int) -> frozenset[int]:
-        """The stages from which a stage receives anything."""
+        """Returns the stages from which a stage receives anything."""
         return frozenset(self.sender(stage, way) for way in Direction if self.received(stage, way))
 
     def received(self, stage: int, direction: Direction) -> list[Crossing]:
-        """What a stage receives in one direction in an iteration, in this order; named as its sender does.
+        """Returns what a stage receives in one direction per iteration, in order, named as by its sender.
 
-        All that one stage sends in a direction goes to one other, and channels keep their order.
+        A stage sends to one other stage per direction, and channels keep their order.
         """
         return self.sent(self.sender(stage, direction), direction)

@@ -1,7 +1,7 @@
-"""Files of logs: the tensors that one rank has kept of one iteration, by key, with hashes.
+"""Log files: the tensors that one rank has logged of one iteration, by key, with hashes.
 
-A file has its name when it is whole.  It is one of regions, as those of snapshots are (``docs/reference/format.md``):
-an entry is named by its iteration, its slot is the key, and its box is the whole tensor.
+A file gets its name once it is whole.  It is a region file, like those of snapshots (``docs/reference/format.md``): the
+name of an entry is its iteration, its slot the key, and its box the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LogEntry(NamedTuple):
     """A tensor that is logged in every iteration, or in some.
 
     Attributes:
-        key: tells it from the others of an iteration.
+        key: identifies it within an iteration.
         shape: of the tensor.
         dtype: of the tensor.
     """
@@ -36,34 +36,34 @@ class LogEntry(NamedTuple):
 
 
 def directory_of(root: Path, rank: int, kind: str = "logs") -> Path:
-    """The logs of a rank, in the memory of its node for this job; those of another kind are elsewhere."""
+    """Returns the directory of a rank's logs in its node's memory for this job; each kind has its own."""
     return root / kind / f"rank_{rank:05d}"
 
 
 def path_of(directory: Path, iteration: int) -> Path:
-    """The log of an iteration, when it is whole."""
+    """Returns the path of an iteration's whole log."""
     return directory / f"iter_{iteration:010d}.safetensors"
 
 
 def iterations_in(directory: Path) -> list[int]:
-    """Iterations of which there is a log, ascending."""
+    """Returns the logged iterations, ascending."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return sorted(int(match[1]) for match in map(_FILE.match, names) if match)
 
 
 def layout_of(iteration: int, entries: Iterable[LogEntry]) -> FileLayout:
-    """Where everything stands in the log of an iteration; of the same size for all iterations.
+    """Returns the layout of an iteration's log; its size is equal for all iterations with the same entries.
 
     Args:
-        iteration: which, counted from 1.
-        entries: what it holds; the slots of the layout are their keys, in an order of its own.
+        iteration: counted from 1.
+        entries: logged tensors; their keys are the slots of the layout, which has an order of its own.
     """
     name = _name(iteration)
     return FileLayout(Entry(name, key, shape, Region((0,) * len(shape), shape), dtype) for key, shape, dtype in entries)
 
 
 class LogReader:
-    """Reads what a rank has logged, also after that rank is gone.
+    """Reads what a rank has logged, even after that rank is gone.
 
     Args:
         directory: its logs, see :func:`directory_of`.
@@ -74,15 +74,15 @@ class LogReader:
         self._opened: tuple[int | None, dict[tuple[str, str], Source]] = None, {}
 
     def iterations(self) -> list[int]:
-        """Iterations of which there is a log, ascending; one that is being written is none."""
+        """Returns the logged iterations, ascending, without one that is being written."""
         return iterations_in(self._directory)
 
     def read(self, iteration: int, key: str) -> torch.Tensor:
-        """What was logged, on the host, in its shape; not to be changed.
+        """Returns a logged tensor, on the host, in its shape; not to be changed.
 
         Raises:
-            MissingRegionError: it is not there.
-            DamagedRegionError: it is not what was written.
+            MissingRegionError: it was not logged.
+            DamagedRegionError: its hash does not match.
         """
         source = self._entries(iteration).get((_name(iteration), key))
         if source is None:

@@ -1,9 +1,9 @@
-"""Tensors of an iteration that a replay will need, copied into reused host memory that outlives the process.
+"""Logs the tensors of an iteration that a replay needs, into reused host memory that outlives the process.
 
-begin       a slot that no iteration needs any more, or a new one
-write       each tensor, when it is there: on CUDA by a stream of its own, on the CPU at once
+begin       takes a slot that no iteration needs any more, or a new one
+write       copies each tensor as it becomes available: on CUDA on a separate stream, on the CPU at once
 end         a thread waits for the copies, hashes them, and names the slot as the log of the iteration
-collect     iterations that a newer checkpoint supersedes give their slots back
+collect     frees the slots of iterations that a newer checkpoint supersedes
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
 from moc.store.regions import FileLayout
 
-_FEWEST = 2  # slots: one is written while another is being hashed
+_FEWEST = 2  # slots: one is written while another is hashed
 
 
 class LogWriter:
-    """Writes the logs of one rank; to be used by one thread.
+    """Writes the logs of one rank; not thread-safe.
 
-    If ``limit`` or the memory does not suffice, the oldest iterations are given up, and counted.
+    If ``limit`` or the memory is exhausted, the oldest iterations are given up, and counted.
 
     Args:
         directory: of the logs of this rank, in a memory file system.
@@ -38,8 +38,8 @@ class LogWriter:
         limit: bytes that logs may take.
         device: where the tensors are.
         name: of these logs, in messages.
-        more: how to allow more bytes, there.
-        otherwise: how to do without them, there.
+        more: how to allow more bytes, in messages.
+        otherwise: how to do without these logs, in messages.
 
     Raises:
         CheckpointError: limit or memory do not suffice for two iterations.
@@ -62,11 +62,11 @@ class LogWriter:
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="log-seal")
         self._sealed: Future | None = None
         self._free: list[Buffer] = []
-        self._used: dict[int, Buffer | None] = {}  # by iteration; None for what another process has left
+        self._used: dict[int, Buffer | None] = {}  # by iteration; None for logs of another process
         self._current: tuple[int, FileLayout, Buffer] | None = None
         self._views: dict[str, torch.Tensor] = {}
         self.given_up = 0
-        """Iterations whose logs went because there was no room."""
+        """Iterations whose logs were removed for lack of room."""
         self.slot_bytes = layout_of(0, self._entries.values()).nbytes
         """Size of the log of an iteration."""
         self._most = int(limit // self.slot_bytes)
@@ -82,23 +82,23 @@ class LogWriter:
 
     @property
     def bytes(self) -> int:
-        """Host memory that is taken."""
+        """Host memory in use."""
         return self._slots * self.slot_bytes
 
     @property
     def iterations(self) -> list[int]:
-        """Iterations of which there is a log, or soon will be, ascending."""
+        """Iterations with a log that is, or soon will be, whole; ascending."""
         return sorted(self._used)
 
     def begin(self, iteration: int, keys: Collection[str] | None = None) -> None:
-        """An iteration begins; logs of this and later ones, of a run that went back, are dropped.
+        """Starts the log of an iteration; drops logs of this and later ones, left by a run that went back.
 
         Args:
-            iteration: which, counted from 1.
-            keys: what of the entries it logs; by default all.
+            iteration: counted from 1.
+            keys: of the entries that it logs; by default all.
         """
         self.wait()
-        if self._current is not None:  # it was cut off
+        if self._current is not None:  # it was interrupted
             self._free.append(self._current[2])
             self._current = None
         for later in [one for one in self._used if one >= iteration]:
@@ -115,11 +115,11 @@ class LogWriter:
         """Copies a tensor; it may be freed, but not changed, before :meth:`end` is done.
 
         Args:
-            key: what it is.
-            tensor: of the shape and dtype that were announced.
+            key: of the entry.
+            tensor: of the entry's shape and dtype.
 
         Raises:
-            CheckpointError: it is not what was announced.
+            CheckpointError: there is no such entry to log, or shape or dtype differ.
         """
         assert self._current is not None  # between begin() and end()
         target = self._views.pop(key, None)
@@ -135,13 +135,13 @@ class LogWriter:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 target.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)  # its memory is not given away before that
+            tensor.record_stream(self._stream)  # its memory is not reused before that
 
     def end(self) -> None:
-        """The iteration is over; its log is whole as soon as a thread has hashed it.
+        """Ends the iteration; its log is whole once a thread has hashed it.
 
         Raises:
-            CheckpointError: something that was to be logged was not.
+            CheckpointError: an entry of the iteration was not logged.
         """
         assert self._current is not None  # begin() was called
         iteration, layout, buffer = self._current
@@ -155,25 +155,25 @@ class LogWriter:
         self._sealed = self._sealing.submit(self._seal, iteration, layout, buffer, copied)
 
     def collect(self, before: int) -> None:
-        """Gives back the memory of iterations before one, for others to come."""
+        """Frees the memory of earlier iterations for later ones."""
         for iteration in [one for one in self._used if one < before]:
             self._drop(iteration)
 
     def failure(self) -> str | None:
-        """What went wrong beside training, if anything has."""
+        """Returns what went wrong beside training, or None."""
         if self._sealed is not None and self._sealed.done():
             self.wait()
         return self._failure
 
     def wait(self) -> None:
-        """Returns when all that has ended is whole, or :meth:`failure` says why it is not."""
+        """Returns once every ended log is whole, or :meth:`failure` says why not."""
         if self._sealed is not None and (error := self._sealed.exception()) is not None:
             self._failure = (
                 f"the {self._name} in {self._directory} cannot be written ({error}): make room, and start again"
             )
 
     def close(self) -> None:
-        """Ends what is under way; logs that are whole stay where they are."""
+        """Ends pending work; whole logs stay in place."""
         self._sealing.shutdown(wait=True)
         self._views = {}
         buffers = [*self._free, *self._used.values(), self._current and self._current[2]]
@@ -182,10 +182,10 @@ class LogWriter:
             buffer.close()
 
     def delete(self) -> None:
-        """Removes all logs: nothing is left to recover."""
+        """Removes all logs: there is nothing left to recover."""
         self.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        with contextlib.suppress(OSError):  # others are there still
+        with contextlib.suppress(OSError):  # other logs remain
             self._directory.parent.rmdir()
             self._directory.parent.parent.rmdir()
 
@@ -194,7 +194,7 @@ class LogWriter:
         return len(self._free) + len(self._used) + (self._current is not None)
 
     def _find(self) -> None:
-        """Takes over what the process before has left, and removes what is not whole, or of another layout."""
+        """Adopts the logs of the previous process, and removes incomplete ones, and those of another layout."""
         shutil.rmtree(self._directory / "slots", ignore_errors=True)
         for iteration in reversed(iterations_in(self._directory)):
             path = path_of(self._directory, iteration)
@@ -214,14 +214,14 @@ class LogWriter:
             try:
                 if self._slots < self._most:
                     return self._slot()
-            except CheckpointError:  # there is no more memory: as if the limit were lower
+            except CheckpointError:  # memory is exhausted: as if the limit were lower
                 self._most = max(_FEWEST, self._slots)
             self.given_up += 1
             self._drop(min(self._used))
         return self._free.pop()
 
     def _drop(self, iteration: int) -> None:
-        """Removes a log: first its name, so that no half of one is taken for whole, then its slot is free."""
+        """Removes a log: first its name, so that no partial log counts as whole; then its slot is free."""
         self.wait()
         path_of(self._directory, iteration).unlink(missing_ok=True)
         buffer = self._used.pop(iteration)

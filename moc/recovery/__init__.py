@@ -1,1 +1,1 @@
-"""From what has survived to where the run goes on."""
+"""Recovery: from what has survived to the state that the run resumes from."""

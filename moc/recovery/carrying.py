@@ -1,11 +1,11 @@
-"""What memory keeps of older partial snapshots: each expert's newest version, and nothing else.
+"""Carries experts: of older partial snapshots, memory keeps each expert's newest version, and nothing else.
 
-MoC-System (section 5.1, Figure 8) recovers an expert from the newest state in memory, whichever snapshot that is in.
-So while a snapshot is copied into its buffer, the experts that only older ones have are *carried* out of these: copied
-into a file of their own each, beside the rank's files, with the hashes that they have.  When the new snapshot is safe,
-what is older is *reduced* to these files, so that the buffer is free again; and when an expert is in a newer snapshot,
-its file goes.  So beside the newest snapshot memory has one version of each expert that is not in it, which together
-are no more than one full state, and every version is copied once.
+MoC-System (section 5.1, Figure 8) recovers an expert from the newest state in memory, whichever snapshot holds it.  So
+while a snapshot is copied into its buffer, the experts that only older ones hold are *carried* out of these: each is
+copied into a file of its own, beside the ranks' files, with its existing hashes.  Once the new snapshot is safe, older
+ones are *reduced* to these files, which frees their buffers; once a newer snapshot holds an expert, its carried file is
+removed.  So beside the newest snapshot, memory has one version of each expert that this snapshot lacks, together at
+most one full state, and every version is copied once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from moc.store.regions import FileLayout, MissingRegionError, Source, read_sourc
 from moc.store.store import Store, directory_of, is_of_rank
 
 CARRIED = ".carried.json"
-"""The manifest of what was carried out of a snapshot, beside its own, whose place it takes when that is reduced."""
+"""The manifest of what was carried out of a snapshot, beside the snapshot's own, which it replaces on reduction."""
 
 _DETAILS = {frozenset({MASTER, MOMENTS}): Detail.FULL, frozenset({MASTER}): Detail.MASTER}
 _DETAILS[frozenset({MOMENTS})] = Detail.MOMENTS
 
 
 def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dict[int, dict[str, Detail]]:
-    """By snapshot, what no newer one has: the versions of experts that a run would go on with.
+    """Returns, by snapshot, the versions of experts that no newer snapshot holds, and that a run would resume with.
 
     Args:
         held: snapshots in one place.
@@ -53,11 +53,11 @@ def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dic
 
 
 class Carrier:
-    """Of the snapshots of one node in its memory, its own or copies that it keeps for another.
+    """Carries experts of one node's snapshots in its memory: its own, or copies that it keeps for another node.
 
     Args:
         store: the snapshots.
-        experts: names of the operators that may be older than the rest; empty where none may.
+        experts: names of the operators that may be older than the rest; empty if none may.
     """
 
     def __init__(self, store: Store, experts: Collection[str]):
@@ -65,16 +65,16 @@ class Carrier:
         self._known: dict[int, tuple[bool, AvailableCheckpoint]] = {}
 
     def carry(self, coming: AvailableCheckpoint | None = None) -> int:
-        """Copies what a snapshot that is about to be safe lacks out of those before it; nothing is removed.
+        """Copies the experts that the coming snapshot lacks out of earlier ones; removes nothing.
 
         Args:
-            coming: what will be newest; by default the newest that is there.
+            coming: the snapshot about to become the newest; by default the newest one stored.
 
         Returns:
-            Bytes that were copied.
+            Bytes copied.
 
         Raises:
-            CheckpointError, OSError: what is there cannot be read, or there is no room.
+            CheckpointError, OSError: a snapshot cannot be read, or there is no room.
         """
         held = self._held()
         held = held if coming is None else [*(one for one in held if one.iteration < coming.iteration), coming]
@@ -86,7 +86,7 @@ class Carrier:
         return copied
 
     def retire(self, before: int) -> None:
-        """Reduces the snapshots before an iteration to what was carried out of them; quick, since it only renames.
+        """Reduces the snapshots before an iteration to their carried experts; quick, since it copies no tensors.
 
         Raises:
             CheckpointError, OSError: it cannot be written.
@@ -97,10 +97,10 @@ class Carrier:
                 self._retire(iteration, names)
 
     def drop(self, upto: int) -> None:
-        """Gives up carried experts that a newer snapshot has.
+        """Removes carried experts that a newer snapshot holds.
 
         Args:
-            upto: iteration of the newest snapshot that is safe.
+            upto: iteration of the newest safe snapshot.
 
         Raises:
             CheckpointError, OSError: it cannot be written.
@@ -111,16 +111,16 @@ class Carrier:
                 self._keep_only(iteration, wanted)
 
     def delete(self) -> None:
-        """Gives up what was carried for a snapshot that is not coming any more; to be told when a run goes on."""
+        """Removes experts carried for a snapshot that will not come; called when a run resumes."""
         for iteration in self._store.iterations():
             if CARRIED in (names := self._names(iteration)) and any(map(is_of_rank, names)):
-                self._store.rewrite(self._store.manifest(iteration))  # which removes what it does not name
+                self._store.rewrite(self._store.manifest(iteration))  # removes files that it does not name
 
     def _names(self, iteration: int) -> list[str]:
         return self._store.place.names(directory_of(iteration))
 
     def _held(self) -> list[AvailableCheckpoint]:
-        """What is there; a manifest is read when it is new, or was reduced."""
+        """Returns the stored snapshots; reads a manifest if it is new, or was reduced."""
         there = {}
         for iteration in self._store.iterations():
             whole = any(map(is_of_rank, self._names(iteration)))
@@ -129,7 +129,7 @@ class Carrier:
                 try:
                     operators = self._store.manifest(iteration).operators
                 except CheckpointError:
-                    continue  # it was removed meanwhile, or cannot be read
+                    continue  # removed meanwhile, or unreadable
                 details = {name: entry.detail for name, entry in operators.items()}
                 known = whole, AvailableCheckpoint(iteration, MEMORY, details)
             there[iteration] = known
@@ -161,7 +161,7 @@ class Carrier:
 
 
 def file_of_operator(name: str) -> str:
-    """Name of the file that holds an operator alone."""
+    """Returns the name of the file that holds one operator alone."""
     return f"{name}.safetensors"
 
 

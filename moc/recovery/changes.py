@@ -1,4 +1,4 @@
-"""What a run with one policy can make of what another one has saved."""
+"""Changes of policy: what a run may use of another policy's snapshots."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from moc.recovery.sources import STORAGE, AvailableCheckpoint, RecoveryPath, rec
 
 
 def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> str | None:
-    """Why an exact policy must not go back behind newer snapshots of one that is not, and what to do.
+    """Explains why an exact policy cannot resume behind newer snapshots of an inexact one, and the remedy.
 
     Args:
-        held: the checkpoints that there are.
+        held: available checkpoints.
         policy: of the run.
-        iteration: at which it would go on; -1 where it cannot.
+        iteration: that it would resume from; -1 if there is none.
 
     Returns:
-        A sentence; None where there is no such thing.
+        A sentence; None if nothing is to be refused.
     """
     newest = next(recoveries(held, policy.operators, exact=False), None) if policy.exact else None
     if newest is None or newest.iteration <= iteration:
@@ -34,11 +34,11 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
 
 
 def is_of(policy: Policy, way: RecoveryPath) -> bool:
-    """Whether all of a way to go on is of a policy; what others have saved tells nothing of tokens."""
+    """Whether a policy planned all checkpoints of a path; those of others say nothing of tokens."""
     return all(one.policy == policy.name for one in way.used())
 
 
 def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
-    """Whether a run could go on from what its own policy has in storage."""
+    """Whether a run could resume from its own policy's checkpoints in storage."""
     stored = [one for one in held if one.tier == STORAGE]
     return any(is_of(policy, way) for way in recoveries(stored, policy.operators, policy.exact))

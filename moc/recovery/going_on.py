@@ -1,4 +1,4 @@
-"""How a pipeline stage goes on with a replay that the loss of another stage has cut off (MoEvement, Appendix A)."""
+"""Continues a pipeline stage's replay that the loss of another stage interrupted (MoEvement, Appendix A)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class Course:
-    """How the workers of a stage arrive at an iteration by themselves.
+    """How the workers of a stage reach an iteration by themselves.
 
     Attributes:
-        begin: iterations completed where it begins.
-        way: the checkpoints that they load on it; None if they have all of their state already.
-        goes_on: they have the state of ``begin``, but for operators that are still to be loaded.
-        behind: ranks that have it when they have completed the iteration of ``begin``, of which they have the reduced
-            gradients.
+        begin: iterations completed where it starts.
+        way: checkpoints loaded on it; None if the stage already has its whole state.
+        goes_on: workers have the state of ``begin``, except for operators still to be loaded.
+        behind: ranks one iteration behind ``begin``, whose reduced gradients they have: they complete it first.
     """
 
     begin: int
@@ -30,11 +29,11 @@ class Course:
 
     @property
     def whole(self) -> int:
-        """From this iteration on all of their operators learn."""
+        """Iteration from which on all operators of the stage learn."""
         return self.begin if self.way is None else self.way.iteration
 
     def moment(self, iteration: int) -> ReplayPoint | None:
-        """What they load where they have completed so many iterations, if anything."""
+        """Returns what to load at this many completed iterations, if anything."""
         return None if self.way is None else self.way.moment(iteration)
 
 
@@ -47,22 +46,23 @@ def goes_on(
     held: Iterable[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Course | None:
-    """How a stage goes on from where it is.
+    """Returns the course by which a stage continues from its current state.
 
-    Whoever has completed an iteration knows that all of its stage have the reduced gradients of it (see
-    ``moc/session/resume/replay.py``), so its workers are one iteration apart at the most.
+    A worker completes an iteration only when its whole stage has the reduced gradients (see
+    ``moc/session/resume/replay.py``), so workers of a stage are at most one iteration apart.
 
     Args:
-        stage: which.
+        stage: number of the stage.
         until: iterations completed where it is to arrive.
-        live: by rank the iteration of the state that its worker has.
+        live: by rank, the iteration of its worker's state.
         pieces: by rank, the operators of which it holds something.
-        logs: how far each worker had come with computing again; whether there are logs is not looked at.
-        held: the checkpoints that there are.
+        logs: progress of each worker's replay; availability of logs is not checked.
+        held: available checkpoints.
         operators: of the model.
 
     Returns:
-        None if one of its workers has no such state, or they are too far apart, or what it lacks is not there.
+        None if a worker of the stage has no such state, they are too far apart, or what the stage lacks is not
+        available.
     """
     ranks = logs.of(stage)
     states = {rank: state for rank in ranks if (state := _state(rank, live, logs)) is not None}

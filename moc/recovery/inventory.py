@@ -1,4 +1,4 @@
-"""What checkpoints there are, in storage and in the memory of the nodes that have survived."""
+"""Inventory of checkpoints, in storage and in the memory of surviving nodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moc.store.store import Store, is_of_rank
 
 
 class Summary(NamedTuple):
-    """What a manifest says, as far as others need to know it.
+    """The part of a manifest that other workers need.
 
     Attributes:
         iteration: iterations completed.
-        writers: ranks that wrote, over all nodes.
-        files: how many ranks' files it names.
-        operators: by name the detail, and by slot how many elements these files hold.
-        job: the launch that published it; empty where manifests do not tell.
+        writers: number of ranks that wrote, over all nodes.
+        files: number of ranks' files that it names.
+        operators: by name, the detail, and by slot the number of elements in these files.
+        job: the launch that published it; empty if the manifest does not say.
         policy: name of the policy that planned it.
     """
 
@@ -34,14 +34,14 @@ class Summary(NamedTuple):
 
 
 def summary(manifest: Manifest) -> Summary:
-    """The summary of a manifest."""
+    """Returns the summary of a manifest."""
     operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
     files = sum(map(is_of_rank, manifest.files))
     return Summary(manifest.iteration, manifest.writers, files, operators, manifest.job, manifest.policy)
 
 
 def look(store: Store) -> tuple[list[Summary], list[str]]:
-    """The checkpoints in a place, and what is wrong with those of which the manifest cannot be read."""
+    """Returns the checkpoints in a store, and the problems of those whose manifest cannot be read."""
     summaries, problems = [], []
     for iteration in store.iterations():
         try:
@@ -52,7 +52,7 @@ def look(store: Store) -> tuple[list[Summary], list[str]]:
 
 
 def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:
-    """What storage holds: a checkpoint that is published there is complete."""
+    """Returns the checkpoints in storage: a published one is complete."""
     return [
         AvailableCheckpoint(
             one.iteration, STORAGE, {name: detail for name, (detail, _) in one.operators.items()}, one.policy
@@ -64,15 +64,15 @@ def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:
 def in_memory(
     nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator], tier: str = MEMORY
 ) -> list[AvailableCheckpoint]:
-    """What the memory of all nodes that are there holds together.
+    """Returns the checkpoints that the memory of all surviving nodes holds together.
 
-    Where all ranks' files are there, all operators are whole; where a node is lost, those of which the others have all
-    elements.  Of what several launches have left of one iteration, that counts of which there is most.
+    If every rank's file is present, every operator is whole; otherwise only those whose elements the surviving nodes
+    hold in full.  If several launches left parts of one iteration, the one with the most files counts.
 
     Args:
-        nodes: what each node holds.
+        nodes: summaries by node.
         operators: of the model.
-        tier: :data:`MEMORY`, or :data:`BEFORE`, of which experts alone are of use.
+        tier: :data:`MEMORY`, or :data:`BEFORE`, of which only experts are of use.
     """
     parts: dict[tuple[int, int, str], list[Summary]] = defaultdict(list)
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Which snapshots come back from other nodes' memory to nodes that have lost theirs."""
+"""Chooses the snapshots that other nodes' memory restores to nodes that have lost theirs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class NodePart(NamedTuple):
 
     Attributes:
         iteration: iterations completed.
-        writers: ranks that wrote, over all nodes.
-        files: how many of their files are in this part; none where it was reduced to some experts.
-        operators: by name of those of which these files have anything, the detail.
-        job: the launch that published it; empty where manifests do not tell.
+        writers: number of ranks that wrote, over all nodes.
+        files: number of their files in this part; 0 if it was reduced to some experts.
+        operators: by name, the detail of each operator in these files.
+        job: the launch that published it; empty if the manifest does not say.
     """
 
     iteration: int
@@ -28,16 +28,16 @@ class NodePart(NamedTuple):
 
     @property
     def snapshot(self) -> tuple[int, int, str]:
-        """What the parts of one snapshot have in common."""
+        """Identifies the snapshot that the part belongs to."""
         return self.iteration, self.writers, self.job
 
 
 class NodeInventory(NamedTuple):
-    """What a node has in its memory.
+    """Contents of a node's memory.
 
     Attributes:
-        own: its parts.
-        copies: by node, parts of others that it keeps.
+        own: its own parts.
+        copies: by node, the parts that it keeps for others.
     """
 
     own: tuple[NodePart, ...]
@@ -45,11 +45,11 @@ class NodeInventory(NamedTuple):
 
 
 class Restore(NamedTuple):
-    """A part that comes back.
+    """A part to restore.
 
     Attributes:
-        of: the node whose part it is, which does not have it.
-        held_by: a node that does.
+        of: the node whose part it is, and which lacks it.
+        held_by: a node that has a copy.
         iteration: of the snapshot.
     """
 
@@ -61,20 +61,20 @@ class Restore(NamedTuple):
 def to_restore(
     nodes: Mapping[str, NodeInventory], operators: Sequence[Operator], exact: bool, spoilt: Container[Restore] = ()
 ) -> list[Restore]:
-    """What has to come back, so that the newest window that the nodes can make whole together is whole again.
+    """Returns the parts to restore, so that the newest window that the nodes can complete together is whole again.
 
-    A snapshot of everything is a window of one.  What is newer than the window, and can be made whole, comes back too:
-    it belongs to the window under way.
+    A full snapshot is a window of one.  Newer snapshots that can be completed are restored, too: they belong to the
+    current window.
 
     Args:
-        nodes: what each has that is there.
+        nodes: the inventory of each surviving node.
         operators: of the model.
-        exact: experts must be there, too; if not, they may be older, and in storage.
-        spoilt: what was tried already, in vain.
+        exact: experts must be present, too; otherwise they may be older, and in storage.
+        spoilt: restores that failed.
 
     Returns:
-        One for each node and snapshot of which it lacks its part; nothing if none does, or if there is no such window.
-        Where experts may be older, older snapshots come back, too, of which others keep what is of use.
+        One for each node and snapshot whose part it lacks; empty if no part is missing, or there is no such window.  If
+        experts may be older, every part that another node keeps a copy of is restored.
     """
     if not exact:
         return _partial(nodes, spoilt)
@@ -93,7 +93,7 @@ def to_restore(
 
 
 def _partial(nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]) -> list[Restore]:
-    """What nodes lack: of each snapshot that is not whole everywhere, whatever there is of it."""
+    """Returns restores for every missing part of every snapshot, as far as copies exist."""
     there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
     found = [_find(name, snapshot, nodes, spoilt) for snapshot in sorted(there) for name in nodes]
     return [restore for _, restore in filter(None, found) if restore is not None]
@@ -102,7 +102,7 @@ def _partial(nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]) -> 
 def _can_be_whole(
     nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
 ) -> dict[int, list[tuple[NodePart, Restore | None]]]:
-    """By iteration the parts of all nodes, each with the way in which it comes back if its node does not have it."""
+    """Returns, by iteration, the parts of all nodes, each with its restore if its node lacks it."""
     whole: dict[int, list[tuple[NodePart, Restore | None]]] = {}
     there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
     for iteration, writers, job in sorted(there):
@@ -116,7 +116,7 @@ def _can_be_whole(
 def _find(
     name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
 ) -> tuple[NodePart, Restore | None] | None:
-    """A node's part, and from where it comes if the node does not have it; None if nobody has it."""
+    """Returns a node's part, and its restore if the node lacks it; None if nobody has it."""
     if part := _part(nodes[name].own, snapshot):
         return part, None
     for holder, inventory in nodes.items():

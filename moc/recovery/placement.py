@@ -1,9 +1,9 @@
-"""Which nodes keep copies of which node's snapshots, so that as many losses at once as possible are survived.
+"""Placement of copies on nodes, so that as many simultaneous losses as possible are survived.
 
 The placement is Gemini's mixed strategy (SOSP '23; as described in MoEtion, section 2.3): groups of nodes that copy to
-each other, and what is left over joins the last group as a ring.  Where all nodes fit into groups, none survives more;
-a ring may fall a little short of the best (of 5 nodes with 2 copies each, 5 of the 10 ways to lose three are deadly,
-where 4 could do).
+each other; leftover nodes join the last group, which becomes a ring.  If all nodes fit into groups, no placement
+survives more; a ring may fall a little short of the optimum (of 5 nodes with 2 copies each, 5 of the 10 ways to lose
+three nodes are fatal, where 4 is possible).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from math import comb
 
 @dataclass(frozen=True)
 class Placement:
-    """Who keeps what.
+    """Which node keeps copies of which.
 
     Attributes:
-        groups: nodes that stand together, by number. In one of ``replicas + 1`` nodes each keeps what the others have;
-            a larger one is a ring, in which each node's snapshots are kept by those that follow it.
+        groups: nodes by number.  In a group of ``replicas + 1`` nodes, each keeps copies of all others; a larger group
+            is a ring, in which each node's snapshots are copied to the nodes that follow it.
         replicas: nodes that keep copies of each node's snapshots, beside itself.
     """
 
@@ -28,7 +28,7 @@ class Placement:
 
     @cached_property
     def holders(self) -> dict[int, tuple[int, ...]]:
-        """By node, those that keep copies of its snapshots, itself not among them."""
+        """By node, the other nodes that keep copies of its snapshots."""
         return {
             node: tuple(group[(place + step) % len(group)] for step in range(1, self.replicas + 1))
             for group in self.groups
@@ -36,19 +36,19 @@ class Placement:
         }
 
     def kept_by(self, holder: int) -> tuple[int, ...]:
-        """The nodes of whose snapshots one keeps copies, its own not among them."""
+        """Returns the other nodes of whose snapshots a node keeps copies."""
         return tuple(node for node in sorted(self.holders) if holder in self.holders[node])
 
 
 def place(nodes: int, replicas: int) -> Placement:
-    """Places copies: groups of ``replicas + 1`` nodes, as many as fit; the last one takes those that are left over.
+    """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last one takes the leftover nodes.
 
     Args:
         nodes: of the job, numbered from 0.
         replicas: copies of each node's snapshots on other nodes, from 0 to ``nodes - 1``.
 
     Raises:
-        ValueError: there are not so many nodes.
+        ValueError: there are not that many other nodes.
     """
     if not 0 <= replicas < nodes:
         raise ValueError(f"{nodes} nodes have at most {nodes - 1} others that keep copies, not {replicas}")
@@ -59,10 +59,10 @@ def place(nodes: int, replicas: int) -> Placement:
 
 
 def survival(placement: Placement, lost: int) -> float:
-    """Probability that any ``lost`` nodes, lost at once, leave at least one that has each node's snapshots.
+    """Probability that a simultaneous loss of ``lost`` nodes leaves a holder of each node's snapshots.
 
-    Exact: the ways to lose some nodes of a group and survive are the coefficients of a polynomial, and groups are
-    independent of each other, so that their product counts the ways to lose nodes of all of them.
+    Exact: per group, the numbers of survivable losses by size are the coefficients of a polynomial; groups are
+    independent, so the product of their polynomials counts the losses over all of them.
     """
     ways = [1]
     for group in placement.groups:
@@ -72,10 +72,10 @@ def survival(placement: Placement, lost: int) -> float:
 
 
 def _survived(size: int, copies: int) -> list[int]:
-    """By number of nodes lost of a ring, the ways that leave a holder of everything; a group is a ring of ``copies``.
+    """By number of nodes lost from a ring, the ways that leave a holder of everything; a group is a ring of ``copies``.
 
-    A ring is lost with ``copies`` nodes in a row.  There is one such row at most, since a ring is shorter than two of
-    them; so it is counted by where it begins, behind a node that is left, and what else is lost is free.
+    A loss of ``copies`` nodes in a row is fatal.  A ring is shorter than two such rows, so there is at most one; it is
+    counted by its first node, which follows a surviving one, and the other losses are free.
     """
     return [
         comb(size, lost) - (size * comb(size - copies - 1, lost - copies) if lost >= copies else 0)
@@ -92,7 +92,7 @@ def _product(one: list[int], other: list[int]) -> list[int]:
 
 
 def describe(placement: Placement, names: list[str]) -> str:
-    """One sentence: which nodes stand together, and what they survive.
+    """Describes the groups and the losses that they survive, in one sentence.
 
     Args:
         placement: of copies.

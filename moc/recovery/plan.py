@@ -1,20 +1,20 @@
-"""How a job goes on after workers were lost: a pure function of what is left.
+"""Recovery plan of a job that has lost workers: a pure function of what has survived.
 
-For an exact policy there are three ways to have the state of an iteration, and a plan takes each rank's by one of them:
-it *keeps* what it has, if it is a survivor of that iteration; it *copies* what a survivor holds alike, as data-parallel
-replicas do; or it *loads* a checkpoint of that very iteration.  The newest iteration that every rank can have is where
-the job goes on, so that work is lost only where state is.
+For an exact policy, a rank reaches the state of an iteration in one of three ways: it *keeps* its state, if it is a
+survivor at that iteration; it *copies* the state from a surviving data-parallel replica; or it *loads* a checkpoint of
+that iteration.  The job resumes from the newest iteration that every rank can reach, so that work is lost only where
+state is lost.
 
-Whoever has seen the vote of an iteration has updated its state, and whoever has not still has the one before (see
-``megatron/pretraining/engine/step.py``).  So ranks may be one iteration apart: where the newer state can be copied, the
-others roll forward to it; where not, the older one is loaded from its checkpoint by those that are ahead.
+A worker that has seen the vote of an iteration has updated its state; one that has not still has the previous state
+(see ``megatron/pretraining/engine/step.py``).  So ranks may be one iteration apart: if the newer state can be copied,
+the others roll forward to it; if not, the ranks that are ahead load the older one from its checkpoint.
 
-With upstream logs there is a fourth way: the pipeline stages that have lost something go back to a checkpoint and
-*compute again* what came after it, alone, and so arrive where the others have stayed (:mod:`moc.recovery.scope`).
-Whoever is one iteration behind then, but has its reduced gradients, completes that iteration: there was a vote.
+Upstream logs add a fourth way: the pipeline stages that lost something go back to a checkpoint and *replay* alone up to
+the iteration at which the others have stayed (:mod:`moc.recovery.scope`).  A worker one iteration behind that has the
+reduced gradients then completes the iteration: its vote took place.
 
-If yet another worker is lost meanwhile, stages that were computing again *go on* from the iteration that they had come
-to, where all of their workers are left and what they need is there: it is the others' loss, not theirs.
+If another worker is lost meanwhile, replaying stages *continue* from the iteration that they had reached, provided that
+all their workers survive and what they need is available: the loss hit others.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class JobInventory:
-    """What is left.
+    """What has survived.
 
     Attributes:
-        held: the checkpoints that there are.
-        live: by rank, the iteration of the state that its worker has; a new worker has none.
-        pieces: by rank and operator, a name of what the rank holds of it: ranks with the same name hold the same
-            elements of the same tensors.
-        logs: of what passed between pipeline stages; None where there are none.
+        held: available checkpoints.
+        live: by rank, the iteration of its worker's state; a new worker has none.
+        pieces: by rank and operator, a name of the rank's piece: ranks with the same name hold the same elements of the
+            same tensors.
+        logs: upstream logs; None without logging.
     """
 
     held: Sequence[AvailableCheckpoint]
@@ -49,12 +49,12 @@ class JobInventory:
 
 @dataclass(frozen=True)
 class RankCopy:
-    """What one rank gives another.
+    """A copy of an operator from one rank to another.
 
     Attributes:
         operator: of which both hold the same piece.
-        source: rank that has it.
-        target: rank that wants it.
+        source: rank that sends it.
+        target: rank that receives it.
     """
 
     operator: str
@@ -64,16 +64,16 @@ class RankCopy:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """How the job goes on.
+    """How every rank reaches the iteration that the job resumes from.
 
     Attributes:
-        iteration: from here.
-        keep: ranks that have this state already.
-        copies: what the others get from them; empty where they load.
-        way: the checkpoints that the others load; None where they copy, or where all keep or go on.
-        courses: by pipeline stage, how its workers arrive here by themselves, of those that do not keep their state;
-            empty where what has to be computed again is computed by all.
-        complete: ranks that have the state of the iteration before, and its reduced gradients, and complete it.
+        iteration: that the job resumes from.
+        keep: ranks that keep their state.
+        copies: from these to the others; empty if the others load.
+        way: checkpoints that the others load; None if they copy, or if all keep or continue.
+        courses: by pipeline stage, how its workers get here by themselves, for stages that do not keep their state;
+            empty if all stages replay together.
+        complete: ranks one iteration behind that have the reduced gradients, and complete the iteration.
     """
 
     iteration: int
@@ -85,41 +85,41 @@ class RecoveryPlan:
 
     @property
     def stages(self) -> frozenset[int]:
-        """Pipeline stages that compute again by themselves, or have done so; empty where all compute together."""
+        """Pipeline stages that replay, or have replayed, by themselves; empty if all replay together."""
         return frozenset(self.courses)
 
     @property
     def begin(self) -> int:
-        """The first iteration of which some worker's state is on its way here."""
+        """Iterations completed where the first worker starts to load or replay."""
         first = [] if self.way is None else [self.way.moments[0].iteration]
         return min([*first, *(course.begin for course in self.courses.values())], default=self.iteration)
 
     @property
     def again(self) -> range:
-        """The iterations that are computed again, counted from 1."""
+        """Replayed iterations, counted from 1."""
         return range(self.begin + 1, self.iteration + 1)
 
     def course(self, stage: int) -> Course | None:
-        """How the workers of a stage arrive here that do not keep their state; None if nothing is to be done for it."""
+        """Returns the course of a stage's workers that do not keep their state; None if there is nothing to do."""
         if self.courses:
             return self.courses.get(stage)
         return None if self.way is None else Course(self.begin, self.way)
 
     def computing(self, iteration: int) -> frozenset[int]:
-        """The stages that compute an iteration again while others serve it; empty where all compute together."""
+        """Returns the stages that replay an iteration while others serve it; empty if all replay together."""
         return frozenset(stage for stage, course in self.courses.items() if course.begin < iteration)
 
 
 def plans(
     inventory: JobInventory, operators: Sequence[Operator], exact: bool, only: int | None = None
 ) -> Iterator[RecoveryPlan]:
-    """The ways to go on, the newest iteration first; arguments as those of :func:`moc.recovery.sources.recoveries`.
+    """Yields plans, the newest iteration first; arguments as those of :func:`moc.recovery.sources.recoveries`.
 
-    With ``exact`` off, live state is not considered: what partial snapshots lack is counted from checkpoints alone.
+    With ``exact`` off, live state is ignored: tokens lost by partial snapshots are counted from checkpoints alone.
 
     Yields:
-        Plans in which every rank has all of its state at the plan's iteration.  Memory is preferred to copies from
-        other ranks, and these to storage; and these to what some stages would have to compute again.
+        Plans by which every rank reaches its whole state at the plan's iteration.  Memory is preferred to copies from
+        other ranks, these to storage, and these to a replay by some stages.
     """
     ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
     live = {rank: at for rank, at in inventory.live.items() if exact and only is None}
@@ -133,7 +133,7 @@ def plans(
             yield RecoveryPlan(iteration, keep, (), way)
         elif by_stages is not None:
             yield by_stages
-        elif way is not None:  # iterations are computed again, by all ranks together
+        elif way is not None:  # all ranks replay together
             yield RecoveryPlan(iteration, frozenset(), (), way)
 
 
@@ -144,7 +144,7 @@ def _by_stages(
     inventory: JobInventory,
     operators: Sequence[Operator],
 ) -> RecoveryPlan | None:
-    """The stages that are not whole compute again what came after a checkpoint, the newest that logs allow."""
+    """Plans a replay by the stages that are not whole, from the newest checkpoint that the logs allow."""
     logs, keep = inventory.logs, {rank for rank, at in live.items() if at == iteration}
     if logs is None or not keep:
         return None
@@ -168,7 +168,7 @@ def _by_stages(
 
 
 def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tuple[RankCopy, ...] | None:
-    """What ranks that do not keep their state get from those that do; None if they do not have all of it."""
+    """Returns copies from the ranks that keep their state to all others; None if something is missing."""
     if not keep:
         return None
     copies, given = [], Counter()
@@ -184,7 +184,7 @@ def _copies(keep: frozenset[int], pieces: Mapping[int, Mapping[str, str]]) -> tu
 
 
 def reason(inventory: JobInventory, operators: Sequence[Operator]) -> str:
-    """Why there is no plan, in half a sentence that names an operator which the newest checkpoint lacks."""
+    """Explains in half a sentence why there is no plan, by an operator that the newest checkpoint lacks."""
     if not inventory.held:
         return "there is none"
     newest = max(held.iteration for held in inventory.held)

@@ -1,4 +1,4 @@
-"""State that ranks hold alike, and how one gets it from another."""
+"""Replicated state, and its copies from one rank to another."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from moc.state.interface import TrainingState
 
 
 def pieces(state: TrainingState) -> dict[str, str]:
-    """By operator, a name of what this rank holds of it: see :class:`moc.recovery.plan.JobInventory`."""
+    """Returns, by operator, a name of this rank's piece: see :class:`moc.recovery.plan.JobInventory`."""
     return {operator: _name(fragments) for operator, fragments in _by_operator(state).items()}
 
 
 def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int:
-    """Gives and takes what a plan says, one operator after the other; for all ranks with the same copies.
+    """Sends and receives a plan's copies, one operator after the other; all ranks call it with the same copies.
 
     Args:
         copies: of the plan.
-        state: of this rank; what it takes is written there.
-        rank: this one.
+        state: of this rank; received operators are written there.
+        rank: of this process.
 
     Returns:
-        Bytes that this rank took.
+        Bytes that this rank received.
     """
     held, taken = _by_operator(state), 0
     for copy in copies:
         if rank not in (copy.source, copy.target):
             continue
         fragments = held[copy.operator]
-        packed = torch.cat([fragment.view.view(torch.uint8) for fragment in fragments])  # one message for an operator
+        packed = torch.cat([fragment.view.view(torch.uint8) for fragment in fragments])  # one message per operator
         if rank == copy.source:
             dist.send(packed, copy.target)
         else:

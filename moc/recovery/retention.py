@@ -1,4 +1,4 @@
-"""Which checkpoints are still of use: in storage as the run goes on, and where snapshots are safe when it begins."""
+"""Retention of checkpoints: in storage during the run, and in the safe tier when it resumes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from moc.store.store import Store
 
 
 def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:
-    """Removes what the newest ways to go on do not need, the oldest first.
+    """Garbage-collects checkpoints that the newest recovery paths do not need, the oldest first.
 
-    Checkpoints whose manifests cannot be read stay, and so do those that are newer than ``upto``, and those of a window
-    that is not complete yet.
+    Checkpoints with unreadable manifests stay, as do those newer than ``upto``, and those of an incomplete window.
 
     Args:
         store: the checkpoints.
         operators: of the model.
         exact: as in :func:`moc.recovery.sources.recoveries`.
-        keep: how many ways to go on are wanted.
+        keep: number of recovery paths to keep.
         upto: iteration of the newest checkpoint of this run.
     """
     held = [one for one in in_storage(look(store)[0]) if one.iteration <= upto]
@@ -35,15 +34,15 @@ def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, 
 
 @dataclass(frozen=True)
 class Staying:
-    """What a run finds when it goes on.
+    """Checkpoints that a resuming run keeps.
 
     Attributes:
-        newest: iteration of the newest way to go on; None if there is none.
-        in_memory: iterations of the snapshots in memory that are of use, ascending: those of that way if it is in
-            memory, and of the window under way.
-        again: the snapshot of the window under way that is missing: the one of the iteration at which the run is, so
-            that it can be taken again.
-        goes_on: the window under way does; if not, another one begins.
+        newest: iteration of the newest recovery path; None if there is none.
+        in_memory: iterations of the useful snapshots in memory, ascending: those of that path if it is in memory, and
+            those of the current window.
+        again: the missing snapshot of the current window, if only that of the resumed iteration is missing: it can be
+            taken again.
+        goes_on: the current window continues; otherwise another one starts.
     """
 
     newest: int | None = None
@@ -53,12 +52,12 @@ class Staying:
 
 
 class Experts(NamedTuple):
-    """Snapshots in memory that a run has taken experts from, and may have to again.
+    """Snapshots in memory that a run has taken experts from, and may need again.
 
     Attributes:
-        older: iterations of those that are no newer than where it is, but for those that stay anyway.
-        newer: of those that are; their time line is given up, and this one will come by their iterations.
-        before: of those that have made room for this one already.
+        older: iterations up to the resumed one, except snapshots that stay anyway.
+        newer: later iterations; they are of an abandoned time line, and the run will take these snapshots again.
+        before: iterations of snapshots moved aside already.
     """
 
     older: tuple[int, ...] = ()
@@ -67,12 +66,12 @@ class Experts(NamedTuple):
 
 
 def experts_staying(used: Iterable[AvailableCheckpoint], in_memory: Collection[int], iteration: int) -> Experts:
-    """What a run that has come back by partial snapshots must keep until it has saved what follows.
+    """Returns the snapshots with experts that a run must keep after an inexact recovery, until newer ones are safe.
 
     Args:
-        used: the checkpoints that something came from.
+        used: checkpoints used by the recovery.
         in_memory: iterations of the snapshots that stay.
-        iteration: from which the run goes on.
+        iteration: that the run resumes from.
     """
     used = sorted(used, key=lambda one: one.iteration)
     others = [one.iteration for one in used if one.tier == MEMORY and one.iteration not in in_memory]
@@ -91,17 +90,15 @@ def staying(
     iteration: int,
     under_way: Sequence[SnapshotPlan],
 ) -> Staying:
-    """What stays when a run goes on; the same on all ranks.
+    """Returns what stays when a run resumes; identical on all ranks.
 
     Args:
-        held: the checkpoints that there are.
+        held: available checkpoints.
         operators: of the model.
         exact: as in :func:`moc.recovery.sources.recoveries`.
-        tier: where a snapshot is safe, :data:`~moc.recovery.sources.MEMORY` or
-            :data:`~moc.recovery.sources.STORAGE`.
-        iteration: from which the run goes on.
-        under_way: the plans of what the window of that iteration has so far, that iteration's the last; empty if
-            nothing is known of it.
+        tier: where a snapshot is safe, :data:`~moc.recovery.sources.MEMORY` or :data:`~moc.recovery.sources.STORAGE`.
+        iteration: that the run resumes from.
+        under_way: plans of the current window up to that iteration, that iteration's the last; empty if unknown.
     """
     past = [one for one in held if one.iteration <= iteration]
     way = next(recoveries(past, operators, exact), None)

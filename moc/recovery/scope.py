@@ -1,9 +1,8 @@
-"""Which pipeline stages compute again when workers are lost: as few as upstream logs allow, and as little.
+"""Chooses the pipeline stages that replay after a loss: as few, and as little, as upstream logs allow.
 
-MoEvement, section 3.4 and Appendix A: the stages of the lost workers; what they need from others comes from logs.  Of
-neighbouring stages that compute an iteration again together, what passes between them is computed as well, so no log of
-it is needed; stages that are apart do not know of each other.  A stage whose replay was cut off by another loss has
-computed some of it already, and need not do that again.
+MoEvement, section 3.4 and Appendix A: the stages of lost workers replay, and logs provide what other stages sent them.
+Neighbouring stages that replay an iteration together compute what passes between them, so they need no log of it;
+separate ones are independent.  A stage whose replay was interrupted by another loss continues from where it was.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Replayed:
-    """How far a worker had come with computing again when that was cut off.
+    """Progress of a worker's interrupted replay.
 
     Attributes:
         iteration: of its state.
-        frozen: operators that are not of this iteration, since they had not been loaded in full before it.
-        reduced: it has the reduced gradients of the next iteration, too.
+        frozen: operators that lag behind this iteration, since they had not been loaded in full before it.
+        reduced: it also has the reduced gradients of the next iteration.
     """
 
     iteration: int
@@ -29,15 +28,15 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Logs:
-    """The upstream logs that there are, and what has been computed by them.
+    """Available upstream logs, and the progress of replays.
 
     Attributes:
         stages: by rank, its pipeline stage.
-        feeds: by stage, the stages from which it receives.
-        kept: by rank, the iterations of which its log is whole, counted from 1.
-        reduced: by rank, the iteration of which it has the reduced gradients; of others there is none.
-        records: iterations of which it is known how they were clipped.
-        replayed: by rank, how far it had come with computing again, if it was called away from that.
+        feeds: by stage, the stages that it receives from.
+        kept: by rank, the iterations with a whole log, counted from 1.
+        reduced: by rank, the iteration whose reduced gradients it has; absent if there is none.
+        records: iterations whose step record is known.
+        replayed: by rank, the progress of its interrupted replay, if any.
     """
 
     stages: Mapping[int, int]
@@ -48,11 +47,11 @@ class Logs:
     replayed: Mapping[int, Replayed] = field(default_factory=dict)
 
     def of(self, stage: int) -> list[int]:
-        """The ranks of a stage."""
+        """Returns the ranks of a stage."""
         return [rank for rank, other in self.stages.items() if other == stage]
 
     def have(self, stage: int, iterations: Iterable[int]) -> bool:
-        """Whether a stage can serve iterations."""
+        """Whether a stage has its logs of iterations."""
         wanted = set(iterations)
         return all(wanted <= set(self.kept.get(rank, ())) for rank in self.of(stage))
 
@@ -60,26 +59,26 @@ class Logs:
 def scope(
     lost: Collection[int], since: int, until: int, logs: Logs, ahead: Mapping[int, int] | None = None
 ) -> dict[int, int] | None:
-    """The stages that compute again, up to the iteration at which the others are, and from where on.
+    """Returns the stages that replay up to the iteration of the others, with the iteration where each starts.
 
-    They are those that are lost, and those that have not the logs which others need.  A stage that is ahead begins
-    where it is; up to there it serves its logs, as those do that keep their state.
+    These are the lost stages, and those that lack logs which others need.  A stage that is ahead starts where it is; up
+    to there it serves its logs, like the stages that keep their state.
 
     Args:
-        lost: stages of which some worker does not have its state.
-        since: iterations completed where the checkpoint begins that they go back to.
-        until: iterations completed where the others are.
-        logs: that there are.
-        ahead: by stage the iterations completed, of those whose replay was cut off; after ``since``.
+        lost: stages with a worker that lacks its state.
+        since: iterations completed at the checkpoint that they go back to.
+        until: iterations completed by the other stages.
+        logs: that are available.
+        ahead: by stage, iterations completed in an interrupted replay; after ``since``.
 
     Returns:
-        By stage, the iterations completed where it begins; None where that would be all of them: then nobody keeps its
+        By stage, the iterations completed where it starts; None if all stages would replay, and nobody would keep its
         state.
     """
     begins = dict.fromkeys(lost, since) | dict(ahead or {})
 
     def serves(feed: int, begin: int) -> bool:
-        """Whether one can serve what another computes from ``begin`` on, until it computes itself."""
+        """Whether a stage can serve what another replays from ``begin`` on, until it replays itself."""
         return logs.have(feed, range(begin + 1, begins.get(feed, until) + 1))
 
     while joins := {feed for stage, begin in begins.items() for feed in logs.feeds[stage] if not serves(feed, begin)}:

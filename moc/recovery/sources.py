@@ -1,9 +1,9 @@
-"""From which checkpoint each operator comes back: a pure function of the checkpoints that there are.
+"""Chooses the checkpoint that each operator comes from: a pure function of the available checkpoints.
 
-An exact policy goes on from one moment.  A checkpoint may hold all of it; or checkpoints of iterations that follow each
-other do together, if the iterations between are computed again (MoEvement, section 3.3).  With partial experts
-checkpointing (MoC-System, section 5.1) what is not an expert comes from the newest checkpoint that has all of it, and
-each expert from wherever its newest state is: the memory of a node that survived, or storage.
+An exact policy resumes from a single iteration.  Either one checkpoint holds all of it, or checkpoints of consecutive
+iterations do together, with a replay of the iterations between them (MoEvement, section 3.3).  With partial experts
+checkpointing (MoC-System, section 5.1), the dense part comes from the newest checkpoint that has all of it, and each
+expert from wherever its newest state is: the memory of a surviving node, or storage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moc.state.operators import Operator
 
 MEMORY, STORAGE = "memory", "storage"
 BEFORE = "memory before"
-"""Memory of a time line that was given up, in which some experts are newer than the rest."""
+"""Memory of an abandoned time line, in which some experts are newer than the rest."""
 MASTER, MOMENTS, COMPUTE = "master", "moments", "compute"
 PARTS = {
     Detail.FULL.value: (MASTER, MOMENTS),
@@ -28,22 +28,22 @@ PARTS = {
     Detail.MOMENTS.value: (MOMENTS,),
     Detail.COMPUTE.value: (COMPUTE,),
 }
-"""By detail, the parts of an operator's state that it holds; what has only the last of them can compute, not learn."""
+"""By detail, the parts of an operator's state that it holds; with COMPUTE alone an operator can compute, not learn."""
 
 
 def part_of_slot(slot: str) -> str:
-    """The part of the state of an operator that learns, that a slot belongs to."""
+    """Returns the part of a learning operator's state that a slot belongs to."""
     return MASTER if slot in ("master", "param") else MOMENTS
 
 
 @dataclass(frozen=True)
 class AvailableCheckpoint:
-    """One checkpoint, as far as it can be read.
+    """A readable checkpoint.
 
     Attributes:
         iteration: iterations completed.
         tier: :data:`MEMORY`, :data:`STORAGE`, or :data:`BEFORE`.
-        operators: by name of the operators that are whole in it, the detail.
+        operators: by name, the detail of each operator that is whole in it.
         policy: name of the policy that planned it.
     """
 
@@ -54,16 +54,16 @@ class AvailableCheckpoint:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What tells it from the others."""
+        """Identifies the checkpoint."""
         return self.iteration, self.tier
 
     def without(self, damaged: Collection[str] | None) -> AvailableCheckpoint | None:
-        """What is left of it if these operators are damaged; nothing where all are, or nobody knows which."""
+        """Returns the checkpoint without damaged operators; None if none is left, or the damaged ones are unknown."""
         left = {} if damaged is None else {n: detail for n, detail in self.operators.items() if n not in damaged}
         return replace(self, operators=left) if left and len(left) < len(self.operators) else None
 
     def has(self, iteration: int, tier: str, operators: Mapping[str, Detail]) -> bool:
-        """Whether it is that of an iteration in a tier, and has these operators as they were to be saved."""
+        """Whether it is of this iteration and tier, and holds these operators at their planned details."""
         details = {name: detail.value for name, detail in operators.items()}
         return self.key == (iteration, tier) and details.items() <= dict(self.operators).items()
 
@@ -74,11 +74,11 @@ Sources = Mapping[tuple[str, str], AvailableCheckpoint]
 
 @dataclass(frozen=True)
 class ReplayPoint:
-    """What is loaded before an iteration is computed again, or at last before the run goes on.
+    """What is loaded at an iteration of a recovery path, before the next one is replayed or the run resumes.
 
     Attributes:
         iteration: iterations completed.
-        sources: where what is loaded comes from; operators that were whole at an earlier moment are not loaded again.
+        sources: of the loaded operators; those that were whole at an earlier point are not loaded again.
     """
 
     iteration: int
@@ -86,84 +86,84 @@ class ReplayPoint:
 
     @property
     def full(self) -> tuple[str, ...]:
-        """The operators that learn from here on."""
+        """Operators that learn from here on."""
         return tuple(name for name, part in self.sources if part == MASTER)
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Those that can compute here, and do not learn yet."""
+        """Operators that can compute here, but do not learn yet."""
         return tuple(name for name, part in self.sources if part == COMPUTE)
 
     def used(self) -> list[AvailableCheckpoint]:
-        """The checkpoints that something comes from, the newest first."""
+        """Returns the checkpoints in use, the newest first."""
         distinct = {held.key: held for held in self.sources.values()}
         return [distinct[key] for key in sorted(distinct, key=lambda key: (-key[0], key[1]))]
 
 
 @dataclass(frozen=True)
 class RecoveryPath:
-    """A way to go on.
+    """Checkpoints and replays that lead to a state to resume from.
 
     Attributes:
-        moments: what is loaded, one moment after the other; between two of them an iteration is computed again.
+        moments: points at which something is loaded; between two of them an iteration is replayed.
     """
 
     moments: tuple[ReplayPoint, ...]
 
     @property
     def iteration(self) -> int:
-        """From here."""
+        """Iteration that the run resumes from."""
         return self.moments[-1].iteration
 
     @cached_property
     def sources(self) -> Sources:
-        """Where the state comes from that operators learn with."""
+        """Sources of the state that operators learn with."""
         return {key: held for moment in self.moments for key, held in moment.sources.items() if key[1] != COMPUTE}
 
     @property
     def base(self) -> AvailableCheckpoint:
-        """The checkpoint that what is not a tensor comes from."""
+        """Checkpoint that provides the non-tensor state."""
         return self.at(self.iteration)
 
     def moment(self, iteration: int) -> ReplayPoint | None:
-        """What is loaded where so many iterations are completed, if anything."""
+        """Returns the point at this many completed iterations, if any."""
         return next((moment for moment in self.moments if moment.iteration == iteration), None)
 
     def at(self, iteration: int) -> AvailableCheckpoint:
-        """The checkpoint that tells what is not a tensor of one of its moments: of those that are used, storage.
+        """Returns the checkpoint that provides the non-tensor state of a point: of those in use, preferably storage.
 
-        All workers read it.  Memory can be read by all only where no node is lost, and then nothing of this iteration
+        All workers read it.  Memory is readable by all only if no node is lost, and then nothing of this iteration
         comes from storage.
         """
         of_this = [held for held in self.used() if held.iteration == iteration]
         return next((held for held in of_this if held.tier == STORAGE), of_this[0])
 
     def used(self) -> list[AvailableCheckpoint]:
-        """All checkpoints that something comes from, the newest first."""
+        """Returns all checkpoints in use, the newest first."""
         return [held for moment in reversed(self.moments) for held in moment.used()]
 
     def learned_until(self, operator: str) -> int:
-        """The last iteration whose update is in the state that an operator goes on with."""
+        """Returns the last iteration whose update is in the operator's recovered state."""
         if len(self.moments) > 1:
             return self.iteration
-        return min(self.sources[operator, MASTER].iteration, self.iteration)  # a newer one has learned what counts
+        return min(self.sources[operator, MASTER].iteration, self.iteration)  # newer updates do not count
 
 
 def recoveries(
     held: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, only: int | None = None
 ) -> Iterator[RecoveryPath]:
-    """The ways to go on, the newest iteration first.
+    """Yields recovery paths, the newest iteration first.
 
     Args:
-        held: the checkpoints that there are.
+        held: available checkpoints.
         operators: of the model.
-        exact: everything must be of one iteration, as it was saved or as it is computed again; if not, experts may be
-            older or newer than the rest, and windows that an exact policy has left are ways, too.
-        only: go on from this iteration, and take nothing that is newer.
+        exact: all state must be of one iteration, saved or replayed; otherwise experts may be older or newer than the
+            rest, and windows left by an exact policy are paths, too.
+        only: resume from this iteration, and use nothing newer.
 
     Yields:
-        For each iteration at which everything, or with ``exact`` off all that is not an expert, is held or can be
-        computed, and each expert somewhere: where it all comes from.  Memory is preferred to storage.
+        A path for each iteration at which everything is held or can be replayed; with ``exact`` off, at which the dense
+        part is, and each expert somewhere.  Memory is preferred to storage.
     """
     usable = [one for one in held if only is None or one.iteration <= only]
     newest_first = sorted(usable, key=lambda one: (-one.iteration, one.tier))
@@ -187,16 +187,16 @@ def _newest_first(preferred: Iterator[RecoveryPath], others: Iterator[RecoveryPa
 def windows(
     there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator]
 ) -> Iterator[RecoveryPath]:
-    """The windows from whose end a run can go on to the last bit, the newest first (MoEvement, section 3.3).
+    """Yields the windows from whose end a run can resume exactly, the newest first (MoEvement, section 3.3).
 
     Args:
-        there: by iteration the checkpoints that there are, those that are preferred first; the newest iteration first.
+        there: by iteration its checkpoints, the preferred ones first; the newest iteration first.
         operators: of the model.
     """
     last = None
     for start in there:
         way = window_replay(there, operators, start)
-        if way is not None and way.iteration != last:  # else it would compute more for the same
+        if way is not None and way.iteration != last:  # otherwise it only replays more
             last = way.iteration
             yield way
 
@@ -204,15 +204,15 @@ def windows(
 def window_replay(
     there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator], start: int
 ) -> RecoveryPath | None:
-    """The window that begins with an iteration, each operator taken from where it is whole first.
+    """Returns the window that starts at an iteration, each operator loaded where it is first whole.
 
-    Before that it must be there as compute weights, in every iteration from the first one on; after it, it learns by
-    itself.  A checkpoint of everything is a window of one iteration.
+    Before that, every checkpoint of the window must hold its compute weights; after that, it learns by itself.  A full
+    checkpoint is a window of one iteration.
 
     Args:
-        there: by iteration, the checkpoints that there are.
+        there: by iteration, its checkpoints.
         operators: of the model.
-        start: the first iteration.
+        start: first iteration of the window.
 
     Returns:
         What to load when (Figure 8); None if there is no such window.
@@ -256,17 +256,17 @@ def _first(held: Iterable[AvailableCheckpoint], operator: str, part: str) -> Ava
 def needed(
     held: Iterable[AvailableCheckpoint], operators: Sequence[Operator], exact: bool, keep: int
 ) -> set[tuple[int, str]]:
-    """Keys of the checkpoints that are of use.
+    """Returns the keys of the checkpoints that are still of use.
 
     Args:
-        held: those that there are.
+        held: available checkpoints.
         operators: of the model.
         exact: as in :func:`recoveries`.
-        keep: how many ways to go on are wanted.
+        keep: number of recovery paths to keep.
 
     Returns:
-        Those without which the newest ``keep`` ways would be others, and those that are newer than these: they may
-        be the begin of a window that is not complete yet.  All, where there is no way at all.
+        The checkpoints that the newest ``keep`` paths use, and all newer ones, which may start an incomplete window.
+        All checkpoints, if there is no path.
     """
     held = list(held)
     ways = list(islice(recoveries(held, operators, exact), keep))

@@ -1,6 +1,6 @@
-"""Who gives whom what, where some workers hold boxes of tensors and others want some: any holder to any holder.
+"""Transfers boxes of tensors between workers: any holder to any receiver.
 
-Who holds what and who wants what is the same on all workers, and so is the answer, without a word.
+All workers know who holds and who wants which box, so all compute the same transfers without communication.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from moc.state.region import Region
 
 MOST = 64 << 20
-"""Bytes that are given at once."""
+"""Bytes of one transfer, at most."""
 
 
 class Box(NamedTuple):
-    """A box of a slot of a tensor, which a worker holds or wants.
+    """A box of a slot of a tensor, held or wanted by a worker.
 
     Attributes:
         name: of the tensor in the unpartitioned model.
@@ -35,7 +35,7 @@ class Box(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A box that a worker gives another: of the ``held``-th that it holds to the ``wanted``-th that the other wants."""
+    """A region sent from the ``held``-th box that the source holds to the ``wanted``-th box that the target wants."""
 
     source: int
     held: int
@@ -47,19 +47,19 @@ class Transfer(NamedTuple):
 def transfers(
     held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], most: int = MOST
 ) -> tuple[list[Transfer], list[Box]]:
-    """Who gives whom what.
+    """Computes who sends what to whom.
 
-    A worker takes from itself what it holds; else, of those that hold the most of a piece, the one gives it that gives
-    the fewest bytes so far.
+    A worker takes from itself what it holds; otherwise, among the workers that hold the most of a piece, the one sends
+    that sends the fewest bytes so far.
 
     Args:
-        held: by rank, the boxes that it holds; they may overlap, and where they do, they hold the same.
+        held: by rank, the boxes that it holds; overlapping boxes hold the same values.
         wanted: by rank, the boxes that it wants.
-        most: bytes of a transfer, no less than an element has.
+        most: bytes of a transfer, at least those of an element.
 
     Returns:
-        Transfers that cover each wanted box, each element once, in an order that :func:`perform` can take; and what of
-        the wanted boxes nobody holds.
+        Transfers that cover each element of the wanted boxes once, in an order for :func:`perform`; and the parts of
+        wanted boxes that nobody holds.
     """
     holders: dict[tuple[str, str], list[tuple[int, int, Region]]] = defaultdict(list)
     for rank, boxes in enumerate(held):
@@ -85,7 +85,7 @@ def transfers(
 
 
 def _in_turns(found: Iterable[Transfer]) -> list[Transfer]:
-    """In an order in which those between different workers come together, so that they run at the same time."""
+    """Orders transfers so that those between different workers run at the same time."""
     free, turns = Counter(), defaultdict(list)
     for one in found:
         turn = max(free[one.source], free[one.target])
@@ -99,15 +99,15 @@ def perform(
     held: Sequence[tuple[Region, torch.Tensor]],
     wanted: Sequence[tuple[Region, torch.Tensor]],
 ) -> None:
-    """Gives and takes; for all workers with the same transfers.
+    """Sends and receives; all workers call it with the same transfers.
 
-    Each worker is done with one before it begins with the next: so there is always a first one of all that are not
-    done, for which both of its workers are ready, and nobody waits for ever.
+    Each worker finishes one transfer before it starts the next: the first unfinished one always has both of its workers
+    ready, so there is no deadlock.
 
     Args:
-        found: what :func:`transfers` says.
+        found: result of :func:`transfers`.
         held: the boxes that this worker holds, and their values.
-        wanted: those that it wants, and what is to be filled.
+        wanted: the boxes that it wants, and the tensors to fill.
     """
     rank = dist.get_rank()
     for one in found:

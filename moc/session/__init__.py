@@ -1,1 +1,1 @@
-"""Fault tolerance of a run: snapshots beside training, and the way back."""
+"""Fault tolerance of a run: snapshots beside training, resume, recovery and replay."""

@@ -1,13 +1,13 @@
-"""``--ckpt-policy auto``: which policy is in force, and when another one is to be.
+"""``--ckpt-policy auto``: chooses the policy in force, and replaces it when another one becomes better.
 
-    measure    a run begins with snapshots of everything, by which bandwidths become known
-    choose     the planner (:mod:`moc.simulate.planner`) compares what policies cost (:mod:`moc.simulate.live_costs`)
-    switch     between two iterations: all of the state goes to storage, as at the end of a run, and workers begin again
-               with the chosen flags, as survivors do when another worker was lost
-    watch      a choice holds until what it was made from has changed by a factor of :data:`DRIFT`
+    measure    a run starts with full snapshots, to measure bandwidths
+    choose     the planner (:mod:`moc.simulate.planner`) compares the costs of policies (:mod:`moc.simulate.live_costs`)
+    switch     between two iterations: the whole state goes to storage, as at the end of a run, and workers start again
+               with the chosen flags, as survivors do after the loss of a worker
+    watch      a choice holds until one of the figures behind it has changed by a factor of :data:`DRIFT`
 
-What is measured comes out of votes, so all workers choose alike without asking each other.  Measurements and choice are
-stored with every snapshot; a run that goes on takes up both.
+Measurements come out of votes, so all workers choose alike without further communication.  Measurements and choice are
+stored with every snapshot, and a resumed run restores both.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ from moc.store.errors import CheckpointError
 from moc.store.store import Store
 
 DRIFT = 2.0
-"""A choice is looked at again when something that it was made from is so many times as much, or as little."""
+"""Factor by which a figure behind a choice must grow or shrink for the choice to be reconsidered."""
 
 HOLDS = BLOCK * BLOCKS
-"""Iterations, at least, from one look to the next: by then all that was measured before is forgotten."""
+"""Iterations, at least, between two choices: by then all earlier measurements are forgotten."""
 
 WORTH = 0.005
-"""Of ETTR: a better policy must be better by so much, since a switch takes its time too."""
+"""ETTR that a better policy must gain, since a switch costs time too."""
 
 _MEASURED = ("iteration_s", "forward_backward_s", "copy_rate", "write_rate")
 
 
 class PolicySwitched(Exception):
-    """Another policy is in force from here on, for all workers alike: begin again with it."""
+    """Another policy is in force from here on, on all workers: start again with it."""
 
 
 @dataclass(frozen=True)
 class AutoLimits:
-    """What a choice must keep to, and what it is made for.
+    """Limits of a choice, and the job that it is made for.
 
     Attributes:
         tier: where snapshots are safe.
         replicas: other nodes that keep copies; None to choose.
         exact_only: a recovered run must be bit-identical.
-        host_memory_gb: of a node's memory for snapshots and logs; None for any.
-        plt: the expected proportion of lost tokens must not be above it.
-        mtbf_hours: mean hours between failures; None: as they are counted.
+        host_memory_gb: of a node's memory for snapshots and logs; None for no limit.
+        plt: upper limit of the expected proportion of lost tokens.
+        mtbf_hours: mean hours between failures; None to use the measured one.
         parallel: tensor-, pipeline- and expert-parallel sizes.
         has_experts: the model has experts, whose tokens are counted from the start.
     """
@@ -87,27 +87,27 @@ class AutoLimits:
 
 
 class Choices(Protocol):
-    """What may be chosen, by flags."""
+    """The flags that may be chosen."""
 
     def check(self, flags: Mapping[str, object]) -> None:
-        """Refuses flags that the others do not allow.
+        """Refuses flags that contradict the user's other flags.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do.
         """
 
     def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
-        """The settings with chosen flags in force."""
+        """Returns the settings with the chosen flags in force."""
         ...
 
 
 class AutoPolicy:
-    """Measures, chooses, and remembers; all methods are for all workers alike.
+    """Measures and chooses; every worker calls every method.
 
     Args:
-        limits: what a choice must keep to.
-        choices: what may be chosen.
-        log: where to report.
+        limits: of a choice.
+        choices: flags that may be chosen.
+        log: receives messages and events.
     """
 
     def __init__(self, limits: AutoLimits, choices: Choices, log: Listener):
@@ -117,15 +117,15 @@ class AutoPolicy:
         self._ranks: list[int] = []
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
-        """Takes up what the run knew, from live workers or the newest snapshot; a collective call.
+        """Restores measurements and choice from live workers or the newest snapshot; a collective call.
 
         Args:
             engine: of this worker.
             tiers: where snapshots are.
-            mine: what this worker has left of the state.
+            mine: what this worker kept from the previous generation; None if it has not trained.
 
         Returns:
-            The settings that were chosen; while nothing is chosen, those that measure.
+            The chosen settings; before the first choice, those of the measurement.
         """
         return self._choices.settings(self._chosen(tiers, mine, first=engine.world.rank == 0), engine)
 
@@ -141,15 +141,15 @@ class AutoPolicy:
         return self._measuring()
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
-        """Learns how large snapshots would be, as soon as that is asked for.
+        """Receives the functions that give snapshot sizes; most are called when a choice first needs them.
 
         Args:
-            busiest: the bytes of the rank that saves the most of a plan's operators; a collective call.
-            engine: with its operators.
-            may_replay: whether a run can go on from sparse snapshots of this model, here; a collective call.
+            busiest: returns the bytes that the busiest rank saves of a plan's operators; a collective call.
+            engine: whose operators are saved.
+            may_replay: returns whether this run can resume from sparse snapshots of this model; a collective call.
 
         Raises:
-            SettingsError: whatever is chosen, snapshots take more memory than they may.
+            SettingsError: every choice needs more memory for snapshots than ``--host-memory-gb``.
         """
         operators, stages = engine.operators, tuple(engine.stages)
         ep = self._asked.parallel[2]
@@ -170,11 +170,11 @@ class AutoPolicy:
                 )
 
     def observe(self, seen: Observed) -> None:
-        """Learns what one iteration has shown."""
+        """Records the measurements of one iteration."""
         self._measured.observe(seen)
 
     def plans_anew(self, iteration: int) -> bool:
-        """Whether another policy is to be in force from here on; asked between two iterations, and says why.
+        """Whether another policy is in force from here on, asked between two iterations; reports the reason.
 
         Args:
             iteration: iterations completed.
@@ -191,15 +191,15 @@ class AutoPolicy:
         return self._choose(iteration, self._running(figures), cause)
 
     def ends(self) -> None:
-        """All is about to be saved in good order: when the run goes on from there, that was no fault."""
+        """The whole state is about to be saved in good order: a resume from it counts as no failure."""
         self._orderly = True
 
     def goes_on(self) -> None:
-        """It could not be saved: nothing ends."""
+        """The state could not be saved: the run does not end."""
         self._orderly = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored with snapshots, as JSON can hold it."""
+        """Returns the state to store with snapshots, as JSON-compatible values."""
         return {
             "measured": self._measured.state_dict(),
             "flags": dict(self._flags),
@@ -212,7 +212,7 @@ class AutoPolicy:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether tokens are to be counted whatever is in force: the ledger goes on from one policy to the next."""
+        """Whether tokens are counted under every policy: the ledger continues across switches."""
         return self._asked.has_experts
 
     def _forget(self) -> None:
@@ -232,18 +232,18 @@ class AutoPolicy:
 
     @property
     def _machine(self) -> list:
-        """Where it is another, nothing that was measured has a meaning."""
+        """Identifies parallel layout and workers per node; a change voids all measurements but failures."""
         return [*self._asked.parallel, *self._ranks]
 
     @property
     def _limits_given(self) -> list:
-        """Where they are others, a choice has none."""
+        """Identifies the limits; a choice made under others is void."""
         asked = self._asked
         return [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, asked.plt, asked.mtbf_hours]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
-        """Numbers of copies on other nodes that may be chosen."""
+        """Numbers of replica nodes that may be chosen."""
         if self._asked.tier != "peers" or len(self._ranks) == 1:
             return (0,)
         if self._asked.replicas is not None:
@@ -261,7 +261,7 @@ class AutoPolicy:
         return self._measured.mtbf_s if hours is None else 3600.0 * hours
 
     def _measuring(self) -> dict[str, object]:
-        """Flags by which bandwidths become known, in little memory."""
+        """Returns flags that measure bandwidths with little memory."""
         flags: dict[str, object] = {"ckpt_policy": Full.name}
         if self._asked.tier != "disk":
             flags["persist_interval"] = 1
@@ -292,7 +292,7 @@ class AutoPolicy:
         return True
 
     def _choose(self, iteration: int, run: Running, cause: str) -> bool:
-        """Sizes are asked for here, by all workers at once."""
+        """Chooses; asks for sizes, so all workers call it together."""
         limits = self._limits()
         plan = best_of(every_candidate(run, self._mtbf_s, limits), run.iteration_s, self._mtbf_s, limits)
         now = (
@@ -316,11 +316,11 @@ class AutoPolicy:
 
 
 def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:
-    """What has changed by a factor of :data:`DRIFT` or more, in half a sentence; None if nothing has.
+    """Names a figure that has changed by a factor of :data:`DRIFT` or more, in half a sentence; None if none has.
 
     Args:
-        before: figures that a choice was made from.
-        now: the same figures, all above 0.
+        before: figures behind the last choice.
+        now: the current figures, all above 0.
     """
     for name, figure in now.items():
         then = before.get(name)
@@ -330,7 +330,7 @@ def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None
 
 
 def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, Any] | None:
-    """Of this worker, or of what it can read: the newest iteration, and what auto knew then."""
+    """Returns the newest iteration that this worker has or can read, and the state of auto stored with it."""
     if mine is not None and mine.live is not None:
         return mine.live.position.iteration, mine.live.state.get("auto")
     found = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []

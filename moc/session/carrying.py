@@ -14,16 +14,16 @@ from moc.store.errors import CheckpointError
 
 
 def experts_of(policy: Policy) -> frozenset[str]:
-    """The operators that may be older than the rest: the experts, where a policy is not exact."""
+    """Returns the operators that may be older than the rest: the experts, unless the policy is exact."""
     return frozenset(one.name for one in policy.operators if one.expert is not None and not policy.exact)
 
 
 class Carrying:
-    """Of this node's own snapshots; only the worker that leads the node has anything to do.
+    """Carries experts of this node's own snapshots; does nothing on workers that do not lead the node.
 
     Args:
         tiers: where snapshots are.
-        policy: what is in them.
+        policy: decides which operators a snapshot holds.
     """
 
     def __init__(self, tiers: Tiers, policy: Policy):
@@ -37,13 +37,14 @@ class Carrying:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-carry")
 
     def begin(self, plan: SnapshotPlan) -> Future | None:
-        """Begins to carry what a snapshot lacks out of those before it, as soon as they are published.
+        """Starts to carry the experts that a snapshot lacks out of earlier ones, once these are published.
 
         Args:
-            plan: of the snapshot, which is begun.
+            plan: of the snapshot, whose copy has started.
 
         Returns:
-            Done when it is carried, so that the snapshot may take the place of those; None where nothing is.
+            Done when they are carried, so that the snapshot may supersede the earlier ones; None if there is nothing to
+            carry.
         """
         if self._carrier is None or not self._experts:
             return None
@@ -53,26 +54,26 @@ class Carrying:
         return self._thread.submit(self._carry, self._carrier, coming, before)
 
     def published(self, iteration: int) -> None:
-        """This node's part of a snapshot is published in its memory."""
+        """This node's part of a snapshot has been published in its memory."""
         with self._published:
             self._newest = iteration
             self._published.notify_all()
 
     def give_up_before(self, iteration: int) -> None:
-        """A snapshot is safe: what is older is needed no more, but for what was carried out of it.
+        """A snapshot is safe: older ones are needed only for the experts carried out of them.
 
         Raises:
-            CheckpointError, OSError: it cannot be given up.
+            CheckpointError, OSError: an older snapshot cannot be given up.
         """
         self._safe = iteration
         if self._carrier is not None:
             self._carrier.retire(iteration)
-        if self._memory is not None and self._before is not None and self._before.iterations():  # what is safe has all
+        if self._memory is not None and self._before is not None and self._before.iterations():  # now superseded
             self._memory.place.check_owner()
             self._before.clear()
 
     def close(self) -> None:
-        """Gives up what is under way."""
+        """Abandons pending work."""
         with self._published:
             self._closed = True
             self._published.notify_all()
@@ -87,12 +88,12 @@ class Carrying:
 
 
 def carry(carrier: Carrier, safe: int, coming: AvailableCheckpoint | None = None) -> None:
-    """Gives up carried experts that a newer snapshot has, and carries those that the coming one lacks.
+    """Drops carried experts that a newer snapshot holds, and carries those that the coming one lacks.
 
     Args:
-        carrier: of what snapshots.
-        safe: iteration of the newest that is safe.
-        coming: what will be newest; by default the newest that is there.
+        carrier: of the snapshots.
+        safe: iteration of the newest safe snapshot.
+        coming: the snapshot about to become the newest; by default the newest one stored.
     """
     try:
         carrier.drop(safe)

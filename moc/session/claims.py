@@ -1,4 +1,4 @@
-"""Of which run the snapshots of a job are, and in whose name it publishes them."""
+"""The run that a job's snapshots belong to, and the claim by which it publishes them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from moc.store.tiers import memory_of_other_runs
 
 
 def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Listener) -> Claim:
-    """In whose name this generation publishes; a collective call.
+    """Returns the claim by which this generation publishes; a collective call.
 
-    Storage is asked of which run it is when a job begins.  Later whoever is left knows, and nobody waits for storage.
+    Storage is asked for the run when a job starts.  Later the survivors know it, and nobody waits for storage.
 
     Args:
         settings: where snapshots go.
         world: this worker's place.
-        mine: what this worker has left of the state; None if it has not trained yet.
-        log: where to report.
+        mine: what this worker kept from the previous generation; None if it has not trained yet.
+        log: receives messages.
 
     Raises:
-        CheckpointError: on all workers: storage does not say which run it is of, or cannot be used.
+        CheckpointError: on all workers: storage does not name its run, or cannot be used.
     """
     run = next((told for told in gather(mine.run if mine is not None else None) if told), None)
     if run is None:
@@ -43,24 +43,24 @@ def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Li
 
 
 def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, log: Listener) -> bool:
-    """Begins the term of this generation where it publishes; a collective call.
+    """Takes ownership of the tiers for the term of this generation; a collective call.
 
-    Storage is taken at once when a job begins, so that one that does not get it ends before it trains.  Later that is
-    done by whoever is the first to look there, or to publish (:meth:`moc.store.store.Store.take`): where the job can go
-    on from memory, nobody waits for it.
+    A job takes storage when it starts, so that it ends before training if it cannot.  Later the first one to look there
+    or to publish takes it (:meth:`moc.store.store.Store.take`): a job that can resume from memory does not wait for
+    storage.
 
     Args:
         settings: where snapshots go.
         tiers: where snapshots go.
         world: this worker's place.
         trained: this worker has trained already.
-        log: where to report.
+        log: receives messages.
 
     Returns:
-        Storage has to be taken, and tidied up, beside training, before anything goes there.
+        Whether storage must still be taken and cleaned up, beside training, before anything goes there.
 
     Raises:
-        CheckpointError: on all workers: another job has a place, or a newer generation of this one.
+        CheckpointError: on all workers: another job, or a newer generation of this one, owns a tier.
     """
     begins, problem = not any(gather(trained)), None
 
@@ -81,7 +81,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
 
 
 def _take_storage(tiers: Tiers) -> str | None:
-    """What is wrong with storage, where there is memory and the job can go on without it."""
+    """Returns why storage cannot be used, if the job can run on memory alone."""
     try:
         tiers.storage.take()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What one generation takes snapshots and recovers with."""
+"""The components by which one generation takes snapshots and recovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moc.store.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Components:
-    """One generation's parts, on one worker.
+    """The components of one generation on one worker.
 
     Attributes:
         world: this worker's place.
@@ -35,13 +35,13 @@ class Components:
         policy: decides what is saved when.
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
         holdings: which rank of this pipeline stage holds what.
-        contents: what this worker saves.
+        contents: this worker's share of each plan.
         saver: copies and writes this worker's part.
-        publisher: writes manifests, from which on a snapshot counts.
-        tokens: the token ledger; None where no policy asks for it.
+        publisher: writes the manifests that make snapshots valid.
+        tokens: the token ledger; None if no policy needs it.
         tap: logs what crosses pipeline stages.
-        meter: measures what snapshots cost.
-        report: says what they cost.
+        meter: measures the cost of snapshots.
+        report: reports the cost of snapshots.
     """
 
     world: World
@@ -68,16 +68,16 @@ def build(
         settings: where snapshots go, and how.
         policy: decides what is saved when.
         tiers: where snapshots go.
-        log: where to report.
+        log: receives messages and events.
         counts: keep the token ledger.
         again: this worker was in a generation before.
 
     Raises:
-        CheckpointError: on all workers: this state cannot be brought back from such snapshots, or memory is short.
-        SettingsError: settings do not fit the job.
+        CheckpointError: on all workers: such snapshots cannot restore this state, or memory is short.
+        SettingsError: the settings do not fit the job.
     """
     world, tap = engine.world, engine.tap
-    with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all build again
+    with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all build again
         peers = join_peers(settings, tiers, policy, log, again)
         if peers is not None:
             undo.callback(peers.close)
@@ -103,11 +103,11 @@ def build(
 
 
 def close(parts: Components, patience_s: float) -> None:
-    """Ends what is under way; asks nothing of other workers.
+    """Ends pending work; communicates with no other worker.
 
     Args:
         parts: of the generation.
-        patience_s: for so long a write may take to end well.
+        patience_s: seconds that a pending write may take to complete.
     """
     if parts.peers is not None:
         parts.peers.close()
@@ -119,7 +119,7 @@ def close(parts: Components, patience_s: float) -> None:
 
 
 def _holdings(engine: Engine) -> StageHoldings:
-    """What the workers of this pipeline stage hold: they are all that may hold copies of one another."""
+    """Returns the holdings of this pipeline stage's workers, the only ones that may be replicas of one another."""
     state = engine.state
     told = [
         holding
@@ -132,18 +132,18 @@ def _holdings(engine: Engine) -> StageHoldings:
 def check_saving(
     engine: Engine, holdings: StageHoldings, tiers: Tiers, tier: str, policy: Policy, replays: bool
 ) -> None:
-    """Refuses state that snapshots cannot bring back; a collective call.
+    """Refuses state that snapshots cannot restore; a collective call.
 
     Args:
         engine: whose state it is.
         holdings: which rank of this pipeline stage holds what.
         tiers: where snapshots go.
-        tier: what the flag calls it.
+        tier: its name on the command line.
         policy: decides what is saved when.
-        replays: iterations are replayed with operators frozen.
+        replays: iterations are replayed with frozen operators.
 
     Raises:
-        CheckpointError: on all workers.
+        CheckpointError: on all workers, for such state.
     """
     if tiers.memory is not None:
         items = holdings.items(policy.everything(0).operators)
@@ -153,7 +153,7 @@ def check_saving(
 
 
 def may_replay(engine: Engine, parts: Components, tier: str) -> bool:
-    """Whether iterations of this model can be replayed with operators frozen, here; a collective call."""
+    """Whether iterations of this model can be replayed here with frozen operators; a collective call."""
     try:
         check_saving(engine, parts.holdings, parts.tiers, tier, parts.policy, replays=True)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What a session may be given beside an engine: other checkpoints to begin from, and what chooses its policy."""
+"""Optional inputs of a session beside its engine: other checkpoints to start from, and a chooser of its policy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moc.state.record import Position
 
 
 class Elsewhere(Protocol):
-    """Checkpoints that are no snapshots; all methods are collective."""
+    """Checkpoints that are not snapshots; every method is collective."""
 
     def newest(self, seconds: float | None = None) -> int | None:
-        """The iteration that :meth:`load` begins at; None if it finds nothing, or not within so many seconds."""
+        """Returns the iteration that :meth:`load` would resume from; None if it finds none, or none in time."""
 
     def load(self) -> Position | None:
-        """Fills the state; None if there is nothing."""
+        """Fills the state; returns None if there is no checkpoint."""
 
 
 class _Nowhere:
@@ -33,35 +33,35 @@ class _Nowhere:
 
 
 NOWHERE = _Nowhere()
-"""There are none."""
+"""No such checkpoints."""
 
 
 class Chooser(Protocol):
-    """Chooses policy and settings; all methods are for all workers alike.
+    """Chooses policy and settings; every worker calls every method.
 
     Attributes:
-        counts_tokens: tokens are counted whatever is in force.
+        counts_tokens: tokens are counted under every policy.
     """
 
     @property
     def counts_tokens(self) -> bool: ...  # noqa: D102
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
-        """Takes up what the run knew, and returns what is in force from here on; a collective call."""
+        """Restores measurements and choice, and returns the settings in force from here on; a collective call."""
         ...
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
-        """Learns how large snapshots would be.
+        """Receives the functions that give snapshot sizes.
 
         Args:
-            busiest: the bytes of the rank that saves the most of a plan's operators; a collective call.
-            engine: with its operators.
-            may_replay: whether iterations can be computed again with frozen operators; a collective call.
+            busiest: returns the bytes that the busiest rank saves of a plan's operators; a collective call.
+            engine: whose operators are saved.
+            may_replay: returns whether iterations can be replayed with frozen operators; a collective call.
         """
 
     def observe(self, seen: Observed) -> None:
-        """Learns what one iteration has shown."""
+        """Records the measurements of one iteration."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored with snapshots, as JSON can hold it."""
+        """Returns the state to store with snapshots, as JSON-compatible values."""
         ...

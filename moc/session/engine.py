@@ -1,6 +1,6 @@
-"""What a session asks of an engine, the program that computes iterations and updates the state.
+"""What a session requires of an engine, the program that computes iterations and updates the state.
 
-megatron-core's is :class:`megatron.pretraining.engine.megatron.MegatronEngine`.
+For megatron-core it is :class:`megatron.pretraining.engine.megatron.MegatronEngine`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
 
 Gradients = Callable[[Fragment], torch.Tensor]
-"""Gives the reduced gradient of each fragment of detail ``GRAD``, as it was kept or logged."""
+"""Returns the reduced gradient of a fragment of detail ``GRAD``, kept in memory or logged."""
 
 
 class Listener(Protocol):
-    """Where a session reports.
+    """Receives a session's messages and events.
 
     Attributes:
         events: for programs.
@@ -36,15 +36,15 @@ class Listener(Protocol):
     def events(self) -> EventLog: ...  # noqa: D102
 
     def message(self, text: str) -> None:
-        """Reports a line for people, once for all workers."""
+        """Prints a line for people, once for all workers."""
 
 
 class PipelineTap(Protocol):
-    """What crosses the pipeline stages, where it is logged; all methods do nothing where it is not.
+    """Logs what crosses pipeline stages; without logging, every method does nothing.
 
     Attributes:
-        gauges: what there is to see of every iteration.
-        feeds: by stage, the stages from whose logs it can be computed again; empty where nothing is logged.
+        gauges: values to report with every iteration.
+        feeds: by stage, the stages whose logs it needs for a replay; empty without logging.
     """
 
     @property
@@ -54,65 +54,65 @@ class PipelineTap(Protocol):
     def feeds(self) -> Mapping[int, Collection[int]]: ...  # noqa: D102
 
     def open(self, memory: Path) -> None:
-        """Makes what is needed in the memory of this node; no collective.
+        """Allocates the logs in the memory of this node; no collective call.
 
         Raises:
-            CheckpointError: there is not so much memory.
+            CheckpointError: the node has too little memory.
         """
 
     def ballot(self) -> dict[str, float]:
-        """As :meth:`VoteParticipant.ballot`."""
+        """Like :meth:`VoteParticipant.ballot`."""
         ...
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
-        """As :meth:`VoteParticipant.on_vote`."""
+        """Like :meth:`VoteParticipant.on_vote`."""
 
     def on_stored(self, plan: SnapshotPlan) -> None:
-        """A snapshot is safe, and so are all that were taken before it."""
+        """A snapshot is safe, and so are all earlier ones."""
 
     def close(self) -> None:
-        """Ends what is under way; logs stay."""
+        """Ends pending work; the logs stay."""
 
     def delete(self) -> None:
-        """Removes the logs: there is nothing left that would need them."""
+        """Removes the logs: no recovery needs them any more."""
 
     def kept(self) -> list[int]:
-        """Iterations of which this worker's log is there, counted from 1."""
+        """Returns the iterations that this worker has logs of, counted from 1."""
         ...
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
-        """Of iterations, each with the stages that compute it, those that this worker cannot :meth:`serve`."""
+        """Returns the iterations that this worker cannot :meth:`serve`, of those given with their replaying stages."""
         ...
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """Sends to stages that compute an iteration again what this worker sent them then."""
+        """Sends this worker's logged output of an iteration to the stages that replay it."""
 
     def replaying(self, stages: Collection[int]) -> AbstractContextManager[None]:
-        """While only some stages compute, and this worker's is one of them; none where all do, as ever."""
+        """Context in which only these stages compute, this worker's among them; without any, all stages compute."""
         ...
 
 
 class RouterTally(Protocol):
-    """Counts the tokens that each expert was given."""
+    """Counts the tokens routed to each expert."""
 
     def take(self) -> dict:
-        """This worker's counts since the last call, for the vote."""
+        """Returns this worker's counts since the last call, for the vote."""
         ...
 
     def by_layer(self, tally: dict) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """From the sums over all workers: by layer the tokens of each expert, and those that were to be routed."""
+        """Returns, from the sums over all workers, by layer: the tokens of each expert, and the tokens to be routed."""
         ...
 
     def probabilities(self, tally: dict) -> dict[int, list[float]]:
-        """By layer and expert, the sum of the probabilities with which it was chosen."""
+        """Returns, by layer and expert, the sum of the probabilities with which the expert was chosen."""
         ...
 
     def close(self) -> None:
-        """Counts no more."""
+        """Stops counting."""
 
 
 class Outcome(NamedTuple):
-    """What an iteration that was computed again has shown to this worker.
+    """What this worker saw of a replayed iteration.
 
     Attributes:
         sums: this worker's part of the loss, as in the vote.
@@ -128,14 +128,14 @@ class Engine(Protocol):
 
     Attributes:
         world: this worker's place.
-        state: what it trains.
+        state: the training state.
         operators: of the whole model, in the order of the forward pass.
         stages: by layer, the pipeline stage that computes it.
         layout: sizes of the layout by name, for people who read manifests.
-        peers: the workers of this pipeline stage, who may hold copies of one another; None where they are all.
-        slices: ranks that hold the other tensor-parallel slices of what this one holds, with this one.
-        tap: what crosses pipeline stages.
-        reduced: iteration of which it still has the reduced gradients; None if it has none.
+        peers: workers of this pipeline stage, the only ones that may be replicas of one another; None for all workers.
+        slices: ranks that hold the tensor-parallel slices of this worker's state, its own included.
+        tap: logs what crosses pipeline stages.
+        reduced: iteration whose reduced gradients the engine still has; None if there is none.
     """
 
     @property
@@ -166,67 +166,67 @@ class Engine(Protocol):
     def reduced(self) -> int | None: ...  # noqa: D102
 
     def scalars(self, position: Position) -> dict:
-        """What of the state is not a tensor, at a position, as JSON can hold it; the position is part of it."""
+        """Returns the non-tensor state at a position as JSON-compatible values, including the position."""
         ...
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores what :meth:`scalars` gave.
+        """Restores the result of :meth:`scalars`.
 
         Args:
-            saved: that.
+            saved: that result.
             where: the snapshot, for messages.
 
         Raises:
-            CheckpointError: the flags ask for something else.
+            CheckpointError: the flags contradict the saved values.
         """
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
         """Refuses the state of another model or optimizer, and a window that computes in another precision.
 
         Args:
-            saved: what :meth:`scalars` gave.
+            saved: the result of :meth:`scalars`.
             where: the snapshot, for messages.
-            window: iterations are to be computed again from it.
+            window: iterations are to be replayed from it.
 
         Raises:
-            CheckpointError: it is of another one.
+            CheckpointError: model, optimizer or precision differs.
         """
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
-        """Warns where samples come in another order than in the run that saved."""
+        """Warns if the order of samples differs from the run that saved the state."""
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
     ) -> Outcome:
-        """Computes an iteration again that is known by its record; what is frozen then does not change.
+        """Replays an iteration by its step record; frozen operators do not change.
 
         Args:
             record: of the iteration.
-            position: before it.
-            completing: to be entered once the gradients are reduced, and left once the update is done.
+            position: before the iteration.
+            completing: context to enter once the gradients are reduced, and to leave once the update is done.
 
         Returns:
-            What it has shown; the parts of all workers are bit by bit those of the record, where layout, data and
-            kernels are the same.
+            What this worker saw.  With the same layout, data and kernels, the parts of all workers are bit-identical to
+            those of the record.
         """
         ...
 
     def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
-        """Updates the state of what is not frozen by the decision of the vote: no forward, no backward, no collective.
+        """Updates what is not frozen, by the decision of the vote: no forward, no backward, no collective.
 
-        Loss scale and learning rate are to be those of the iteration.  What moves without gradients, such as biases of
-        routers, stays where gradients are given, and is to be loaded; weights are to be gathered afterwards.
+        Loss scale and learning rate must be those of the iteration.  With ``gradients``, state that moves without
+        gradients, such as router biases, stays as it is, and must be loaded.  Weights must be gathered afterwards.
 
         Args:
             record: of the iteration.
-            gradients: of the iteration; by default those that it still has, see ``reduced``.
+            gradients: of the iteration; by default those still in memory, see ``reduced``.
         """
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:
-        """Counts what routers do from now on.
+        """Starts counting the decisions of routers.
 
         Args:
-            layers: numbers of those with experts.
-            with_probabilities: count, too, with what probabilities routers choose.
+            layers: numbers of the layers with experts.
+            with_probabilities: also sum the probabilities of the chosen experts.
         """
         ...

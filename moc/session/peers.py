@@ -1,7 +1,7 @@
-"""Copies of snapshots in the memory of other nodes, and their way back when a node is lost (Gemini).
+"""Copies of snapshots in the memory of other nodes, and their restoration after the loss of a node (Gemini).
 
 Placement is :mod:`moc.recovery.placement`.  The replica server of each node (:mod:`moc.runtime.replica_server`), a
-process of its own, moves the bytes, by order of the worker that leads the node.
+process of its own, moves the bytes when the worker that leads the node asks it to.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ DEFAULT_REPLICAS = 2
 
 
 class Copied(NamedTuple):
-    """What copying a snapshot took on one node.
+    """Cost of copying a snapshot to one node.
 
     Attributes:
-        bytes: that came from other nodes.
+        bytes: received from other nodes.
         seconds: that copying took.
     """
 
@@ -50,20 +50,20 @@ class Copied(NamedTuple):
 
 
 def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, again: bool) -> Peers | None:
-    """What copies snapshots to other nodes, with ``--ckpt-tier peers``; a collective call.
+    """Connects to the replica servers, with ``--ckpt-tier peers``; a collective call.
 
     Args:
-        settings: how many copies, and how fast.
+        settings: number of copies, and rate limit.
         tiers: where snapshots go.
-        policy: what is in them.
-        log: where to report.
-        again: it was all said before.
+        policy: decides which operators a snapshot holds.
+        log: receives messages and events.
+        again: placement and warnings were reported before.
 
     Returns:
-        None with another tier, and where there is no other node.
+        None with another tier, and on a single node.
 
     Raises:
-        SettingsError: there are not so many nodes, or nothing that keeps copies.
+        SettingsError: there are fewer nodes than copies need, or no replica server.
         CheckpointError: on all workers: a replica server does not answer.
     """
     nodes = list(dict.fromkeys(tiers.nodes))
@@ -91,14 +91,14 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
 
 
 def copies_wanted(told: int | None, nodes: int) -> int:
-    """How many other nodes keep copies of each node's snapshots.
+    """Returns the number of other nodes that keep copies of each node's snapshots.
 
     Args:
         told: ``--replicas``.
         nodes: of the job.
 
     Raises:
-        SettingsError: there are not so many.
+        SettingsError: there are not that many other nodes.
     """
     if told is None:
         return min(DEFAULT_REPLICAS, nodes - 1)
@@ -121,20 +121,20 @@ def _tell(placement: Placement, nodes: list[str], log: Listener) -> None:
 
 
 class Peers:
-    """This node's copies of other nodes' snapshots, and the others' of its own.
+    """This node's copies of other nodes' snapshots, and the other nodes' copies of its own.
 
-    Only the worker that leads a node has anything to do; to the others, all is done at once.
+    On workers that do not lead a node, every operation completes at once.
 
     Args:
         tiers: where snapshots go.
-        policy: what is in them.
+        policy: decides which operators a snapshot holds.
         nodes: names of all nodes, in the order of the placement.
-        placement: who keeps whose.
-        rate: GB/s that a node copies at, at most.
+        placement: which node keeps copies of which.
+        rate: GB/s that a node copies at, at most; None for no limit.
     """
 
     def __init__(self, tiers: Tiers, policy: Policy, nodes: list[str], placement: Placement, rate: float | None):
-        assert tiers.memory is not None  # where copies are
+        assert tiers.memory is not None  # copies are in it
         self._memory, self._leads = tiers.memory, tiers.leads_node
         self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
         self._safe = 0
@@ -147,7 +147,7 @@ class Peers:
         self._leaving, self._left = threading.Lock(), False
 
     def join(self) -> None:
-        """Tells the replica server of this node, and hears of the others; a collective call.
+        """Connects to this node's replica server, and exchanges addresses with the other nodes; a collective call.
 
         Raises:
             CheckpointError: on all workers; a replica server does not answer.
@@ -157,14 +157,14 @@ class Peers:
         self._addresses = dict(filter(None, told))
 
     def replicate(self, iteration: int, patient: bool = True) -> Future[Copied]:
-        """Begins to copy what this node keeps of a snapshot; returns at once.
+        """Starts to copy other nodes' parts of a snapshot to this node; returns at once.
 
         Args:
             iteration: of the snapshot, which other nodes have published or are about to.
-            patient: wait for those that have not, or cannot be reached.
+            patient: wait for nodes that have not published, or cannot be reached.
 
         Returns:
-            Done when it is here; with a CheckpointError, if it cannot be had.
+            Done when the copies are here; fails with a CheckpointError if they cannot be had.
         """
         if self._leads:
             return self._thread.submit(self._replicate, iteration, patient)
@@ -173,15 +173,15 @@ class Peers:
         return done
 
     def give_up_older(self, iteration: int) -> None:
-        """All nodes have the copies of what supersedes the snapshots before an iteration: these go."""
+        """Gives up copies of snapshots before an iteration: all nodes have the copies of what supersedes them."""
         for copies in self._carriers.values():
             copies.retire(iteration)
         self._safe = iteration
 
     def restore(self, log: Listener) -> None:
-        """Brings back what nodes have lost of the newest window that all together still have, and of what is newer.
+        """Restores to nodes their lost parts of the newest window that all nodes together hold, and of newer snapshots.
 
-        A collective call.  All hashes are compared; where a copy is damaged, another one or an older window is taken.
+        A collective call.  All hashes are compared; if a copy is damaged, another copy or an older window is used.
         """
         spoilt: set[Restore] = set()
         while restores := to_restore(self._inventories(), self._operators, self._exact, spoilt):
@@ -201,11 +201,11 @@ class Peers:
                     )
 
     def goes_on_from(self, iterations: Collection[int], log: Listener) -> None:
-        """Makes the copies of snapshots that are missing, and removes all others; a collective call.
+        """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call.
 
         Args:
             iterations: of the snapshots in memory that are still needed.
-            log: where to report.
+            log: receives messages.
         """
         problems = []
         for iteration in iterations:
@@ -236,14 +236,14 @@ class Peers:
             copies.clear_unpublished()
 
     def quiesce(self) -> None:
-        """Ends what is under way for this node; nothing is written to its memory after it."""
+        """Ends pending work for this node; afterwards nothing is written to its memory."""
         self.close()
         if self._leads:
-            with contextlib.suppress(WireError):  # a replica server that is gone writes nothing either
+            with contextlib.suppress(WireError):  # a dead replica server writes nothing
                 ReplicaClient.connect(self._node, self._root).close()
 
     def close(self) -> None:
-        """Gives up what is under way."""
+        """Abandons pending work."""
         with self._leaving:
             self._left = True
             if self._client is not None:
@@ -276,12 +276,12 @@ class Peers:
     def _pull(self, wanted: Wanted) -> tuple[int, float]:
         while True:
             try:
-                assert self._client is not None  # this worker leads
+                assert self._client is not None  # only leaders pull
                 return self._client.pull(wanted)
             except PeerGoneError:
                 if self._left:
                     raise
-                self._connect()  # the replica server has died, and is started again
+                self._connect()  # the replica server died, and is restarted
 
     def _inventories(self) -> dict[str, NodeInventory]:
         mine = None
@@ -291,7 +291,7 @@ class Peers:
         return dict(filter(None, gather(mine)))
 
     def _bring_back(self, restore: Restore) -> str | None:
-        """What is wrong with a copy, if anything is."""
+        """Restores a part from a copy; returns what is wrong with the copy, or None."""
         where = restore.iteration, restore.of, restore.held_by, self._addresses[restore.held_by]
         try:
             self._pull(Wanted(*where))
@@ -302,7 +302,7 @@ class Peers:
         return None
 
     def _drop_if_damaged(self, restore: Restore) -> None:
-        """On the node that keeps a copy of which another one did not like something: it is made anew."""
+        """Removes this node's copy if it is damaged, after another node could not use it: it is then copied again."""
         if not self._leads or restore.held_by != self._node:
             return
         copies = self._copies()[restore.of]
@@ -318,7 +318,7 @@ class Peers:
     @property
     def _root(self) -> Path:
         place = self._memory.place
-        assert isinstance(place, LocalPlace)  # memory of this machine
+        assert isinstance(place, LocalPlace)  # the memory tier is local
         return place.root
 
     @cached_property

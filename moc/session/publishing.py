@@ -1,4 +1,4 @@
-"""The moment from which a snapshot counts: one worker writes the manifest, when all parts are there."""
+"""Publishes snapshots: once all parts are there, one worker writes the manifest that makes the snapshot valid."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moc.store.store import Store
 
 
 class Publisher:
-    """Publishes, in storage in a thread beside training; asks nothing of other workers.
+    """Publishes snapshots, in storage on a thread beside training; communicates with no other worker.
 
     Args:
         world: this worker's place.
-        policy: which planned what is published.
-        tiers: where.
+        policy: plans the snapshots.
+        tiers: where snapshots go.
         layout: sizes of the layout, for the manifest.
-        log: where to report.
+        log: receives messages and events.
     """
 
     def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: Mapping[str, int], log: Listener):
@@ -41,48 +41,48 @@ class Publisher:
         """Publishes the parts of this node's workers in its memory, at once.
 
         Raises:
-            CheckpointError: something is missing, or cannot be written.
+            CheckpointError: a part is missing, or the manifest cannot be written.
         """
-        assert self._tiers.memory is not None  # or nobody asks for it
+        assert self._tiers.memory is not None  # callers have a memory tier
         self._publish(self._tiers.memory, plan, state, self._tiers.node)
 
     def reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
-        """Publishes at once what ranks have left word of: all that they were to save, whatever the plan was.
+        """Publishes at once the parts that ranks have reported, whatever the plan was.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the manifest cannot be written.
         """
         parts = store.reported(iteration, ranks)
         size = self._world.size
         store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
 
     def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> Future:
-        """Begins to publish the parts of all workers in storage, and to remove what is not needed any more.
+        """Starts to publish the parts of all workers in storage, and to remove snapshots that are no longer needed.
 
         Args:
-            plan: what has been written.
-            state: what is not a tensor.
-            amount: bytes that were written.
-            write_s: seconds that it took.
+            plan: of the written snapshot.
+            state: its non-tensor state.
+            amount: bytes written.
+            write_s: seconds that writing took.
 
         Returns:
-            Done when it is published.
+            Done when the snapshot is published.
         """
         return self._begin(self._publish_in_storage, plan, state, amount, write_s)
 
     def gives_up(self, iteration: int) -> None:
-        """Begins to remove from storage what was written of a snapshot that is not to be published."""
+        """Starts to remove the written parts of an abandoned snapshot from storage."""
         self._begin(self._tiers.storage.give_up, iteration)
 
     def beside(self, action: Callable[[], None]) -> Future:
-        """Begins something else with storage, when what was begun before has ended, by earlier generations too."""
+        """Starts another storage operation once all earlier ones have ended, those of earlier generations included."""
         return self._begin(action)
 
     def close(self, patience: float = 0.0) -> None:
-        """Gives up what is under way, which is not published after it.
+        """Abandons pending work, which is not published afterwards.
 
         Args:
-            patience: seconds that what has begun has left to end well.
+            patience: seconds that a started operation may take to complete.
         """
         wait([one for one in self._under_way if not one.cancel()], timeout=patience)
         self._given_up.set()
@@ -107,7 +107,7 @@ class Publisher:
         try:
             self._unless_given_up()
             retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=upto)
-        except OSError as error:  # the snapshot is safe all the same; the next one tries again
+        except OSError as error:  # the snapshot is safe anyway; the next one retries
             self._log.message(
                 f"WARNING: old snapshots cannot be removed from {storage.place.name} ({error.strerror or error})"
             )

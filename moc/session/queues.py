@@ -1,4 +1,4 @@
-"""The snapshots that are not everywhere yet where they are to go, and how far this worker has come with them."""
+"""Queues of snapshots that have not reached every tier yet, and this worker's progress with them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from moc.snapshot.saver import Snapshot
 T = TypeVar("T")
 
 PER_VOTE = 2
-"""Snapshots of a queue that one vote tells of: one more than begin in an iteration, since all that follow one which is
-too late for its vote would else stay a vote behind."""
+"""Snapshots of a queue that one vote can report: one more than can start per iteration; otherwise one late snapshot
+delays all later ones by a vote."""
 _LISTEN_S = 0.5
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One that is not everywhere yet where it is to go.
+    """A snapshot that has not reached every tier yet.
 
     Attributes:
-        plan: what it holds.
-        storage: what of it goes to storage; None if nothing does.
-        state: what is not a tensor.
+        plan: of the snapshot.
+        storage: the part that goes to storage; None if nothing does.
+        state: the non-tensor state.
         snapshot: this worker's part.
-        copied: done when this node has the copies of other nodes' parts that it keeps; without peers None.
-        published: done when it counts in storage; at once, on workers that do not publish there.
+        copied: done when this node has its copies of other nodes' parts; None without peers.
+        published: done when the snapshot is published in storage; at once on workers that do not publish there.
     """
 
     plan: SnapshotPlan
@@ -45,13 +45,13 @@ class Taken:
 
 @dataclass(frozen=True)
 class Queues:
-    """All of them; each queue is served in the order in which snapshots were taken, the same on all workers.
+    """The queues; each is served in the order in which snapshots were taken, identical on all workers.
 
     Attributes:
-        copying: of which some worker may not have its part yet.
-        replicating: of which some node may not have its copies yet.
-        writing: of which some worker's part may not be in storage yet.
-        publishing: of which all parts are in storage, and the manifest may not be there yet.
+        copying: some worker may not have copied its part yet.
+        replicating: some node may not have its copies yet.
+        writing: some worker's part may not be in storage yet.
+        publishing: all parts are in storage, but the manifest may not be.
     """
 
     copying: deque[Taken] = field(default_factory=deque)
@@ -64,15 +64,15 @@ class Queues:
 
     @property
     def to_storage(self) -> list[Taken]:
-        """Those that are on their way to storage, the oldest first; more may be about to be written."""
+        """Snapshots on their way to storage, the oldest first; others may follow."""
         return [*self.publishing, *self.writing]
 
     def not_safe(self, safe_in_memory: bool) -> list[Taken]:
-        """Those that may be lost yet; of one that is safe in memory it does not count whether it is written, too."""
+        """Snapshots that may still be lost; if memory is safe, those that only wait for storage do not count."""
         return [*self.copying, *self.replicating, *(() if safe_in_memory else self.writing)]
 
     def ballot(self) -> dict[str, float]:
-        """How far this worker has come with the first ones of each queue; :func:`told_of` undoes it."""
+        """Returns this worker's progress with the first snapshots of each queue; :func:`told_of` is the inverse."""
         copied = _done(self.copying, lambda taken: taken.snapshot.sealed)
         written = _done(self.writing, lambda taken: taken.snapshot.persisted)
         replicated = _done(self.replicating, lambda taken: taken.copied)
@@ -85,14 +85,15 @@ class Queues:
         return told
 
     def wait(self, for_storage: bool) -> None:
-        """Returns when this worker has come further than it had, or after a moment.
+        """Returns when this worker has made progress, or after a moment.
 
         Args:
-            for_storage: it cannot go on before storage has something; what it does not wait for may hang.
+            for_storage: the caller cannot continue without progress in storage; otherwise storage may hang, and is not
+                waited for.
         """
         if self.copying:
             wait([self.copying[0].snapshot.sealed])
-        elif self.replicating:  # of a node that is lost meanwhile, a worker hears in the vote alone
+        elif self.replicating:  # only the vote tells of a lost node
             wait([started(self.replicating[0].copied)], timeout=_LISTEN_S)
         elif for_storage:
             heads = [started(taken.snapshot.persisted) for taken in list(self.writing)[:1]]
@@ -100,7 +101,7 @@ class Queues:
             wait([one for one in heads if not one.done()], timeout=_LISTEN_S, return_when=FIRST_COMPLETED)
 
     def failure(self) -> str | None:
-        """What has gone wrong on this worker, if that is a reason to end."""
+        """Returns the error on this worker that must end the run, if any."""
         futures: list[Future] = [taken.snapshot.sealed for taken in self.copying]
         futures += [started(taken.copied) for taken in self.replicating]
         to_storage: list[Future] = [started(taken.snapshot.persisted) for taken in self.writing]
@@ -110,17 +111,17 @@ class Queues:
 
 
 def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:
-    """What a vote tells of the snapshots that were at a place of their queues when it began."""
+    """Returns what a vote reports of the snapshots at a place of their queues when it started."""
     return {name.removesuffix(f"[{place}]"): value for name, value in tally.items() if name.endswith(f"[{place}]")}
 
 
 def _done(queue: Iterable[Taken], future: Callable[[Taken], Future | None]) -> list[Taken]:
-    """Those that nothing is waited for any more, nor for one before them."""
+    """Returns the snapshots whose work, and that of all before them, is done."""
     return list(takewhile(lambda taken: started(future(taken)).done(), queue))
 
 
 def started(future: Future[T] | None) -> Future[T]:
-    """What a queue waits for, which began before a snapshot came into it."""
+    """Returns a future that exists because its work started before the snapshot was queued."""
     assert future is not None
     return future
 

@@ -1,4 +1,4 @@
-"""What a run tells about its snapshots: events while it trains, and at its end what all of them have cost."""
+"""Reports what snapshots cost: events during training, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from moc.session.engine import Listener
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
 
-_WORTH_TELLING_S = 1e-4  # shorter stalls count, but make no event
+_WORTH_TELLING_S = 1e-4  # shorter stalls are counted, but not reported
 
 
 class SnapshotReport:
-    """Counts; times are means over workers.
+    """Counts snapshots and their cost; times are means over workers.
 
     Args:
-        log: where to report.
+        log: receives messages and events.
         tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
     """
 
@@ -27,22 +27,22 @@ class SnapshotReport:
         self._chosen: Mapping[str, float] | None = None
 
     def trained(self, seconds: float) -> None:
-        """An iteration took so long, with all stalls."""
+        """Adds the time of an iteration, all stalls included."""
         self._training_s += seconds
 
     def stalled(self, newest: int | None, seconds: float) -> None:
-        """Training has waited for snapshots.
+        """Adds a stall of training.
 
         Args:
-            newest: iteration of the last snapshot that was begun.
-            seconds: for so long; may be 0.
+            newest: iteration of the last started snapshot.
+            seconds: of the stall; may be 0.
         """
         self._stall_s += seconds
         if seconds > _WORTH_TELLING_S:
             self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
 
     def expected(self, policy: Policy, settings: Settings) -> None:
-        """Says once, before training, what a fault will cost by the flags that are given."""
+        """Reports once, before training, what a fault will cost under the given flags."""
         in_memory = settings.tier != "disk"
         persists = not in_memory or settings.persist_interval is not None
         if (said := policy.fault_cost(settings.train_iters, in_memory, persists)) is None:
@@ -52,7 +52,7 @@ class SnapshotReport:
         self._log.events.write("expected", **fields)
 
     def chosen(self, iteration: int, policy: Policy) -> None:
-        """Says what a policy has chosen, when that is something new."""
+        """Reports what a policy has chosen, if that is new."""
         if (reason := policy.reason()) is None or (chosen := policy.chosen()) == self._chosen:
             return
         self._chosen = chosen
@@ -61,12 +61,12 @@ class SnapshotReport:
         self._log.events.write("choice", iteration=iteration, **chosen, reason=reason)
 
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
-        """One is complete.
+        """Reports a copied snapshot.
 
         Args:
-            iteration: of it.
-            tally: the vote that said so.
-            workers: how many have voted.
+            iteration: of the snapshot.
+            tally: the vote that reported it.
+            workers: number of votes.
         """
         self._count += 1
         self._bytes += int(tally["snapshot_bytes"])
@@ -80,20 +80,20 @@ class SnapshotReport:
         )
 
     def replicated(self, iteration: int, amount: int, seconds: float) -> None:
-        """All copies of one are where they are to be.
+        """Reports that all copies of a snapshot are in place.
 
         Args:
-            iteration: of it.
-            amount: bytes that went from node to node, over all nodes.
-            seconds: that a node's copying took, on average.
+            iteration: of the snapshot.
+            amount: bytes moved between nodes, over all nodes.
+            seconds: mean time that a node's copying took.
         """
         self._log.events.write("replicate", iteration=iteration, bytes=amount, replicate_s=seconds)
 
     def end(self, tokens: TokenTracker | None) -> None:
-        """The run ends.
+        """Reports the totals at the end of the run.
 
         Args:
-            tokens: the token ledger, where snapshots are partial.
+            tokens: the token ledger, if snapshots are partial.
         """
         if not self._count:
             return

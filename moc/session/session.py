@@ -5,15 +5,15 @@
     while position.iteration < iterations:
         ...                                            # forward, backward, reduce
         vote = sum_over_workers(mine | session.ballot(), engine.world)
-        session.on_vote(vote)                          # what the update is about to change has been copied
+        session.on_vote(vote)                          # waits for copies of the state that the update changes
         ...                                            # update
-        position = session.completed(record, begun)    # the commit: from here on a lost worker undoes nothing
-        session.take()                                 # a snapshot begins, where the policy wants one
+        position = session.completed(record, begun)    # the commit: a later loss of a worker undoes nothing
+        session.take()                                 # starts a snapshot if the policy plans one
     session.flush()
     session.close()
 
-When another worker is lost, ``session.interrupt()`` keeps in ``remains`` what this one still has, and the session of
-the next generation resumes with it.
+When another worker is lost, ``session.interrupt()`` keeps this worker's state in ``remains``, from which the session of
+the next generation resumes.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from moc.session.tiers import tiers_of
 from moc.state.record import Position, StepRecord
 
 _ENDING_S = 10.0
-"""Without a memory tier, how long a write may take to end well when a worker is lost: the run resumes from it."""
+"""Seconds that a pending storage write may take after a loss, if no memory tier holds the snapshot to resume from."""
 
 
 class Session(VoteParticipant):
-    """One generation; all methods but :meth:`close` and :meth:`interrupt` are for all workers alike.
+    """Fault tolerance of one generation; every worker calls every method but :meth:`close` and :meth:`interrupt`.
 
     Args:
         engine: computes iterations.
         settings: what is saved when, where snapshots go, and how.
-        log: where to report.
-        remains: what this worker has left of the generation before; kept up to date.
-        elsewhere: what to begin from where there is no snapshot.
-        chooser: chooses policy and settings in place of those given.
+        log: receives messages and events.
+        remains: what this worker kept from the previous generation; kept up to date.
+        elsewhere: other checkpoints to start from if there is no snapshot.
+        chooser: chooses policy and settings, in place of ``settings``.
 
     Attributes:
         position: iterations and samples completed.
-        record: of the iteration that was completed last, if it is known.
+        record: step record of the last completed iteration, if known.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Session(VoteParticipant):
         self._whole = True  # False while the update changes the state
 
     def resume(self) -> Position:
-        """Brings all workers to the newest state that there is; a collective call.
+        """Brings all workers to the newest recoverable state; a collective call.
 
         Returns:
-            Where the run resumes.
+            The position to resume from.
 
         Raises:
-            CheckpointError: on all workers: nothing whole to load although there is something, another model, another
-                job in the same directory, no memory for snapshots.
-            NoRecoveryPoint: there is no snapshot, and the model is not as it was built any more.
-            SettingsError: settings do not fit the model or the job.
+            CheckpointError: on all workers: no complete snapshot among those found, another model, another job in the
+                directory, or too little memory for snapshots.
+            NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
+            SettingsError: the settings do not fit the model or the job.
         """
         if self._settings.policy is not None or self._chooser is not None:
-            with contextlib.ExitStack() as undo:  # a worker may be lost meanwhile, and then all resume again
+            with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all resume again
                 self._resume(undo)
                 undo.pop_all()
         elif self.remains.trained:
@@ -126,7 +126,7 @@ class Session(VoteParticipant):
         self._running = parts, snapshots
 
     def ballot(self) -> dict[str, float]:
-        """How far this worker's snapshots have come; see :class:`VoteParticipant`."""
+        """Returns the progress of this worker's snapshots; see :class:`VoteParticipant`."""
         if self._running is None:
             return {}
         parts, snapshots = self._running
@@ -134,7 +134,7 @@ class Session(VoteParticipant):
         return mine if parts.tokens is None else parts.tokens.ballot() | mine
 
     def on_vote(self, tally: dict[str, float]) -> None:
-        """Publishes what all have copied, and waits for copies of what the update is about to change.
+        """Publishes snapshots that all workers have copied, and waits for copies of the state that the update changes.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
@@ -148,14 +148,14 @@ class Session(VoteParticipant):
         self._whole = False
 
     def completed(self, record: StepRecord, begun: float) -> Position:
-        """The update is done: from here on the state is that of the next position, whoever is lost.
+        """Commits an iteration after its update: the loss of a worker no longer undoes it.
 
         Args:
-            record: of the iteration that is complete.
-            begun: when it began, by ``time.perf_counter``.
+            record: of the completed iteration.
+            begun: when the iteration started, by ``time.perf_counter``.
 
         Returns:
-            How far the run has come.
+            The new position.
         """
         self.position, self.record, self._whole = self.position.after(record), record, True
         self.remains.records.add(record)
@@ -174,7 +174,7 @@ class Session(VoteParticipant):
         return self.position
 
     def take(self) -> None:
-        """Begins a snapshot of the completed iteration where the policy wants one; weights must be gathered.
+        """Starts a snapshot of the completed iteration if the policy plans one; weights must be gathered.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
@@ -183,21 +183,21 @@ class Session(VoteParticipant):
             self._running[1].take(self.position, self.record)
 
     def finish(self) -> None:
-        """Waits until every snapshot is where it is to go, and published there."""
+        """Waits until every snapshot is published in each tier that it goes to."""
         if self._running is not None:
             self._running[1].finish()
 
     def flush(self) -> None:
-        """The run ends here in good order: its state goes to storage, and the node gets its memory back.
+        """Ends the run in good order: saves its state to storage, and frees the node's memory.
 
         Raises:
-            CheckpointError: on all workers; something could not be saved, though it was tried again.
+            CheckpointError: on all workers; something could not be saved, even after retries.
         """
         if self._running is not None:
             self._running[1].flush()
 
     def interrupt(self) -> None:
-        """Another worker was lost: ends this generation here, and keeps what this worker has for the next one."""
+        """Ends this generation after the loss of another worker, and keeps this worker's state for the next one."""
         if self._running is not None:
             parts, snapshots = self._running
             state = self._describer(parts)(self.position, self.record) if self._whole else None
@@ -206,9 +206,9 @@ class Session(VoteParticipant):
         self.close()
 
     def close(self) -> None:
-        """Gives up what is not published yet, as if this worker had been killed; asks nothing of the others.
+        """Abandons unpublished snapshots, as if this worker had been killed; communicates with no other worker.
 
-        With a memory tier nothing is waited for that storage may hold up: the run does not resume from there.
+        With a memory tier, nothing waits for storage: the run does not resume from there.
         """
         if self._running is not None:
             parts, snapshots = self._running
@@ -218,12 +218,12 @@ class Session(VoteParticipant):
 
     @property
     def run(self) -> str | None:
-        """What the run is called whose snapshots these are."""
+        """Id of the run that the snapshots belong to; None before :meth:`resume` and without a policy."""
         return None if self._running is None else self._running[0].tiers.storage.place.run
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        """What there is to see of every iteration."""
+        """Values to report with every iteration."""
         if self._running is None:
             return {}
         parts, snapshots = self._running
@@ -232,16 +232,16 @@ class Session(VoteParticipant):
 
     @property
     def memory_is_free(self) -> bool:
-        """Whether there is memory, and nothing in it that is not in storage; the same on all workers."""
+        """Whether a memory tier exists and holds nothing that storage lacks; identical on all workers."""
         return self._running is not None and self._running[1].memory_is_free
 
     @property
     def storage_fails(self) -> bool:
-        """Whether the last snapshot that was to go to storage could not; the same on all workers."""
+        """Whether the last snapshot meant for storage failed to get there; identical on all workers."""
         return self._running is not None and self._running[1].storage_fails
 
     def _describer(self, parts: Components) -> Describer:
-        """What of the state is not a tensor, at a position."""
+        """Returns a function that gives the non-tensor state at a position."""
         policy, tokens, chooser = parts.policy, parts.tokens, self._chooser
         return lambda at, record: {
             **self._engine.scalars(at),
@@ -255,15 +255,15 @@ class Session(VoteParticipant):
 
 
 def _patience_s(parts: Components) -> float:
-    """How long a write may take to end well: with a memory tier nothing waits for storage."""
+    """Seconds that a pending storage write may take; 0 with a memory tier, where nothing waits for storage."""
     return _ENDING_S if parts.tiers.memory is None else 0.0
 
 
 def make_policy(settings: Settings, engine: Engine) -> Policy:
-    """The policy that settings name.
+    """Builds the policy that the settings name.
 
     Raises:
-        SettingsError: there is none of that name, or it cannot be made for this model.
+        SettingsError: there is no such policy, or it cannot be built for this model.
     """
     assert settings.policy is not None  # or there are no snapshots
     try:

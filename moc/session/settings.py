@@ -1,4 +1,4 @@
-"""What a session is told; as flags have it (``docs/how-to/keep-snapshots.md``)."""
+"""Settings of a session, as flags set them (``docs/how-to/keep-snapshots.md``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SettingsError(ValueError):
-    """Settings do not go with each other, or with the job; the message says what to change."""
+    """Settings contradict each other or the job; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -18,24 +18,24 @@ class Settings:
     Attributes:
         directory: of the snapshots in storage, or a URL (``--ckpt-dir``); empty without a policy.
         train_iters: iterations of the whole training.
-        policy: its name, such as ``full`` or ``sparse``; None: no snapshots are taken.
+        policy: its name, such as ``full`` or ``sparse``; None to take no snapshots.
         interval: iterations between snapshots, or ``auto`` (``--snapshot-interval``).
-        overhead_budget: with ``auto``, the share of training that snapshots may take.
-        options: of the policy, as its constructor takes them.
+        overhead_budget: with ``auto``, the share of the training time that snapshots may cost.
+        options: arguments of the policy's constructor.
         tier: where a snapshot is safe: ``disk``, ``memory`` or ``peers``.
         memory_directory: memory file system.
-        nodes: by rank the name of its node, comma-separated; None: as the launcher says, or by host.
+        nodes: by rank the name of its node, comma-separated; None to ask the launcher, or the host name.
         blocking: training waits until a snapshot is safe.
-        most_behind: iterations that may be completed while a snapshot is not safe; None if all may.
+        most_behind: iterations that may complete while a snapshot is not safe; None for no limit.
         keep: complete snapshots to keep in storage.
-        sharding: which of several ranks that hold the same state saves it (:mod:`moc.sharding`).
-        persist_interval: with a memory tier, iterations between snapshots that go to storage too; None for none.
-        persists_all: every one goes there, since the policy chooses what of it does.
+        sharding: rule by which one of several replicas saves a state (:mod:`moc.sharding`).
+        persist_interval: with a memory tier, iterations between snapshots that also go to storage; None for none.
+        persists_all: every snapshot goes to storage, and the policy chooses which part of it.
         replicas: other nodes that keep copies of each node's snapshots; None for as many as there are, up to two.
         replication_rate: GB/s that a node copies at, at most; None for no limit.
-        upstream_logging: what crosses pipeline stages is logged.
-        begin_at: iteration of the snapshot to begin with; None for the newest.
-        stops: what cannot be saved in storage ends the run, in place of being tried again.
+        upstream_logging: log what crosses pipeline stages.
+        begin_at: iteration of the snapshot to start from; None for the newest.
+        stops: a failed save to storage ends the run, instead of being retried.
     """
 
     directory: str

@@ -1,13 +1,13 @@
-"""Snapshots beside training: what each worker has done of them travels with the vote of every iteration.
+"""Snapshots beside training; the vote of each iteration carries the progress of every worker.
 
-    completed       the update is done: what is lost from here on does not undo the iteration
-    take            copies begin right after it, into a buffer that holds no snapshot which is still needed
-    vote            tells how far all have come: copied by all, and it is published in memory, and safe there or, with
-                    peers, when their copies are there too; written by all, and it is published in storage
-    before apply    the copies must be done, since the update changes what they read; training waits for them if
-                    they are not, and the wait is counted; with --max-snapshot-lag also for what is to be safe by now
+    completed       the update is done: a later loss does not undo the iteration
+    take            copies start, into a buffer that holds no snapshot that is still needed
+    vote            a snapshot that all have copied is published in memory, and is safe there (with peers: once all
+                    nodes have their copies); one that all have written is published in storage
+    before apply    training waits, counted as a stall, for copies of the state that the update changes; with
+                    --max-snapshot-lag also for snapshots that must be safe by now
 
-No collective is added to an iteration.  Buffers rotate as :mod:`moc.snapshot.rotation` says, the same on all workers.
+No collective is added to an iteration.  Buffers rotate identically on all workers (:mod:`moc.snapshot.rotation`).
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
 
 SPARE = 2
-"""Buffers beside those of what is needed to recover: one that is copied into, and one that is written to storage
-(MoC-System, section 5.2)."""
+"""Buffers beyond those of recovery: one to copy into, one being written to storage (MoC-System, section 5.2)."""
 
 LAST_TRIES_S = (1.0, 2.0, 4.0)
-"""Pauses between tries to bring the last state to storage."""
+"""Pauses, in seconds, between attempts to save the last state to storage."""
 
 Describer = Callable[[Position, StepRecord | None], dict]
-"""What of the state is not a tensor, at a position after an iteration."""
+"""Returns the non-tensor state at a position, given the record of the iteration that led to it."""
 
 
 class Snapshots:
-    """Takes them; all methods but :meth:`close` are for all workers alike.
+    """Takes snapshots; every worker calls every method but :meth:`close`.
 
     Args:
-        parts: of this generation.
-        settings: whether training waits for them, and what ends the run.
-        storage: how storage fares.
-        start: what the run resumes from.
-        describe: what of the state is not a tensor, for a position and the record of the iteration that led to it.
+        parts: components of this generation.
+        settings: whether training waits for snapshots, and whether a failed save ends the run.
+        storage: health of storage.
+        start: where the run resumes.
+        describe: returns the non-tensor state for a position and the record of the iteration that led to it.
     """
 
     def __init__(
@@ -64,30 +63,30 @@ class Snapshots:
         self._tokens, self._tap, self._meter, self._report = parts.tokens, parts.tap, parts.meter, parts.report
         self._settings, self._storage, self._start, self._describe = settings, storage, start, describe
         self._carrying, self._queues = Carrying(parts.tiers, parts.policy), Queues()
-        spare = SPARE + (parts.peers is not None)  # one more from which peers copy
+        spare = SPARE + (parts.peers is not None)  # peers copy from one more
         self._rotation = Rotation.of(spare, keep=parts.tiers.memory is not None, recovered=start.in_memory)
         self.begun = dict(start.begun)
-        """By iteration the last snapshots, kept in case their publisher or a writer dies."""
+        """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
         self._failure: str | None = None
         self._newest = start.newest
-        self._newest_is_complete = not (start.experts or start.newer or start.before)  # else they are in no other
+        self._newest_is_complete = not (start.experts or start.newer or start.before)  # else it lacks experts
         self._stored = None if start.newest in start.in_memory else start.newest
         self._in_memory: Taken | None = None
-        self._superseded: int | None = None  # what is newest in memory supersedes what is older than this
-        self._broken_window: int | None = None  # its first snapshot: storage does not have all of it
-        self._base_lost = self._base_asked = False  # storage lacks what partial snapshots need; it is taken again
-        self._problem = ""  # the last that kept a snapshot from storage
-        self._stores_since: int | None = None  # first snapshot of the window that goes from memory to storage, too
-        self._position, self._record = start.position, start.record  # of the iteration that was completed last
+        self._superseded: int | None = None  # memory supersedes snapshots before this iteration
+        self._broken_window: int | None = None  # first snapshot of a window that storage lacks in part
+        self._base_lost = self._base_asked = False  # storage lacks the full snapshot
+        self._problem = ""  # the last reason why a snapshot did not get to storage
+        self._stores_since: int | None = None  # first snapshot of the window that also goes to storage
+        self._position, self._record = start.position, start.record  # of the last completed iteration
 
     def reserve(self) -> None:
-        """Makes the buffers that are needed for sure, before training needs them.
+        """Allocates the buffers that are certainly needed, before training needs them.
 
-        Each can hold everything.  Of windows it is one, for the first and the last snapshot of a run: how many there
-        are of the others, and how large, is found out as they come.
+        Each holds a full snapshot.  For a memory tier with windows, only one is allocated, for the first and the last
+        snapshot of a run; the number and size of the others become known as snapshots are taken.
 
         Raises:
-            CheckpointError: on all workers, if one of them has not so much memory.
+            CheckpointError: on all workers, if one of them has too little memory.
         """
         share = self._contents.share(self._policy.everything(0).operators)
         recovered, keeps = len(self._rotation.slots), self._rotation.keep
@@ -102,7 +101,7 @@ class Snapshots:
             raise CheckpointError(failure)
 
     def take_again(self) -> None:
-        """Begins the snapshot that the run goes on without, if there is one: the policy knows that it was taken.
+        """Takes the lost snapshot of the resumed position again, if there was one: the policy counts it as taken.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
@@ -115,11 +114,11 @@ class Snapshots:
                 self._wait_until_safe()
 
     def take(self, position: Position, record: StepRecord | None) -> None:
-        """Begins a snapshot of the completed iteration where the policy wants one; weights must be gathered.
+        """Starts a snapshot of the completed iteration if the policy plans one; weights must be gathered.
 
         Args:
-            position: how far the run has come.
-            record: of the iteration that is complete.
+            position: after the completed iteration.
+            record: of that iteration.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
@@ -130,7 +129,7 @@ class Snapshots:
             self._base_asked = True
         plan = self._policy.plan(position.iteration, self._load)
         if self._tiers.memory is None and self._storage.rests:
-            plan = None  # it would go nowhere
+            plan = None  # no tier would take it
         if plan is not None:
             with self._meter.stalling():
                 self._begin(plan, self._for_storage(plan))
@@ -138,25 +137,25 @@ class Snapshots:
                     self._wait_until_safe()
         under_way = next((taken.plan.iteration for taken in self._queues.to_storage), None)
         self._storage.passes(position.iteration, under_way)
-        # what hangs disturbs nobody, and would keep the interval from being measured
+        # a hanging write disturbs nobody, and must not keep the interval from being measured
         busy = self._queues.not_safe(safe_in_memory=True) or (self._queues.to_storage and not self._storage.late)
         self._meter.ended(started=plan is not None, busy=bool(busy))
 
     def ballot(self) -> dict[str, float]:
-        """How far this worker has come; see :class:`VoteParticipant`."""
-        queues = self._queues.ballot()  # before failures are looked for, so that none that counts as done is missed
+        """Returns this worker's progress; see :class:`VoteParticipant`."""
+        queues = self._queues.ballot()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._find_failure() is not None)}
         return self._tap.ballot() | queues | self._storage.ballot() | failed | self._meter.ballot()
 
     def on_vote(self, tally: dict[str, float]) -> None:
-        """Acts on how far all have come.
+        """Acts on the progress of all workers.
 
         Raises:
             CheckpointError: on all workers; something could not be saved.
         """
         self._meter.on_vote()
-        # publishing in memory takes its time; without it not even a microsecond counts, since --snapshot-interval auto
-        # measures what is undisturbed
+        # publishing in memory counts as a stall; otherwise nothing may count, since --snapshot-interval auto
+        # measures undisturbed iterations
         with self._meter.stalling() if self._all_have("copied", told_of(tally, 0)) else contextlib.nullcontext():
             self._hear(tally)
         seconds = self._meter.trained(tally)
@@ -164,7 +163,7 @@ class Snapshots:
             self._report.trained(seconds)
 
     def wait_for_copies(self) -> None:
-        """Waits for copies of what the update is about to change, and for snapshots that lag too far behind."""
+        """Waits for copies of the state that the update changes, and for snapshots that lag too far behind."""
         if self._behind:
             with self._meter.stalling():
                 while self._behind:
@@ -175,7 +174,7 @@ class Snapshots:
                     taken.snapshot.capture.wait()
 
     def finish(self) -> None:
-        """Waits until every snapshot is where it is to go, and published there; counted as a stall by the caller."""
+        """Waits until every snapshot is published in each tier that it goes to."""
         begun = time.monotonic()
         while self._queues or self._storage.closed:
             self._storage.wait()
@@ -184,10 +183,10 @@ class Snapshots:
         self._wait_and_vote()
 
     def flush(self) -> None:
-        """The run ends here in good order: its state goes to storage, and the node gets its memory back.
+        """Ends the run in good order: saves its state to storage, and frees the node's memory.
 
         Raises:
-            CheckpointError: on all workers; something could not be saved, though it was tried again.
+            CheckpointError: on all workers; something could not be saved, even after retries.
         """
         self._bring_everything()
         for pause in LAST_TRIES_S:
@@ -206,37 +205,37 @@ class Snapshots:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """How storage fares."""
+        """Gauges of storage."""
         return self._storage.gauges
 
     @property
     def memory_is_free(self) -> bool:
-        """Whether there is memory, and nothing in it that is not in storage; the same on all workers."""
+        """Whether a memory tier exists and holds nothing that storage lacks; identical on all workers."""
         return self._tiers.memory is not None and self._newest == self._stored
 
     @property
     def storage_fails(self) -> bool:
-        """Whether the last snapshot that was to go to storage could not; the same on all workers."""
+        """Whether the last snapshot meant for storage failed to get there; identical on all workers."""
         return bool(self._problem)
 
     def close(self) -> None:
-        """Gives up what is being carried."""
+        """Stops carrying experts."""
         self._carrying.close()
 
     @property
     def _behind(self) -> bool:
-        """Whether the iteration that is about to be completed must wait until a snapshot is safe."""
+        """Whether the current iteration must wait for a snapshot to be safe before it completes."""
         most = self._settings.most_behind
         if most is None:
             return False
-        assert self._position is not None  # the update has not begun
+        assert self._position is not None  # set before the update
         not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
         return any(self._position.iteration - taken.plan.iteration >= most for taken in not_safe)
 
     @property
     def _lacks_base(self) -> bool:
-        """Beside memory, storage lacks what partial snapshots need to be of use there."""
-        assert self._position is not None  # the update is over
+        """Whether storage, beside a memory tier, lacks the full snapshot that partial ones need."""
+        assert self._position is not None  # set by the last update
         return self._tiers.memory is not None and (
             self._base_lost or self._policy.stores(self._policy.everything(self._position.iteration))
         )
@@ -247,7 +246,7 @@ class Snapshots:
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         self._newest, self._newest_is_complete = plan.iteration, plan.complete
-        self._tell_policy(plan, storage)  # at once: should a worker be lost before it begins, it is taken again
+        self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
         while self._rotation.free() is None:
             self._wait_and_vote(for_storage=self._tiers.memory is None)
         window = self._policy.window_length
@@ -257,7 +256,7 @@ class Snapshots:
 
     def _copy(self, plan: SnapshotPlan, storage: SnapshotPlan | None, in_memory: bool = True) -> None:
         free, others = self._rotation.free(), self._rotation.all_free()
-        slot = -1 if free is None else free  # of its own, for what goes to storage alone and has no place among them
+        slot = -1 if free is None else free  # -1: a buffer outside the rotation, for storage alone
         if in_memory:
             self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         try:
@@ -277,17 +276,17 @@ class Snapshots:
         taken = Taken(plan, storage, self._describe(self._position, self._record), snapshot)
         self._queues.copying.append(taken)
         self._remember(taken)
-        if storage is not None:  # written as soon as it is sealed, whatever the others do meanwhile
+        if storage is not None:  # written once sealed; needs no vote
             self._persist(taken)
 
     def _remember(self, taken: Taken) -> None:
         self.begun[taken.plan.iteration] = StartedSnapshot(dict(taken.plan.operators), taken.state)
-        most = 2 * self._policy.window_length + self._rotation.spare  # those of two windows, and those on their way
+        most = 2 * self._policy.window_length + self._rotation.spare  # two windows, and those still being copied
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
 
     def _begin_everything(self) -> None:
-        """At the end of a run: nothing is under way, and nothing else begins."""
+        """Takes a full snapshot at the end of a run; no other is pending or follows."""
         iteration = self._position.iteration
         everything = self._policy.everything(iteration)
         with self._trying():
@@ -295,13 +294,13 @@ class Snapshots:
         if not self._rotation.holds(iteration):
             self._begin(everything, everything)
             return
-        # memory has a part of it, without which what is there may be of no use: it goes to storage alone
+        # memory needs the partial snapshot of this iteration, so the full one goes to storage alone
         self._newest, self._newest_is_complete = iteration, True
         self._tell_policy(everything, everything)
         self._copy(everything, everything, in_memory=False)
 
     def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
-        """What of a snapshot that begins now is to go to storage."""
+        """Returns the part of a new snapshot that goes to storage."""
         if self._tiers.memory is None:
             return plan
         wanted = plan.complete if self._lacks_base else self._storage.is_due(plan.iteration)
@@ -320,7 +319,7 @@ class Snapshots:
             self._tokens.begun(plan, storage)
 
     def _bring_to_storage(self, taken: Taken) -> None:
-        """All of a snapshot that is in memory; it is that of this iteration."""
+        """Writes a snapshot of this iteration from memory to storage, in full."""
         self._rotation = self._rotation.persist(taken.plan.iteration)
         self._policy.on_stored(taken.plan)
         if self._tokens is not None:
@@ -328,7 +327,7 @@ class Snapshots:
         self._persist(dataclasses.replace(taken, storage=taken.plan))
 
     def _persist(self, taken: Taken) -> None:
-        assert taken.storage is not None  # of which it is to hold something
+        assert taken.storage is not None  # the caller writes to storage
         whole = taken.storage.operators == taken.plan.operators
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._queues.writing.append(taken)
@@ -369,9 +368,9 @@ class Snapshots:
         self._meter.copied(told)
         self._report.snapshot(iteration, told, self._world.size)
         if not taken.snapshot.in_memory:
-            return  # it is safe when it is written
+            return  # it is safe once written
         if self._tiers.memory is not None and self._tiers.leads_node:
-            # at once: no worker may write over the snapshot before this one until the next vote
+            # now: until the next vote no worker may overwrite the previous snapshot
             with self._remembering_failure():
                 self._publisher.in_memory(taken.plan, taken.state)
             self._carrying.published(iteration)
@@ -390,7 +389,7 @@ class Snapshots:
         self._is_safe(taken)
 
     def _is_safe(self, taken: Taken) -> None:
-        """All workers have it where it outlives what may be lost: older ones are not needed any more."""
+        """The snapshot is safe on all workers: older ones are no longer needed."""
         self._rotation = self._rotation.complete(taken.plan.iteration)
         if self._tokens is not None:
             self._tokens.snapshotted(taken.plan.iteration)
@@ -401,7 +400,7 @@ class Snapshots:
             self._tap.on_stored(taken.plan)
 
     def _give_up_older(self) -> None:
-        """A vote has passed since the newest was published in memory, so the other nodes have it too."""
+        """Gives up older snapshots; a vote has passed since the newest was published, so all nodes have it."""
         if self._superseded is not None and self._tiers.leads_node:
             with self._remembering_failure():
                 self._carrying.give_up_before(self._superseded)
@@ -411,17 +410,17 @@ class Snapshots:
 
     @property
     def _may_go_to_storage(self) -> bool:
-        """Whether there is a buffer for what goes to storage, and storage is not to be left alone.
+        """Whether a buffer is free for a snapshot that goes to storage, and storage accepts one.
 
-        One state at a time: what is being written keeps its buffers, however long that takes.  One more may wait for
-        its manifest.
+        One at a time: a snapshot being written keeps its buffers for as long as it takes.  One more may wait for its
+        manifest.
         """
         on_its_way = self._rotation.persisting or len(self._queues.publishing) > 1
         begun = any(taken.storage is not None for taken in self._queues.copying)
         return not (on_its_way or begun or self._storage.rests or self._storage.closed)
 
     def _all_written(self, taken: Taken, told: dict[str, float]) -> None:
-        """Every rank has written its part, or one cannot: then all give the snapshot up."""
+        """Every rank has written its part; if one failed, all give the snapshot up."""
         self._rotation = self._rotation.persisted(taken.plan.iteration)
         if told["snapshot_unwritten"]:
             self._give_up(taken, started(taken.snapshot.persisted))
@@ -451,7 +450,7 @@ class Snapshots:
             self._tokens.persisted(iteration)
 
     def _give_up(self, taken: Taken, done: Future) -> None:
-        """A snapshot could not be brought to storage, as all workers hear in the same vote."""
+        """Gives up a snapshot that could not be saved to storage; all workers learn of it in the same vote."""
         iteration, error = taken.plan.iteration, tolerable(done)
         self._problem = first_reported(None if error is None else str(error))
         if self._settings.stops:
@@ -487,7 +486,7 @@ class Snapshots:
             self._bring_to_storage(self._in_memory)
             self.finish()
         elif self._in_memory is None and self._newest != self._stored and self._tiers.memory is not None:
-            # nothing was done since it was recovered
+            # nothing was computed since the recovery
             newest = self._newest or 0
             way = [iteration for iteration in self._start.in_memory if iteration <= newest]
             with self._trying():
@@ -496,7 +495,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """Something with storage that works on all workers or on none, and may be tried again."""
+        """Context for a storage operation that fails on all workers or on none, and may be retried."""
         try:
             yield
         except CheckpointError as error:

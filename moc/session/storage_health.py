@@ -1,7 +1,6 @@
-"""Storage beside a safer tier, or instead of one: when snapshots go there, and what a run says when it will not do.
+"""Health of storage, beside a safer tier or alone: when snapshots go there, and what a run reports when they cannot.
 
-What is decided here is the same on all workers: it follows from votes.  Only clocks differ, and on what they say all
-vote, too.
+Decisions follow from votes, so they are identical on all workers.  Clocks differ, so what they say is voted on, too.
 """
 
 from __future__ import annotations
@@ -19,29 +18,33 @@ from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble
 
 _LATE_AFTER = 100
-"""Iterations for which a snapshot may be on its way; where it is not asked for how often something goes to storage."""
+"""Iterations that a snapshot may be on its way to storage, if no ``--persist-interval`` is given."""
 
 _LISTEN_S = 0.5
 _LONG_S = 30.0
 
 
 def tolerable(future: Future) -> BaseException | None:
-    """What has kept a snapshot from storage, if that is no reason to end: no mistake, and no other job there."""
+    """Returns the error that kept a snapshot from storage, unless it is a bug or another job owns the storage.
+
+    Training may continue after such an error.
+    """
     error = future.exception() if future.done() and not future.cancelled() else None
     is_storage = isinstance(error, (CheckpointError, OSError)) and not isinstance(error, TakenError)
     return error if is_storage else None
 
 
 class StorageHealth:
-    """How it fares.
+    """Tracks failures and delays of storage.
 
     Args:
-        name: of the place.
-        every: iterations between snapshots that go there, where there is a memory tier that has all of them.
-        late_after: iterations for which one may be on its way, at least, before the next one counts as skipped.
-        newest: iteration of the newest snapshot there; None if there is none.
-        log: where to report.
-        prepare: begins to make it ready, on the worker that does that beside training; nothing goes there before.
+        name: of the storage.
+        every: iterations between snapshots that go to storage beside a memory tier; None without such a tier, or for
+            none.
+        late_after: iterations, at least, that a snapshot may be on its way before the next one counts as skipped.
+        newest: iteration of the newest snapshot in storage; None if there is none.
+        log: receives messages and events.
+        prepare: starts to prepare storage beside training, on the one worker that does; nothing goes there before.
     """
 
     def __init__(
@@ -62,54 +65,54 @@ class StorageHealth:
         self._failing, self._late, self._waits = Trouble(), Trouble(), Trouble()
         self._prepare, self._ready = prepare, None if prepare is None else prepare()
         self.rests = False
-        """It has failed, and is to be left alone for a while."""
+        """Storage has failed, and is left alone for a while."""
         self.closed = True
-        """It is not ready yet, as far as this worker has heard."""
+        """Storage is not ready yet, as far as this worker has heard."""
 
     @property
     def late(self) -> bool:
-        """What is being written has taken so long that another snapshot should have gone there."""
+        """Whether the pending write has taken so long that another snapshot was due."""
         return bool(self._late)
 
     def ballot(self) -> dict[str, float]:
-        """What this worker's clock says."""
+        """Returns what this worker's clock says."""
         return {"storage_rests": float(self._failing.rests), "storage_closed": float(not self._is_ready())}
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
-        """Hears what all clocks say."""
+        """Receives what all clocks say."""
         self.rests, self.closed = tally["storage_rests"] > 0, tally["storage_closed"] > 0
 
     def is_due(self, iteration: int) -> bool:
-        """Whether a snapshot of this iteration should go there."""
+        """Whether a snapshot of this iteration should go to storage."""
         return self._every is not None and iteration >= self._due
 
     def problem(self) -> str | None:
-        """Why the job must not go on, if there is a reason."""
+        """Returns why the job must end, or None."""
         if self._ready is None or not self._ready.done() or tolerable(self._ready):
             return None
         return str(self._ready.exception()) if self._ready.exception() else None
 
     def begins(self, iteration: int) -> None:
-        """A snapshot begins to go there."""
+        """A snapshot starts on its way to storage."""
         if self._every is not None:
             self._due = (iteration // self._every + 1) * self._every
 
     def wait(self) -> None:
-        """Returns when it is ready, on the worker that makes it so, or after a moment."""
+        """Waits for storage to be prepared, on the worker that prepares it, or for a moment."""
         if self._ready is not None:
             wait([self._ready], timeout=_LISTEN_S)
 
     def is_waited_for(self, seconds: float) -> None:
-        """All that is under way has to be there before the run goes on, or ends; says so where that takes long."""
+        """The run waits for all pending snapshots before it continues or ends; warns if that takes long."""
         if seconds > _LONG_S and self._waits.failed():
             self._log.message(f"WARNING: {self._name} has been waited for {seconds:.0f} s; {self._newest_there()}")
 
     def passes(self, iteration: int, under_way: int | None) -> None:
-        """An iteration is complete; says so if a snapshot should have gone there, and an earlier one still does.
+        """An iteration has completed; warns if a snapshot was due for storage while an earlier one is being written.
 
         Args:
             iteration: iterations completed.
-            under_way: iteration of the snapshot that is on its way; None if none is.
+            under_way: iteration of the snapshot on its way to storage; None if there is none.
         """
         if under_way is None or self._late_after is None:
             return
@@ -130,10 +133,10 @@ class StorageHealth:
             )
 
     def failed(self, iteration: int, problem: str) -> None:
-        """A snapshot could not be brought there."""
+        """A snapshot could not be saved to storage."""
         self.failures += 1
         if self._every is not None:
-            self._due = iteration + 1  # as soon as it may be tried again
+            self._due = iteration + 1  # as soon as a retry is allowed
         self._late.over()
         warns = self._failing.failed()
         self.rests = True
@@ -155,7 +158,7 @@ class StorageHealth:
             )
 
     def on_stored(self, iteration: int) -> None:
-        """A snapshot is there."""
+        """A snapshot is in storage."""
         if self._failing:
             self._log.message(
                 f"snapshots can be saved again, after {self._failing.over():.0f} s; {self.failures} could not be"
@@ -169,7 +172,7 @@ class StorageHealth:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """What there is to see, once there was something to see."""
+        """Counts of failed and skipped saves, if above 0."""
         counted = {"saves_failed": self.failures, "saves_skipped": self.skipped}
         return {name: float(count) for name, count in counted.items() if count}
 
@@ -200,14 +203,14 @@ class StorageHealth:
 
 
 def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: Listener, beside: bool) -> StorageHealth:
-    """How storage fares.
+    """Builds the health tracker of storage.
 
     Args:
         settings: where snapshots go, and how.
-        parts: of this generation.
+        parts: components of this generation.
         start: where the run resumes.
-        log: where to report.
-        beside: the run resumes from memory: storage is taken and tidied up beside training.
+        log: receives messages and events.
+        beside: the run resumes from memory: storage is taken and cleaned up beside training.
     """
 
     def make_ready() -> None:

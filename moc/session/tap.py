@@ -1,4 +1,4 @@
-"""What crosses pipeline stages where nothing of it is logged."""
+"""The tap of a pipeline without upstream logs."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ class NoTap:
     feeds: Mapping[int, Collection[int]] = MappingProxyType({})
 
     def open(self, memory: Path) -> None:
-        """Makes nothing."""
+        """Allocates nothing."""
 
     def ballot(self) -> dict[str, float]:
         """Contributes nothing."""
         return {}
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
-        """Needs nothing of it."""
+        """Ignores the vote."""
 
     def on_stored(self, plan: SnapshotPlan) -> None:
-        """Has nothing that was needed before."""
+        """Has nothing to garbage-collect."""
 
     def close(self) -> None:
-        """Has nothing under way."""
+        """Has no pending work."""
 
     def delete(self) -> None:
         """Has no logs."""
 
     def kept(self) -> list[int]:
-        """No iteration."""
+        """Returns no iteration."""
         return []
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
-        """No iteration."""
+        """Returns no iteration."""
         return []
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """Has sent nothing."""
+        """Sends nothing."""
 
     @contextlib.contextmanager
     def replaying(self, stages: Collection[int]) -> Iterator[None]:
-        """All stages compute, as ever."""
+        """All stages compute, as in training."""
         yield

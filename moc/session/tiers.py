@@ -1,4 +1,4 @@
-"""Where snapshots go, and how one gets from the memory of the nodes to storage without being taken again."""
+"""The tiers that snapshots go to, and copies of whole snapshots from the nodes' memory to storage."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from moc.store.store import Store
 from moc.store.tiers import memory_place
 
 LOOKING_S = 5.0
-"""How long storage may take to tell what it has, where a run can go on without it."""
+"""Seconds that storage may take to list its snapshots, if a run can resume without it."""
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Where snapshots go.
+    """The tiers that snapshots go to.
 
     Attributes:
         storage: the checkpoints in ``--ckpt-dir``.
-        memory: those in this node's memory, or None with ``--ckpt-tier disk``.
-        nodes: by rank, the name of the node on which it is.
+        memory: the checkpoints in this node's memory; None with ``--ckpt-tier disk``.
+        nodes: by rank, the name of its node.
         leads_node: this worker publishes in this node's memory.
-        node: the workers of this node.
-        persist_interval: with a memory tier, iterations between snapshots that go to storage too.
+        node: ranks of this node's workers.
+        persist_interval: with a memory tier, iterations between snapshots that also go to storage.
         keep: checkpoints to keep in storage.
     """
 
@@ -51,17 +51,17 @@ class Tiers:
 
     @property
     def before(self) -> Store | None:
-        """In this node's memory, experts of a time line that was given up, until what follows it is safe."""
+        """Experts of an abandoned time line in this node's memory, kept until a superseding snapshot is safe."""
         if self.memory is None:
             return None
         return Store(LocalPlace(Path(self.memory.place.name) / "before", in_memory=True), slack=True)
 
 
 def tiers_of(settings: Settings, world: World, claim: Claim) -> Tiers:
-    """Where the snapshots of a job go; a collective call.
+    """Builds the tiers of a job; a collective call.
 
     Raises:
-        SettingsError: nodes are named that do not fit the job.
+        SettingsError: the named nodes do not fit the job.
     """
     nodes = _nodes(settings.nodes, world)
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
@@ -78,16 +78,16 @@ def tiers_of(settings: Settings, world: World, claim: Claim) -> Tiers:
 
 
 def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
-    """The memory of this node."""
-    launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several may be on one machine
+    """Returns the memory tier's place on this node."""
+    launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several nodes may share a machine
     emulated = nodes[world.rank] if settings.nodes else launched
     return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
 
 
 def _nodes(told: str | None, world: World) -> list[str]:
-    """By rank the node on which it is: what is told, its place in the job under our launcher, or the name of its host.
+    """Returns by rank the name of its node: as given, its place in the job under our launcher, or its host name.
 
-    Whoever takes the place of a lost node has the same ranks, and is given what others keep for them.
+    The replacement of a lost node has the same ranks, and receives the copies that others keep for them.
     """
     if told is None:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
@@ -100,10 +100,10 @@ def _nodes(told: str | None, world: World) -> list[str]:
 
 
 def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:
-    """Copies the snapshots of a window from the memory of all nodes, and publishes them; a collective call.
+    """Copies the snapshots of a window from the memory of all nodes to storage, and publishes them; a collective call.
 
     Raises:
-        CheckpointError: on all workers; one cannot be read or written.
+        CheckpointError: on all workers; a snapshot cannot be read or written.
     """
     for iteration in iterations:
         _copy_one(iteration, tiers)
@@ -117,7 +117,7 @@ def _copy_one(iteration: int, tiers: Tiers) -> None:
     def copy() -> None:
         nonlocal manifest
         if tiers.leads_node:
-            assert tiers.memory is not None  # from which it is copied
+            assert tiers.memory is not None  # the source of the copy
             manifest = tiers.memory.manifest(iteration)
             tiers.memory.copy_files(manifest, tiers.storage)
 
@@ -127,16 +127,16 @@ def _copy_one(iteration: int, tiers: Tiers) -> None:
 
 
 def check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier: str) -> None:
-    """Refuses state that several nodes hold alike: only one of them would save it, and only in its own memory.
+    """Refuses state replicated across nodes: only one node would save it, and only in its own memory.
 
-    Compute weights and the biases of routers follow the optimizer: what of them a rank does not load, it is given by
-    its data-parallel peers.
+    Compute weights and router biases follow the optimizer: a rank that does not load them receives them from its
+    data-parallel peers.
 
     Args:
-        items: all of the state of this rank's pipeline stage.
-        slices: ranks that have the other tensor-parallel slices of what this one has.
+        items: the whole state of this rank's pipeline stage.
+        slices: ranks that hold the tensor-parallel slices of this rank's state.
         tiers: where snapshots go.
-        tier: what the flag calls it.
+        tier: its name on the command line.
 
     Raises:
         CheckpointError: there is such state.

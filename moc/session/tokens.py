@@ -1,4 +1,4 @@
-"""The token ledger of a run: fed by the routers through the vote, kept with snapshots, told what recoveries cost."""
+"""Token ledger of a run: fed by routers through the vote, saved with snapshots, adjusted by recoveries."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Experts = dict[int, list[int]]
 
 
 class Raised(NamedTuple):
-    """By how much a recovery has raised the proportion of lost tokens (MoC-System, eq. 7).
+    """Increase of the proportion of lost tokens by a recovery (MoC-System, eq. 7).
 
     Attributes:
-        so_far: of those that were routed so far.
-        of_training: of those of the whole training, which by ``--train-iters`` are so many times as many.
+        so_far: relative to the tokens routed so far.
+        of_training: relative to the tokens of the whole training, by ``--train-iters``.
     """
 
     so_far: float = 0.0
@@ -28,12 +28,12 @@ class Raised(NamedTuple):
 
 
 class TokenTracker:
-    """Keeps the ledger; all methods are for all workers alike.
+    """Keeps the ledger; every worker calls every method.
 
     Args:
         engine: whose routers are counted.
         train_iters: iterations of the whole training.
-        with_probabilities: hear, too, with what probabilities routers chose.
+        with_probabilities: also track the probabilities with which experts were chosen.
     """
 
     def __init__(self, engine: Engine, train_iters: int, with_probabilities: bool = False):
@@ -46,35 +46,35 @@ class TokenTracker:
         self._train_iters = max(1, train_iters)
         self._with_probabilities = with_probabilities
         self.probabilities: dict[int, list[float]] = {}
-        """By layer and expert, the sum of those with which it was given tokens in the last iteration."""
+        """By layer and expert, the sum of the probabilities with which it was given tokens in the last iteration."""
 
     def close(self) -> None:
-        """Counts no more."""
+        """Stops counting."""
         self._counts.close()
 
     def ballot(self) -> dict:
-        """What this worker's routers did; see :class:`moc.session.participant.VoteParticipant`."""
+        """Returns the counts of this worker's routers; see :class:`moc.session.participant.VoteParticipant`."""
         return self._counts.take()
 
     def on_vote(self, tally: dict) -> None:
-        """Hears what all routers did."""
+        """Receives the counts of all routers."""
         self._heard = self._counts.by_layer(tally)
         if self._with_probabilities:
             self.probabilities = self._counts.probabilities(tally)
 
     def completed(self, skipped: bool) -> None:
-        """An iteration is complete; if it was skipped, nobody has learned from it."""
+        """An iteration has completed; if it was skipped, no expert has learned from it."""
         counts, sent = self._heard
         if skipped:
             counts, sent = {layer: [0] * len(row) for layer, row in counts.items()}, dict.fromkeys(sent, 0)
         self._ledger = self._ledger.after(counts, sent)
 
     def begun(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        """A snapshot begins, and what of it goes to storage."""
+        """A snapshot starts, with the part of it that goes to storage."""
         self._ledger = self._ledger.begun(self._saved(plan), None if storage is None else self._saved(storage))
 
     def brought_to_storage(self, plan: SnapshotPlan) -> None:
-        """A snapshot of this iteration, which is complete in memory, begins to go to storage."""
+        """A snapshot of this iteration, complete in memory, starts on its way to storage."""
         self._ledger = self._ledger.begun(None, self._saved(plan))
 
     def snapshotted(self, iteration: int) -> None:
@@ -82,26 +82,26 @@ class TokenTracker:
         self._ledger = self._ledger.snapshotted(iteration)
 
     def persisted(self, iteration: int) -> None:
-        """One is complete in storage."""
+        """A snapshot is complete in storage."""
         self._ledger = self._ledger.persisted(iteration)
 
     def starts_at(self, iteration: int) -> None:
-        """The run goes on from a checkpoint that has no ledger: nothing is known of what was before."""
+        """The run resumes from a checkpoint without a ledger: earlier tokens are unknown."""
         self._counts.take()
         self._ledger = dataclasses.replace(self._ledger, iteration=iteration)
 
     def goes_on(self, state: Mapping) -> None:
-        """Nothing was lost: the ledger is this one."""
+        """Nothing was lost: this ledger continues."""
         self._ledger = Ledger.from_state(state)
 
     def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
-        """The run goes on in a way; by how much that has raised the proportion of lost tokens.
+        """The run resumes by a recovery path; returns by how much that raised the proportion of lost tokens.
 
         Args:
-            way: where everything came from.
-            states: by checkpoint, the ledger that is stored with it.
+            way: which checkpoint each operator came from.
+            states: by checkpoint, the ledger stored with it.
         """
-        self._counts.take()  # what was computed again is in the ledger already
+        self._counts.take()  # the ledger already has the replayed iterations
         ledgers = {key: Ledger.from_state(state) for key, state in states.items()}
         if way.base.key not in ledgers:
             self.starts_at(way.iteration)
@@ -125,11 +125,11 @@ class TokenTracker:
 
     @property
     def plt_by_layer(self) -> dict[int, float]:
-        """The same for each layer with experts, by its number."""
+        """The proportion of lost tokens so far, by number of each layer with experts."""
         return self._ledger.plt_by_layer()
 
     def state_dict(self) -> dict:
-        """The ledger, as JSON can hold it."""
+        """Returns the ledger as JSON-compatible values."""
         return self._ledger.state_dict()
 
     def _saved(self, plan: SnapshotPlan) -> Experts:

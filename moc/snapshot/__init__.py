@@ -1,1 +1,1 @@
-"""From device memory to host memory, beside the computation."""
+"""Snapshots from device memory to host memory, beside the computation."""

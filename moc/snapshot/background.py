@@ -1,7 +1,7 @@
-"""Threads for what may hang: nobody need wait for them, and a process can end while the kernel holds one.
+"""Threads for operations that may hang: nobody has to wait for them, and they do not keep the process alive.
 
-Those of :mod:`concurrent.futures` are joined when the interpreter ends, so that one write to storage that never returns
-would keep the process for ever.
+Threads of :mod:`concurrent.futures` are joined at interpreter exit, so one write to storage that never returns would
+keep the process forever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 
 class Background:
-    """A thread that does one thing after the other, in the order in which it was asked.
+    """A daemon thread that runs actions one after the other, in the order of submission.
 
     Args:
         name: of the thread.
@@ -24,14 +24,14 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, action: Callable, *args) -> Future:
-        """Asks for something; returns at once.
+        """Queues an action; returns at once.
 
         Args:
-            action: what to do.
-            args: what it takes.
+            action: what to run.
+            args: its arguments.
 
         Returns:
-            Its result, or what it raised; it can be cancelled until it has begun.
+            A future of its result or exception; it can be cancelled until the action starts.
         """
         done: Future = Future()
         self._asked.put((done, action, args))
@@ -42,15 +42,15 @@ class Background:
         return done
 
     def end(self) -> None:
-        """The thread ends when it has done what it was asked so far; nothing may be asked of it after that."""
+        """Ends the thread after all submitted actions; nothing may be submitted afterwards."""
         self._asked.put(None)
 
     def _work(self) -> None:
-        while self._do(self._asked.get()):  # in a function, since what it was given is large and must not stay
+        while self._do(self._asked.get()):  # a call of its own frees the large arguments
             pass
 
     def _do(self, asked: tuple[Future, Callable, tuple] | None) -> bool:
-        """Whether there may be more to do."""
+        """Runs one action; returns whether more may follow."""
         if asked is None:
             return False
         done, action, args = asked
@@ -69,21 +69,21 @@ _of_process: dict[str, Background] = {}
 
 
 def background(name: str) -> Background:
-    """The thread of this process that has a name.
+    """Returns the process-wide thread of this name.
 
-    What is asked of it begins when all that was asked before has ended, also what was given up since: so what one
-    generation has begun to write cannot mix with what the next one writes.
+    An action starts once all earlier ones have ended, abandoned ones included: writes of one generation cannot mix with
+    those of the next.
     """
     return _of_process.setdefault(name, Background(name))
 
 
 def within(seconds: float | None, action: Callable, *args):
-    """What an action returns; None if it does not return soon, and then it goes on beside.
+    """Returns the result of an action; None if it takes too long, and then it continues in the background.
 
     Args:
-        seconds: for so long; None to wait for it in any case.
-        action: what to do.
-        args: what it takes.
+        seconds: time limit; None for no limit.
+        action: what to run.
+        args: its arguments.
     """
     if seconds is None:
         return action(*args)

@@ -1,4 +1,4 @@
-"""Copies of live memory that run beside the computation, until the next update must wait for them."""
+"""Copies of live memory that run beside the computation; the next update waits for them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from moc.snapshot.copies import Copy, pieces
 
 PIECE = 64 << 20
-"""Bytes that are copied before the gate is asked again."""
+"""Bytes copied between two checks of the gate."""
 
 
 class Gate:
-    """Holds up copies between two pieces while it is closed; open at first, and used from any thread.
+    """Holds up copies between two pieces while it is closed; initially open, and thread-safe.
 
-    Whoever closes it while an iteration is computed opens it again before the vote.
+    If it is closed during an iteration, it must be opened again before the vote.
     """
 
     def __init__(self):
@@ -31,53 +31,53 @@ class Gate:
         self._is_open.set()
 
     def close(self) -> None:
-        """Lets no further piece pass; the one that is being copied is finished."""
+        """Lets no further piece pass; the current one completes."""
         self._is_open.clear()
 
     def wait(self) -> None:
-        """Returns when it is open."""
+        """Returns once the gate is open."""
         self._is_open.wait()
 
 
 class Capture(ABC):
-    """Copies that are under way."""
+    """Copies in progress."""
 
     @abstractmethod
     def wait(self, opens: bool = True) -> None:
-        """Returns when all is copied; may be called from any thread, and again.
+        """Returns once everything is copied; may be called from any thread, and repeatedly.
 
         Args:
-            opens: something cannot go on before that, so the gate is opened; if not, it is left as it is.
+            opens: open the gate, since the caller cannot continue before that; if False, the gate stays as it is.
         """
 
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """How long the copies took, without waits for the gate; to be asked after :meth:`wait`."""
+        """Time that the copies took, without waits for the gate; valid after :meth:`wait`."""
 
 
 class Capturer(ABC):
-    """Starts copies; at most a few are under way, and they run in the order in which they were started."""
+    """Starts copies; at most a few are in progress, and they run in the order in which they were started."""
 
     @abstractmethod
     def start(self, copies: Sequence[Copy]) -> Capture:
-        """Begins to copy what the sources hold now, and returns at once; they must not change meanwhile."""
+        """Starts to copy what the sources hold now, and returns at once; they must not change meanwhile."""
 
     @abstractmethod
     def close(self) -> None:
-        """Returns when nothing is copied any more; nothing may be started after it."""
+        """Returns once no copy is in progress; nothing may be started afterwards."""
 
 
 def capturer(device: torch.device, gate: Gate | None = None) -> Capturer:
-    """The one for a device; see :class:`ThreadCapturer` for the gate."""
+    """Returns the capturer for a device; see :class:`ThreadCapturer` for the gate."""
     return StreamCapturer(device) if device.type == "cuda" else ThreadCapturer(gate)
 
 
 class ThreadCapturer(Capturer):
-    """On the CPU: a thread beside the one that computes; torch copies without holding the interpreter's lock.
+    """Captures on the CPU: a thread beside the computation; torch copies without holding the GIL.
 
     Args:
-        gate: what copies have to pass, piece by piece; by default there is none, and they are done in one call.
+        gate: passed by copies piece by piece; by default there is none, and all copies are made in one call.
     """
 
     def __init__(self, gate: Gate | None = None):
@@ -89,7 +89,7 @@ class ThreadCapturer(Capturer):
         return _ThreadCapture(self._thread.submit(_copy, copies, self._gate), self._gate)
 
     def close(self) -> None:
-        """See :class:`Capturer`; the gate is opened."""
+        """See :class:`Capturer`; opens the gate."""
         if self._gate is not None:
             self._gate.open()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -129,23 +129,23 @@ def _passing(copies: Sequence[Copy], gate: Gate | None) -> Iterator[Sequence[Cop
 
 
 def _copy_all(copies: Sequence[Copy], non_blocking: bool) -> None:
-    # in one call, so that the interpreter is not needed in between
+    # one call, so that the GIL is not needed in between
     if copies:
         targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
         torch._foreach_copy_(targets, sources, non_blocking)  # pyright: ignore[reportPrivateImportUsage]  # no public one
 
 
 class StreamCapturer(Capturer):
-    """On CUDA: a stream of its own, into pinned memory; the copy engine works while kernels run.
+    """Captures on CUDA: a separate stream into pinned memory; the copy engine works while kernels run.
 
-    There is no gate: the host runs ahead of the copies, so that only events of the stream could hold them up in time.
+    There is no gate: the host runs ahead of the copies, so only stream events could hold them up in time.
     """
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
 
     def start(self, copies: Sequence[Copy]) -> Capture:
-        """See :class:`Capturer`; the copies begin when what was asked of the current stream so far is done."""
+        """See :class:`Capturer`; the copies start after the work queued on the current stream so far."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(self._stream):

@@ -16,17 +16,17 @@ from moc.state.interface import TrainingState
 from moc.store.manifest import OperatorEntry
 from moc.store.regions import Entry, FileLayout
 
-_REMEMBERED = 64  # plans; experts that are selected by load come in any number of sets
+_REMEMBERED = 64  # plans; experts selected by load form arbitrarily many sets
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's share of a plan: what it saves, and where that will stand in its file.
+    """One rank's share of a plan: what it saves, and the layout of its file.
 
     Attributes:
         layout: of the file.
         sources: flat views of live memory, one for each entry of the layout.
-        elements: by operator and slot, how many there are.
+        elements: by operator and slot, the number of elements.
     """
 
     layout: FileLayout
@@ -35,9 +35,9 @@ class Share:
 
 
 def share(fragments: Iterable[Fragment]) -> Share:
-    """The share that consists of these fragments; what lies beside each other in memory does so in the file.
+    """Returns the share of these fragments; neighbours in memory are neighbours in the file.
 
-    The same state of the same layout is the same file in every run: nothing follows from addresses.
+    The same state in the same layout gives the same file in every run: nothing depends on addresses.
     """
     elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     views = {}
@@ -50,7 +50,7 @@ def share(fragments: Iterable[Fragment]) -> Share:
 
 
 def _as_in_memory(fragments: Iterable[Fragment]) -> list[Fragment]:
-    """By slot and by their place in the memory that they share; of several memories, by the first name in each."""
+    """Sorts fragments by slot and by offset in their storage; storages by the first name in each."""
     fragments = sorted(fragments, key=lambda f: (f.slot, f.view.storage_offset(), f.name, f.region.offset))
     first: dict[tuple[str, int], tuple] = {}
     for fragment in fragments:
@@ -63,13 +63,13 @@ def _memory_of(fragment: Fragment) -> tuple[str, int]:
 
 
 class Contents:
-    """What falls to this rank by the sharding rules; found once for a plan, since it is views that stay.
+    """This rank's shares by the sharding rules; computed once per plan, since the views stay valid.
 
     Args:
-        state: the training state of this rank.
-        stage: what all ranks of its pipeline stage hold.
-        rank: this rank.
-        scheme: the rules.
+        state: training state of this rank.
+        stage: what each rank of its pipeline stage holds.
+        rank: of this process.
+        scheme: sharding rules.
     """
 
     def __init__(self, state: TrainingState, stage: StageHoldings, rank: int, scheme: Scheme):
@@ -78,7 +78,7 @@ class Contents:
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
 
     def share(self, operators: Mapping[str, Detail]) -> Share:
-        """What this rank saves of some operators, each at its detail."""
+        """Returns what this rank saves of operators, each at its detail."""
         key = tuple(operators.items())
         if key not in self._known:
             held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
@@ -89,7 +89,7 @@ class Contents:
         return self._known[key]
 
     def _held(self, operator: str, detail: Detail) -> list[Fragment]:
-        """What of an operator lives on this rank; found once for all, since plans may be new in every iteration."""
+        """Returns this rank's fragments of an operator; cached, since each iteration may have a new plan."""
         if detail not in self._fragments:
             self._fragments[detail] = defaultdict(list)
             for fragment in self._state.fragments(self._state.operators(), detail):
@@ -97,11 +97,11 @@ class Contents:
         return self._fragments[detail].get(operator, [])
 
     def busiest(self, operators: Mapping[str, Detail]) -> int:
-        """Bytes of the rank that saves most of them, of this stage; what stands around them in files not counted."""
+        """Bytes of the rank of this stage that saves the most of these operators, without file headers."""
         return heaviest(self._stage, operators, self._scheme)
 
     def entries(self, operators: Mapping[str, Detail]) -> dict[str, OperatorEntry]:
-        """What this rank's share is of each operator, and the updates that its moments have seen by now."""
+        """Returns the manifest entries of this rank's share, with the updates that its moments have seen so far."""
         steps = self._state.steps()
         return {
             name: OperatorEntry(operators[name].value, steps.get(name), slots)

@@ -1,4 +1,4 @@
-"""What has to be copied, in as few pieces as memory allows."""
+"""Copies, coalesced into as few pieces as memory allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Copy:
 
 
 def coalesced(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Joins copies that follow each other in both memories, as the boxes do into which a ZeRO range is cut."""
+    """Joins copies that are adjacent in both memories, such as the boxes of a ZeRO range."""
     pending = None
     for copy in copies:
         if not copy.source.numel():
@@ -36,7 +36,7 @@ def coalesced(copies: Iterable[Copy]) -> Iterator[Copy]:
 
 
 def pieces(copies: Iterable[Copy], nbytes: int) -> Iterator[list[Copy]]:
-    """Cuts copies into pieces of at most so many bytes, which is no less than an element has, in their order."""
+    """Cuts copies, in order, into pieces of at most ``nbytes`` bytes, at least the size of an element."""
     piece, room = [], nbytes
     for copy in copies:
         start, stop, width = 0, copy.source.numel(), copy.source.itemsize
@@ -59,7 +59,7 @@ def _joined(one: Copy, other: Copy) -> Copy | None:
 
 
 def _longer(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
-    """One tensor over two, if the second begins in the same storage where the first ends."""
+    """Returns one tensor over two, if the second starts in the same storage where the first ends."""
     follows = (
         one.dtype == other.dtype
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

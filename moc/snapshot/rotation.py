@@ -1,21 +1,21 @@
-"""Which buffer may be written to, so that one complete snapshot exists at every moment (MoC-System, section 5.2).
+"""Rotation of buffers, so that one complete snapshot exists at every moment (MoC-System, section 5.2).
 
-A state machine without side effects.  All ranks feed it with the same events in the same order, since what only one of
-them knows reaches the others by the vote of each iteration; so all have the same answer to whether a buffer is free.
+A state machine without side effects.  All ranks feed it the same events in the same order, since the vote of each
+iteration carries what only one rank knows; so all agree on whether a buffer is free.
 
     FREE -> FILLING -> RECOVERY -> RETIRING -> FREE
 
-* FILLING: being copied into; no rank knows yet whether all have it.
-* RECOVERY: all ranks have this snapshot, and nothing that is newer supersedes it.
-* RETIRING: a newer one does, but the rank that publishes that one may be about to; with the next vote it has.
+* FILLING: being copied into; no rank knows yet whether all have the snapshot.
+* RECOVERY: all ranks have this snapshot, and no newer one supersedes it.
+* RETIRING: a newer one supersedes it, but may not be published yet; after the next vote it is.
 
-A snapshot of everything supersedes all that were before it.  One of a window (MoEvement, section 3.2) does only if it
-is the last of its window, and then all that were before the first one; so the newest whole window stays, and all of the
-one that is under way.
+A full snapshot supersedes all earlier ones.  A snapshot of a window (MoEvement, section 3.2) supersedes others only if
+it ends the window, and then all that precede the window; so the newest complete window stays, and all of the current
+one.
 
-A buffer that is being written to storage is not free either, whatever else it is.  Where memory keeps what is needed,
-the caller brings one state at a time there, a snapshot or a window: so there is always another buffer beside those of
-that state, however long storage takes.
+A buffer that is being written to storage is not free in any state.  If memory keeps what recovery needs, the caller
+writes one state at a time to storage, a snapshot or a window: so there is always another buffer, however long storage
+takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from enum import Enum
 
 
 class Use(Enum):
-    """What a buffer is used for."""
+    """Use of a buffer."""
 
     FREE = "free"
     FILLING = "filling"
@@ -39,10 +39,10 @@ class Slot:
     """One buffer.
 
     Attributes:
-        use: what it is used for, apart from being written to storage.
+        use: of the buffer, apart from being written to storage.
         iteration: of the snapshot that it holds.
         persisting: it is being written to storage, by this rank or another.
-        supersedes: when all ranks have it, snapshots before this iteration are not needed; None if they are.
+        supersedes: once all ranks have it, snapshots before this iteration are not needed; None if they are.
     """
 
     use: Use = Use.FREE
@@ -52,19 +52,19 @@ class Slot:
 
     @property
     def free(self) -> bool:
-        """Whether it may be written to."""
+        """Whether the buffer may be written to."""
         return self.use is Use.FREE and not self.persisting
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The buffers of every rank alike: those of what is needed to recover, and a few more.
+    """The buffers, identical on every rank: those that recovery needs, and spare ones.
 
     Attributes:
-        slots: the buffers; they become more as they are needed.
-        spare: how many may be in use beside those that are needed to recover; what retires together counts as one, and
-            so does what only storage still needs.
-        keep: what is needed to recover stays in memory; if not, storage has it, and memory need not.
+        slots: the buffers; their number grows on demand.
+        spare: buffers that may be in use beyond those that recovery needs; all retiring ones count as one, and with
+            ``keep`` so do all that only storage still needs.
+        keep: memory keeps what recovery needs; otherwise storage does.
     """
 
     slots: tuple[Slot, ...]
@@ -73,11 +73,11 @@ class Rotation:
 
     @classmethod
     def of(cls, spare: int, keep: bool, recovered: Iterable[int] = ()) -> Rotation:
-        """No buffers yet but those that stand for snapshots which an earlier job has left in memory."""
+        """Starts with the buffers of snapshots that an earlier job left in memory, and no others."""
         return cls(tuple(Slot(Use.RECOVERY, iteration) for iteration in recovered) if keep else (), spare, keep)
 
     def free(self) -> int | None:
-        """A buffer that may be written to, or None; the lowest number, which may be that of a new one."""
+        """Returns the lowest free buffer, which may be a new one, or None."""
         filling = sum(slot.use is Use.FILLING for slot in self.slots)
         retiring = any(slot.use is Use.RETIRING for slot in self.slots)
         if filling + retiring + self._held >= self.spare:
@@ -85,15 +85,15 @@ class Rotation:
         return next(iter(self.all_free()), len(self.slots))
 
     def all_free(self) -> tuple[int, ...]:
-        """All buffers that hold nothing which is needed."""
+        """Returns all existing free buffers."""
         return tuple(number for number, slot in enumerate(self.slots) if slot.free)
 
     def holds(self, iteration: int) -> bool:
-        """Whether there is a buffer of a snapshot that has not been given up."""
+        """Whether a buffer holds the snapshot of an iteration, not given up."""
         return any(slot.iteration == iteration and not slot.free for slot in self.slots)
 
     def holding(self, iteration: int) -> int:
-        """The buffer of a snapshot that has not been given up.
+        """Returns the buffer of a snapshot that is not given up.
 
         Raises:
             KeyError: there is none.
@@ -115,17 +115,17 @@ class Rotation:
         return any(slot.persisting for slot in self.slots)
 
     def voted(self) -> Rotation:
-        """A vote has passed: every rank has done what it had to do before, publishing included."""
+        """A vote has passed: every rank has done its earlier work, publishing included."""
         return self._each(lambda slot: replace(slot, use=Use.FREE) if slot.use is Use.RETIRING else slot)
 
     def begin(self, iteration: int, persisting: bool, supersedes: int | None) -> Rotation:
-        """A snapshot is being copied into the buffer that :meth:`free` names."""
+        """A snapshot is being copied into the buffer that :meth:`free` returns."""
         number = self.free()
         assert number is not None  # the caller has waited for one
         return self._set(number, Slot(Use.FILLING, iteration, persisting, supersedes))
 
     def complete(self, iteration: int) -> Rotation:
-        """All ranks have copied a snapshot; what it supersedes need not be kept much longer."""
+        """All ranks have copied a snapshot; what it supersedes retires."""
         number = self.holding(iteration)
         if not self.keep:
             return self._set(number, replace(self.slots[number], use=Use.FREE))
@@ -139,7 +139,7 @@ class Rotation:
         return self._each(retired)._set(number, replace(self.slots[number], use=Use.RECOVERY))
 
     def persist(self, iteration: int) -> Rotation:
-        """Every rank begins to write its part of a snapshot to storage."""
+        """Every rank starts to write its part of a snapshot to storage."""
         number = self.holding(iteration)
         return self._set(number, replace(self.slots[number], persisting=True))
 
@@ -150,20 +150,20 @@ class Rotation:
 
     @property
     def _held(self) -> int:
-        """For how many buffers those count that storage alone still needs."""
+        """Number of spare buffers that count as used by storage alone."""
         held = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
         return min(held, 1) if self.keep else held
 
     def most(self, window: int) -> int:
-        """How many buffers there ever are with windows of so many snapshots, one of which storage may hold."""
+        """Maximum number of buffers for windows of this length, one of which storage may hold."""
         return 3 * window + self.spare - 2 if self.keep else self.spare
 
     def needs(self, window: int) -> int:
-        """How many of them are of use now: those for what storage holds are, as long as it does."""
+        """Number of buffers of use now: those for a window in storage only while storage holds it."""
         return self.most(window) - (window - 1 if self.keep and not self._held else 0)
 
     def trimmed(self, window: int) -> Rotation:
-        """Without free buffers at the end that windows of so many snapshots do not need now."""
+        """Drops free buffers at the end that windows of this length do not need now."""
         slots = self.slots
         while len(slots) > self.needs(window) and slots[-1].free:
             slots = slots[:-1]

@@ -28,11 +28,11 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
 _CHUNK = 16 << 20  # bytes written at once
-_REMEMBERED = 16  # shares, of each buffer; those of a window take turns in it
+_REMEMBERED = 16  # shares per buffer; those of a window take turns
 
 
 class GivenUpError(Exception):
-    """Nobody waits any more for what was to be written."""
+    """A write was abandoned: nobody waits for it any more."""
 
 
 @dataclass(eq=False)
@@ -41,19 +41,19 @@ class Snapshot:
 
     Attributes:
         iteration: iterations completed when it was taken.
-        layout: where everything stands in ``buffer``, which holds the file as it will be stored.
+        layout: of ``buffer``, which holds the file as it will be stored.
         buffer: host memory.
         operators: what it holds of each operator.
         capture: the copies into the buffer.
-        in_memory: the memory tier, if there is one, is to have it; if not, storage alone.
-        after: it must not count as sealed before this is done.
-        sealed: done when the buffer holds the whole file, hashes included; in memory that outlives this process, if
-            there is a memory tier.
-        digests: hashes of the entries, as soon as it is sealed.
-        persisted: done when storage has it; None as long as nobody asked for that.
+        in_memory: it goes to the memory tier, if there is one; otherwise to storage alone.
+        after: must be done before the snapshot counts as sealed.
+        sealed: done when the buffer holds the whole file, hashes included; with a memory tier, in memory that outlives
+            this process.
+        digests: hashes of the entries, once it is sealed.
+        persisted: done when storage has it; None until :meth:`Saver.persist` is called.
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.
-        persisted_bytes: how much was written.
+        persisted_bytes: bytes written to storage.
     """
 
     iteration: int
@@ -72,14 +72,14 @@ class Snapshot:
 
 
 class Saver:
-    """Works in threads; whatever goes wrong there is raised by the futures of the snapshot.
+    """Captures, seals and writes in threads; the futures of a snapshot raise their errors.
 
     Args:
         rank: of this process.
         device: where the state lives.
-        memory: the tier in this node's memory, if there is one.
-        storage: the tier on disk or object storage, if there is one.
-        gate: by which copies can be held up for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
+        memory: the tier in this node's memory, if any.
+        storage: the tier on disk or object storage, if any.
+        gate: can hold up copies for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Saver:
         self._copies: dict[Buffer, dict[Share, list[Copy]]] = defaultdict(dict)
 
     def reserve(self, slot: int, share: Share) -> None:
-        """Makes the buffer of a slot large enough for a share; keeps the one that is there if it is.
+        """Makes the buffer of a slot large enough for a share; keeps an existing one that is.
 
         Raises:
-            CheckpointError: there is not so much memory.
+            CheckpointError: there is too little memory.
         """
         buffer = self._buffers.get(slot)
         if buffer is not None and buffer.nbytes >= share.layout.nbytes:
@@ -105,7 +105,7 @@ class Saver:
         self._buffers[slot] = Buffer(share.layout.nbytes, self._new_path(), pin=self._device.type == "cuda")
 
     def trim(self, slots: int) -> None:
-        """Gives back the buffers of all slots but so many."""
+        """Frees the buffers of all slots from ``slots`` on."""
         for slot in [slot for slot in self._buffers if slot >= slots]:
             self._give_back(slot)
 
@@ -119,21 +119,21 @@ class Saver:
         in_memory: bool = True,
         after: Future | None = None,
     ) -> Snapshot:
-        """Begins to copy a share into a slot's buffer, and to seal it; returns at once.
+        """Starts to copy a share into a slot's buffer, and to seal it; returns at once.
 
         The live memory must not change before ``capture.wait()`` has returned.
 
         Args:
-            slot: which.
+            slot: number of the slot.
             iteration: iterations completed.
             share: what this rank saves.
             operators: what it holds of each operator.
-            others: slots that are free, too: the smallest buffer of all that fits becomes this one's.
+            others: further free slots: the smallest of all their buffers that fits becomes this slot's.
             in_memory: as in :class:`Snapshot`.
-            after: the same.
+            after: as in :class:`Snapshot`.
 
         Raises:
-            CheckpointError: there is not so much memory.
+            CheckpointError: there is too little memory.
         """
         self._swap(slot, others, share.layout.nbytes)
         self.reserve(slot, share)
@@ -172,23 +172,23 @@ class Saver:
         return known[share]
 
     def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
-        """Begins to write a snapshot to storage as soon as it is sealed; returns at once.
+        """Starts to write a snapshot to storage once it is sealed; returns at once.
 
         Args:
-            snapshot: what :meth:`take` gave.
-            operators: what of it is to be written, and how much of each; by default all.
+            snapshot: result of :meth:`take`.
+            operators: those to write, each at its detail; by default all.
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
         self._written = [*(one for one in self._written if not one.done()), snapshot.persisted]
 
     def close(self, patience: float = 0.0) -> None:
-        """Ends what is under way, and gives the buffers back; what has its name in memory or storage stays.
+        """Ends pending work, and frees the buffers; files named in memory or storage stay.
 
-        What is copied is sealed before that, since others may have what goes with it.  What is on its way to storage is
-        given up: it keeps its memory until it ends, and is not reported.
+        Copied snapshots are sealed first, since others may have the matching parts.  Pending writes to storage are
+        abandoned: each keeps its memory until it ends, and is not reported.
 
         Args:
-            patience: seconds that a write which has begun has left to end well.
+            patience: seconds that a started write may take to complete.
         """
         self._capturer.close()
         begun = [one for one in self._written if not one.cancel()]
@@ -229,14 +229,14 @@ class Saver:
         snapshot.persist_s = time.perf_counter() - begun
 
     def _subset(self, snapshot: Snapshot, operators: Mapping[str, Detail]) -> tuple[RankReport, list[memoryview]]:
-        """The file that holds some of what a snapshot does: a header of its own, and pieces of the buffer."""
+        """Returns report and content of a file with part of a snapshot: a new header, and pieces of the buffer."""
         chosen, elements = [], defaultdict(lambda: defaultdict(int))
         for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.digests, strict=True):
             name = operator_of(entry.name)
             if name in operators and operators[name].holds(entry.slot):
                 chosen.append((entry, span, digest))
                 elements[name][entry.slot] += entry.region.numel
-        layout = FileLayout(entry for entry, _, _ in chosen)  # in the same order, since that is by width
+        layout = FileLayout(entry for entry, _, _ in chosen)  # keeps the order, which is by width
         header = layout.header([digest for _, _, digest in chosen])
         entries = {
             name: OperatorEntry(operators[name].value, snapshot.operators[name].step, dict(slots))
@@ -247,7 +247,7 @@ class Saver:
         return RankReport(file_of(self._rank), file, entries), [memoryview(header), *pieces]
 
     def _write_part(self, iteration: int, part: RankReport, parts: Sequence[memoryview]) -> None:
-        assert self._storage is not None  # persist() is called only with one
+        assert self._storage is not None  # persist() needs storage
         place = self._storage.place
         free = place.free_bytes()
         if free is not None and free < part.file.bytes:
@@ -280,7 +280,7 @@ class Saver:
 
     def _name_in_memory(self, snapshot: Snapshot, part: RankReport) -> None:
         memory = self._memory
-        assert memory is not None  # _seal() asks
+        assert memory is not None  # checked by _seal()
         try:
             self._link(snapshot)
             memory.report(snapshot.iteration, self._rank, part)
@@ -309,7 +309,7 @@ class Saver:
         return path
 
     def _memory_place(self) -> LocalPlace:
-        assert self._memory is not None  # callers ask
+        assert self._memory is not None  # checked by callers
         place = self._memory.place
         if not isinstance(place, LocalPlace):
             raise TypeError(f"{place.name} is not memory of this machine")

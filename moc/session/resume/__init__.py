@@ -1,1 +1,1 @@
-"""Where a run begins: what is left, and how the state is made of it."""
+"""Resume of a run: what survives, and how the state is rebuilt from it."""

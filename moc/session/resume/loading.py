@@ -1,4 +1,4 @@
-"""Where a run goes on: from what workers have left, or a snapshot in memory or storage, whatever layout took it."""
+"""Loads the state that a run resumes from: of surviving workers, or a snapshot in memory or storage, in any layout."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from moc.store.manifest import Manifest
 from moc.store.store import directory_of
 
 LIVE = "live"
-"""In place of a tier, where the state comes from the workers that are left."""
+"""Stands for a tier where the state comes from surviving workers."""
 
 
 @dataclass(frozen=True)
 class ResumeResult:
-    """Where a run goes on.
+    """The state that a run resumes from.
 
     Attributes:
-        plan: how everybody has got there.
-        position: the same, with samples.
-        record: of the iteration that led to it, if it is known.
-        held: the checkpoints that are still of use.
+        plan: by which all workers reached it.
+        position: its iteration and samples.
+        record: of the iteration that led there, if known.
+        held: checkpoints that are still of use.
     """
 
     plan: RecoveryPlan
@@ -51,14 +51,14 @@ class ResumeResult:
 
 
 class SnapshotLoader:
-    """Loads into this worker's model and optimizer; all methods are collective, and fail on all workers alike.
+    """Loads into this worker's model and optimizer; every method is collective, and fails on all workers alike.
 
     Args:
         engine: whose state is filled.
-        parts: of this generation.
-        remains: what this worker has left of the one before.
-        log: where to report.
-        only: iteration of the snapshot to begin with; None for the newest.
+        parts: components of this generation.
+        remains: what this worker kept from the previous generation.
+        log: receives messages and events.
+        only: iteration of the snapshot to start from; None for the newest.
     """
 
     def __init__(self, engine: Engine, parts: Components, remains: LocalRemains, log: Listener, only: int | None):
@@ -72,14 +72,13 @@ class SnapshotLoader:
         self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact)
         self._rebuilder = Rebuilder(engine, self._reader, self._replayer, remains.records, self._repair, log)
         self._damage: str | None = None
-        self._unseen = False  # storage has not told what it has
+        self._unseen = False  # storage has not been listed
 
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
-        """The checkpoints that there are; what cannot be read of those in storage is said.
+        """Finds the available checkpoints; reports those in storage that cannot be read.
 
         Args:
-            left: what workers still have: where they can go on from that and from memory, storage that hangs is not
-                waited for.
+            left: what workers still have; if that and memory suffice to resume, nothing waits for a hanging storage.
         """
         held, problems = self._look(left)
         for problem in problems:
@@ -87,7 +86,7 @@ class SnapshotLoader:
         return held
 
     def find_again(self) -> list[AvailableCheckpoint]:
-        """The same, when what lost workers had not saved was saved again."""
+        """Finds the available checkpoints after the repair of snapshots that lost workers had not saved."""
         return self._in_memory() if self._unseen else self._look()[0]
 
     def _look(self, left: Survivors | None = None) -> tuple[list[AvailableCheckpoint], list[str]]:
@@ -97,7 +96,7 @@ class SnapshotLoader:
         return stored + kept, problems
 
     def has_memory_of(self, left: Survivors) -> bool:
-        """Whether the job has trained before, and memory has what it saved last."""
+        """Whether the job has trained before, with a memory tier that holds its last snapshots."""
         return left.again and self._memory is not None
 
     def _in_memory(self) -> list[AvailableCheckpoint]:
@@ -122,7 +121,10 @@ class SnapshotLoader:
         return in_storage(Summary(*one) for one in stored), problems
 
     def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
-        """What is there once no older generation can publish any more; without that nothing is of use."""
+        """Takes ownership of storage, so that no older generation can publish, and lists it.
+
+        If it cannot be used, but memory can, the list is empty.
+        """
         try:
             self._storage.take()
         except OSError as error:
@@ -134,20 +136,20 @@ class SnapshotLoader:
     def load(
         self, held: list[AvailableCheckpoint], oldest: int | None, left: Survivors, mine: LocalRemains | None
     ) -> ResumeResult | None:
-        """Fills model, optimizer and schedule by the newest plan that works.
+        """Fills model, optimizer and schedule by the newest plan that succeeds.
 
         Args:
-            held: the checkpoints that there are.
-            oldest: iteration of a dense checkpoint, which is better than older snapshots; None if there is none.
+            held: available checkpoints.
+            oldest: iteration of a dense checkpoint, preferred to older snapshots; None if there is none.
             left: what workers still have.
-            mine: what this one has, which it loses where it loads.
+            mine: what this worker has left, which it loses if it loads.
 
         Returns:
             None if there is no plan.
 
         Raises:
-            CheckpointError: there are checkpoints, but none of them is whole, nor is there a dense one; or they are of
-                another model; or iterations would have to be computed again, and operators cannot be frozen.
+            CheckpointError: there are checkpoints, but none is complete, and no dense one either; or they are of
+                another model; or iterations must be replayed, and operators cannot be frozen.
         """
         found = bool(held)
         if left.again:
@@ -165,8 +167,8 @@ class SnapshotLoader:
             with self._repair.of(self._torn(plan, held, left)):
                 saved, bad = self._follow(plan, left)
             if not bad:
-                assert saved is not None  # since nothing is damaged
-                if mine is not None:  # should another worker be lost before training goes on
+                assert saved is not None  # set if nothing is damaged
+                if mine is not None:  # in case of another loss before training resumes
                     mine.live = LiveState(position_of(saved), saved)
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
             self._rebuilder.tell(cut_off=True)
@@ -184,7 +186,7 @@ class SnapshotLoader:
         return None
 
     def _leave(self, plan: RecoveryPlan, mine: LocalRemains | None) -> None:
-        """What this worker has is about to be written over, unless it keeps it, or goes on with it."""
+        """Gives up this worker's state, which is about to be overwritten, unless the plan keeps or continues it."""
         course, progress = plan.course(self._stage), self._replayer.progress
         if course is None or not course.goes_on:
             progress.move_to(None)
@@ -214,7 +216,7 @@ class SnapshotLoader:
         )
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
-        """By rank, iterations of which its log is there, but could not be served."""
+        """Returns, by rank, the iterations whose logs exist, but cannot be served; warns of them."""
         course = plan.course(self._stage)
         until = plan.iteration if course is None else course.begin
         served = {iteration: plan.computing(iteration) for iteration in plan.again if iteration <= until}
@@ -227,7 +229,7 @@ class SnapshotLoader:
     def _torn(
         self, plan: RecoveryPlan, held: list[AvailableCheckpoint], left: Survivors
     ) -> dict[int, Mapping[str, Detail]]:
-        """What was to be saved by the snapshots that are not whole, and come by when stages compute again alone."""
+        """Returns the planned operators of incomplete snapshots that a replay by stages passes, by iteration."""
         tier = STORAGE if self._memory is None else MEMORY
         return {
             iteration: begun.operators
@@ -238,7 +240,7 @@ class SnapshotLoader:
         }
 
     def _follow(self, plan: RecoveryPlan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
-        """What of the state is not a tensor, once all is there; or by checkpoint what is wrong with it."""
+        """Returns the non-tensor state once everything is loaded, or by checkpoint what is wrong with it."""
         begun, amount, manifests = time.perf_counter(), 0, {}
         if plan.way is not None or plan.stages:
             manifests, bad = self._rebuilder.rebuild(plan)
@@ -258,11 +260,11 @@ class SnapshotLoader:
         return saved, {}
 
     def _join(self, plan: RecoveryPlan, left: Survivors) -> Mapping:
-        """Brings all workers to where those are who keep their state; what of it is not a tensor."""
+        """Brings all workers to the state that survivors keep; returns its non-tensor state."""
         saved = left.states[plan.iteration]
         if self._world.rank in plan.complete:
             record = _record(saved)
-            assert record is not None  # of the iteration that others have completed
+            assert record is not None  # others have completed the iteration
             self._replayer.complete(record)
         self._restore(saved, left.steps[plan.iteration], saved["policy"], "the workers that are left")
         if self._tokens is not None:
@@ -270,12 +272,12 @@ class SnapshotLoader:
         return saved
 
     def _forget_moments(self) -> None:
-        """What a damaged snapshot may have filled: a dense checkpoint without optimizer would leave it so."""
+        """Clears moments that a damaged snapshot may have filled: a dense checkpoint may have no optimizer state."""
         for fragment in self._state.fragments(self._state.operators(), Detail.MOMENTS):
             fragment.view.zero_()
 
     def _check_newest(self, held: list[AvailableCheckpoint]) -> None:
-        """Another model is refused by name, before anybody wonders what of it is missing."""
+        """Refuses another model by name, before missing parts of it are noticed."""
         newest = max((one for one in held if one.tier == STORAGE), key=lambda one: one.iteration, default=None)
         if newest is not None:
             self._reader.check(newest, self._reader.store(newest).manifest(newest.iteration))
@@ -291,10 +293,10 @@ class SnapshotLoader:
             self._count_lost_tokens(self._tokens, way, manifests)
 
     def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
-        """All but the tensors."""
+        """Restores all state but the tensors."""
         self._rebuilder.restore_moment(saved, steps, [operator.name for operator in self._policy.operators], where)
         self._engine.compare_samples(saved, self._log.message)
-        if policy == self._policy.name:  # another one has measured and remembers other things
+        if policy == self._policy.name:  # another policy has another state
             if saved.get("interval"):
                 self._policy.interval.load_state_dict(saved["interval"])
             if saved.get("policy_state"):
@@ -302,7 +304,7 @@ class SnapshotLoader:
 
     def _count_lost_tokens(self, tokens: TokenTracker, way: RecoveryPath, manifests: dict[Key, Manifest]) -> None:
         mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
-        has = gather(sorted(mine))  # in the memory of another node there may be ledgers that this one cannot read
+        has = gather(sorted(mine))  # other nodes' memory may hold further ledgers
         first = {tuple(key): rank for rank, keys in reversed(list(enumerate(has))) for key in keys}
         told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
         states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}

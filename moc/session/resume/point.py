@@ -1,4 +1,4 @@
-"""Where a run resumes."""
+"""The point where a run resumes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ResumePoint:
     """What a run resumes from.
 
     Attributes:
-        position: from here.
-        record: of the iteration that led to it, if it is known.
-        newest: iteration of the newest way back, in memory or in storage; None if there is none.
-        in_memory: iterations of the snapshots in memory that stay: those of that way if it is there, and those of the
-            window under way.
-        experts: others in memory, of which experts are still of use.
-        newer: the same, of a time line that was given up; they make room for those of this one.
-        before: the same, which have made room already.
-        again: the snapshot of this position, if it was begun already and is lost.
-        begun: by iteration what is known of those in memory; their parts and copies may be lost later.
+        position: where it resumes.
+        record: of the iteration that led there, if known.
+        newest: iteration of the newest recovery path, in memory or in storage; None if there is none.
+        in_memory: iterations of the snapshots that stay in memory: those of that path if it is there, and those of the
+            current window.
+        experts: iterations of other snapshots in memory with experts that are still of use.
+        newer: like ``experts``, of an abandoned time line; they are moved aside for the snapshots of this one.
+        before: like ``newer``, but moved aside already.
+        again: the snapshot of this position, if it had been started and is lost.
+        begun: by iteration, the started snapshots among ``in_memory``; their parts and copies may still be lost.
     """
 
     position: Position

@@ -1,4 +1,4 @@
-"""What a worker reads of snapshots: manifests, and fragments of its state, each verified by its hash."""
+"""Reads snapshots: manifests, and fragments of this worker's state, each verified by its hash."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from moc.store.regions import MissingRegionError, RegionReader, read_sources
 from moc.store.store import Store, directory_of, file_of
 
 Key = tuple[int, str]
-"""Tells a checkpoint from the others: see :class:`AvailableCheckpoint`."""
+"""Identifies a checkpoint: see :class:`AvailableCheckpoint`."""
 
 Problem = tuple[Key, str, list[str] | None]
-"""A checkpoint, what is wrong with it, and which operators are of no use for it; None for all."""
+"""A checkpoint, what is wrong with it, and the operators that it cannot provide; None for all."""
 
 
 class Damage(NamedTuple):
@@ -43,7 +43,7 @@ class Damage(NamedTuple):
 
     Attributes:
         text: for people.
-        operators: which are of no use for it; None for all.
+        operators: that it cannot provide; None for all.
     """
 
     text: str
@@ -51,12 +51,12 @@ class Damage(NamedTuple):
 
 
 class SnapshotReader:
-    """Reads into the state of this worker; asks nothing of the others.
+    """Reads into the state of this worker; communicates with no other worker.
 
     Args:
         engine: whose state is filled.
         tiers: where snapshots are.
-        exact: of a damaged checkpoint nothing is of use; if not, other experts may be.
+        exact: damage makes all of a checkpoint useless; otherwise its undamaged operators stay of use.
     """
 
     def __init__(self, engine: Engine, tiers: Tiers, exact: bool):
@@ -64,7 +64,7 @@ class SnapshotReader:
         self._stores = {STORAGE: tiers.storage, MEMORY: tiers.memory, BEFORE: tiers.before}
 
     def fragments(self, way: RecoveryPath) -> dict[Key, list[Fragment]]:
-        """By checkpoint, what this worker takes from it; what other stages save they give it when they have it."""
+        """Returns, by checkpoint, the fragments that this worker loads; other stages send it what they save."""
         fragments: dict[Key, list[Fragment]] = defaultdict(list)
         for moment in way.moments:
             for fragment in self.loaded_at(moment):
@@ -75,17 +75,17 @@ class SnapshotReader:
         return fragments
 
     def loaded_at(self, moment: ReplayPoint) -> Iterator[Fragment]:
-        """What of this worker's state a moment of a window fills."""
+        """Returns the fragments of this worker that a replay point fills."""
         yield from self._state.fragments(moment.full, Detail.FULL)
         yield from self._state.fragments(moment.frozen, Detail.COMPUTE)
 
     def manifests(self, way: RecoveryPath, fragments: Iterable[Key]) -> tuple[dict[Key, Manifest], Problem | None]:
-        """Of what this worker reads; and what is wrong with a checkpoint, if anything is."""
+        """Returns the manifests that this worker reads, and a problem if one cannot be read."""
         manifests, problem = {}, None
         needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
         for one in way.used():
             try:
-                if one.key in needed:  # the memory of another node cannot be read here, and need not
+                if one.key in needed:  # memory of other nodes is neither readable nor needed
                     manifests[one.key] = self.store(one).manifest(one.iteration)
                     if one.iteration > way.moments[0].iteration:
                         record_of(manifests[one.key].state, self.where(one))
@@ -96,7 +96,7 @@ class SnapshotReader:
     def fill(
         self, moment: ReplayPoint, manifests: dict[Key, Manifest], fragments: dict[Key, list[Fragment]]
     ) -> Problem | None:
-        """Fills what is new at a moment; what is wrong with a checkpoint, if anything is."""
+        """Loads the fragments of a replay point; returns a problem with a checkpoint, or None."""
         reach("loading")
         for one in moment.used():
             if one.key in manifests:
@@ -112,7 +112,7 @@ class SnapshotReader:
         try:
             for fragment in reading_ahead(fragments, reader):
                 self._state.load(fragment, values_for(fragment, reader))
-            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # all, whoever needs them
+            for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # every file, needed or not
                 self.store(one).blob(one.iteration, name, manifest.files[name])
         except MissingRegionError as error:
             return str(error)
@@ -121,7 +121,7 @@ class SnapshotReader:
         return None
 
     def _damaged(self, one: AvailableCheckpoint, manifest: Manifest) -> list[str] | None:
-        """The operators that are not whole in this node's files; all hashes are compared."""
+        """Returns the operators that are not whole in this node's files; all hashes are compared."""
         whole: dict[str, Counter] = defaultdict(Counter)
         for name, entry in manifest.files.items():
             with contextlib.suppress(MissingRegionError, OSError):
@@ -132,23 +132,23 @@ class SnapshotReader:
         return damaged or None
 
     def _reader(self, one: AvailableCheckpoint, manifest: Manifest) -> RegionReader:
-        mine = file_of(self._world.rank)  # in the layout that wrote, it holds nearly all that is needed
+        mine = file_of(self._world.rank)  # in the same layout it holds nearly everything
         names = sorted(manifest.files, key=lambda name: name != mine)
         blobs = (self.store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
         return RegionReader(blobs, verify=True, lazy=True)
 
     def store(self, held: AvailableCheckpoint) -> Store:
-        """Where a checkpoint is."""
+        """Returns the store that holds a checkpoint."""
         return self._stores[held.tier]
 
     def where(self, held: AvailableCheckpoint) -> str:
-        """What to call it in a message."""
+        """Returns the path of a checkpoint, for messages."""
         return self.store(held).place.path(directory_of(held.iteration))
 
     def check(self, held: AvailableCheckpoint, manifest: Manifest, window: bool = False) -> None:
-        """Refuses a checkpoint of another model, or of another optimizer, and a window of another precision.
+        """Refuses a checkpoint of another model or optimizer, and a window of another precision.
 
         Raises:
-            CheckpointError: it is.
+            CheckpointError: model, optimizer or precision differs.
         """
         self._engine.check(manifest.state, self.where(held), window)

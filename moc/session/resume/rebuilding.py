@@ -1,9 +1,9 @@
-"""From checkpoints to the state of an iteration, where a plan has loaded and computed again: by all, or by some stages.
+"""Rebuilds the state of a plan's iteration from checkpoints and replay, by all stages or by some.
 
-for each iteration, from the first at which some stage begins to that at which the others are:
-    load what snapshots of this iteration hold of operators that do not learn yet    # all look whether it is whole
-    stages that have begun:   compute the next iteration again
-    the others:               serve what they had logged
+for each iteration, from the first at which a stage starts to that of the surviving state:
+    load the state that snapshots of this iteration hold of operators that do not learn yet    # all verify it
+    stages that have started:   replay the next iteration
+    the others:                 serve their logs of it
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from moc.store.manifest import Manifest
 
 
 class Rebuilder:
-    """Brings this worker's state to where a plan goes on; all methods are collective.
+    """Brings this worker's state to the iteration of a plan; every method is collective.
 
     Args:
         engine: whose state is filled.
         reader: of snapshots.
-        replayer: computes iterations again.
-        records: of iterations of late, as far as this worker knows them.
+        replayer: replays iterations.
+        records: step records of recent iterations, as far as this worker knows them.
         repair: saves again what lost workers had not saved.
-        log: where to report.
+        log: receives messages and events.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Rebuilder:
         self._log = log
 
     def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
-        """Loads what a plan has loaded, and computes again what it has computed again.
+        """Loads and replays what a plan says.
 
         Args:
-            plan: the same on all workers.
+            plan: identical on all workers.
 
         Returns:
-            The manifests that this worker has read; and by checkpoint what is wrong with it, if anything is.
+            The manifests that this worker has read; and by checkpoint what is wrong with it, if anything.
         """
         if any(course.whole > course.begin for course in self._courses(plan)):
             check_freezing(self._state)
@@ -73,10 +73,10 @@ class Rebuilder:
         return manifests, self._follow(plan, course, manifests, fragments)
 
     def tell(self, cut_off: bool = False) -> None:
-        """Tells of what was computed again.
+        """Reports replayed iterations.
 
         Args:
-            cut_off: by a recovery that another loss has ended, or a snapshot that is damaged.
+            cut_off: the replay ended early, by another loss or a damaged snapshot.
         """
         for one in self._replayer.repeated():
             self._log.events.write(
@@ -97,10 +97,10 @@ class Rebuilder:
                 )
 
     def restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
-        """What is not a tensor and belongs to some operators, after they were loaded.
+        """Restores the non-tensor state that belongs to operators, after these are loaded.
 
         Args:
-            saved: what of the snapshot is not a tensor.
+            saved: non-tensor state of the snapshot.
             steps: by operator, the updates that its moments have seen.
             operators: that were loaded.
             where: the snapshot, for messages.
@@ -113,16 +113,17 @@ class Rebuilder:
         self._engine.load_scalars(saved, where)
 
     def _courses(self, plan: RecoveryPlan) -> list[Course]:
-        """Of all stages, each once."""
-        mine = plan.course(self._world.pipeline_rank)  # the same for all where no stage has one of its own
+        """Returns the distinct courses of all stages."""
+        mine = plan.course(self._world.pipeline_rank)  # shared by all stages without courses of their own
         return list(plan.courses.values()) or ([] if mine is None else [mine])
 
     def _read(
         self, plan: RecoveryPlan, course: Course | None
     ) -> tuple[dict[Key, Manifest], dict[Key, list[Fragment]], dict[Key, Damage]]:
-        """Manifests, what this worker takes from which checkpoint, and by checkpoint what is wrong with it.
+        """Returns manifests, this worker's fragments by checkpoint, and by checkpoint what is wrong with it.
 
-        Whoever goes on alone reads what it lacks; that of the others need not be in the memory of its node.
+        A stage that continues its replay reads what it lacks; the other stages' checkpoint need not be in its node's
+        memory.
         """
         fragments = self._reader.fragments(course.way) if course is not None and course.way is not None else {}
         manifests, problem = {}, None
@@ -133,7 +134,7 @@ class Rebuilder:
         return manifests, fragments, self._agree(problem)
 
     def _agree(self, problem: Problem | None) -> dict[Key, Damage]:
-        """By checkpoint what is wrong with it, for all that any worker has found."""
+        """Returns, by checkpoint, the damage that any worker has found."""
         found: dict[Key, Damage] = {}
         for key, text, operators in filter(None, gather(problem)):
             known = found.get(tuple(key), Damage(text, frozenset()))
@@ -142,7 +143,7 @@ class Rebuilder:
         return found
 
     def _know_records(self, plan: RecoveryPlan) -> None:
-        """Asks all for the records of iterations that are computed again by them; who knows one tells."""
+        """Collects the step records of the replayed iterations from the workers that know them."""
         wanted = set(range(plan.begin, plan.iteration + 1))
         mine = wanted.intersection(self._records.iterations())
         for record in (record for records in gather(self._records.of(sorted(mine))) for record in records):
@@ -166,10 +167,10 @@ class Rebuilder:
         return {}
 
     def _complete(self, course: Course) -> None:
-        """Completes the iteration that others of this stage have completed, so that all of it begin alike."""
+        """Completes the iteration that others of this stage have completed, so that the whole stage starts alike."""
         progress, lacking = self._replayer.progress, _lacking(course)
         (record,) = self._records.of([course.begin])
-        assert progress.at is not None  # the state before it is whole
+        assert progress.at is not None  # the state before the iteration is whole
         position = progress.at.position.after(record)
         self._state.freeze(lacking)
         progress.move_to(None)
@@ -184,11 +185,11 @@ class Rebuilder:
         manifests: dict[Key, Manifest],
         fragments: dict[Key, list[Fragment]],
     ) -> dict[Key, Damage]:
-        """Loads what any stage is to load at an iteration; by checkpoint what is wrong with it, as all know."""
+        """Loads at an iteration what any stage must; returns by checkpoint the damage that any worker has found."""
         if all(one.moment(iteration) is None for one in self._courses(plan)):
             return {}
         mine = None if course is None else course.moment(iteration)
-        moment = mine or (plan.way and plan.way.moment(iteration))  # all look whether it is whole
+        moment = mine or (plan.way and plan.way.moment(iteration))  # all verify the snapshot
         bad = self._agree(moment and self._reader.fill(moment, manifests, fragments))
         if not bad:
             loaded = () if moment is None else self._reader.loaded_at(moment)
@@ -199,21 +200,21 @@ class Rebuilder:
         return bad
 
     def _go_by(self, plan: RecoveryPlan, course: Course | None, iteration: int, manifests: dict[Key, Manifest]) -> None:
-        """The iteration after one, once the state is that of the one."""
+        """Replays or serves the iteration after this one."""
         stages = plan.computing(iteration + 1)
         if course is None or iteration < course.begin:
             self._replayer.serve(iteration + 1, stages)
             return
         moment = course.moment(iteration)
         if moment is not None:
-            assert course.way is not None  # it has moments
+            assert course.way is not None  # the course loads
             held = course.way.at(iteration)
             here = manifests[held.key]
             self.restore_moment(here.state, steps_of(here), moment.full, self._reader.where(held))
             position = position_of(here.state)
         else:
             at = self._replayer.progress.at
-            assert at is not None  # the iteration before is whole
+            assert at is not None  # the previous state is whole
             position = at.position
             if iteration == course.begin:
                 self._state.gather_weights()
@@ -223,24 +224,24 @@ class Rebuilder:
         self._replayer.compute(position, record, self._state.frozen, stages)
 
     def _record(self, course: Course, iteration: int, manifests: dict[Key, Manifest]) -> StepRecord:
-        """Of an iteration: as long as snapshots are loaded, the next one tells it."""
+        """Returns the step record of an iteration; while snapshots are loaded, the next snapshot has it."""
         if iteration > course.whole:
             return self._records.of([iteration])[0]
-        assert course.way is not None  # it loads until course.whole
+        assert course.way is not None  # the course loads up to course.whole
         held = course.way.at(iteration)
         return record_of(manifests[held.key].state, self._reader.where(held))
 
 
 def _lacking(course: Course) -> set[str]:
-    """Operators that do not learn yet where a course begins."""
+    """Returns the operators that do not learn yet where a course starts."""
     return set() if course.way is None else {name for moment in course.way.moments for name in moment.full}
 
 
 def position_of(saved: Mapping) -> Position:
-    """How far a run had come, by what of a snapshot is not a tensor."""
+    """Returns the position in a snapshot's non-tensor state."""
     return Position(**{name: saved[name] for name in asdict(Position())})
 
 
 def steps_of(manifest: Manifest) -> dict[str, int]:
-    """By operator, the updates that its moments have seen."""
+    """Returns, by operator, the updates that its moments have seen."""
     return {name: entry.step for name, entry in manifest.operators.items() if entry.step is not None}

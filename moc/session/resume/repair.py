@@ -1,7 +1,7 @@
-"""Snapshots of the window under way that lost workers had not saved: they are saved again as the state comes by them.
+"""Repair of the current window: snapshots that lost workers had not saved are saved again during the replay.
 
-Without it a window would be given up with each worker that is lost while it saves, and where workers are lost again and
-again none would ever be whole: recovery would go further and further back.
+Without repair, every worker lost while it saves would end the window; under repeated losses no window would ever
+complete, and recovery would go further and further back.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from moc.store.errors import CheckpointError
 
 
 class Repair:
-    """Saves this worker's parts again; who publishes finds them beside those that the others had saved.
+    """Saves this worker's missing parts; the publisher finds them beside the parts of the others.
 
     Args:
         world: this worker's place.
-        contents: what this worker saves.
-        tiers: where to.
+        contents: this worker's share of each plan.
+        tiers: where snapshots go.
 
     Attributes:
-        failure: what could not be saved, and why; None if all was.
+        failure: what could not be saved, and why; None if nothing failed.
     """
 
     def __init__(self, world: World, contents: Contents, tiers: Tiers):
@@ -37,10 +37,10 @@ class Repair:
 
     @contextlib.contextmanager
     def of(self, torn: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
-        """While the state may come by snapshots that are not whole.
+        """Context of a replay that may pass incomplete snapshots.
 
         Args:
-            torn: by iteration, what was to be saved of the whole model.
+            torn: by iteration, the planned operators of the whole model.
         """
         self._torn = torn
         self._saver = Saver(self._world.rank, self._world.device, self._tiers.memory, self._tiers.storage)
@@ -48,9 +48,9 @@ class Repair:
             yield
 
     def comes_by(self, iteration: int) -> None:
-        """The state is that of an iteration; returns when this worker's part of the snapshot is saved, if it was not.
+        """The state is that of an iteration: saves this worker's part of its snapshot, if missing, and waits for it.
 
-        Where that fails, :attr:`failure` says so: recovery goes on, and another window begins.
+        A failure is kept in :attr:`failure`: recovery continues, and another window starts.
         """
         if iteration not in self._torn or self._has_part(iteration):
             return

@@ -1,15 +1,15 @@
-"""Iterations that are computed again, and MoEvement's sparse-to-dense conversion of a window (section 3.3).
+"""Replay of iterations, and MoEvement's sparse-to-dense conversion of a window (section 3.3).
 
-    for each moment of the window:                          # Figure 8
-        load what its snapshot holds of operators that do not learn yet
-        operators that are whole now learn; the others are frozen: they compute, and let gradients through
-        compute the next iteration again                    # the step record of that iteration says how it was clipped
+    for each iteration of the window:                       # Figure 8
+        load the state that its snapshot holds of operators that do not learn yet
+        activate operators that are now whole; the others stay frozen: they compute, and pass gradients on
+        replay the next iteration                           # its step record says how gradients were clipped
 
-Here is how an iteration is computed again, and who knows that it was; the order has
-:mod:`moc.session.resume.rebuilding`.  All workers do it together, or the stages that have lost
-something alone: the others :meth:`Replayer.serve` what they had sent them (section 3.4).  Randomness and samples
-follow from the position, the weights of frozen operators are those that the iteration was computed with, and gradients
-of the others do not depend on whether these learn.  So every update is the one that was, to the last bit.
+This module replays one iteration and tracks progress; :mod:`moc.session.resume.rebuilding` has the order.  Either all
+workers replay together, or the stages that lost something replay alone, while the others :meth:`Replayer.serve` what
+they had sent them (section 3.4).  Randomness and samples follow from the position, frozen operators have the weights
+that the iteration was computed with, and gradients of the others do not depend on whether these learn.  So every update
+is bit-identical to the original one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from moc.store.errors import CheckpointError
 
 
 class Reached(NamedTuple):
-    """A state between two iterations that are computed again.
+    """A state between two replayed iterations.
 
     Attributes:
-        position: how far it is.
-        frozen: operators that are not at this position, since they had not been loaded in full before it.
+        position: of the state.
+        frozen: operators that lag behind this position, since they had not been loaded in full before it.
     """
 
     position: Position
@@ -50,12 +50,12 @@ class Reached(NamedTuple):
 
 @dataclass
 class ReplayProgress:
-    """How far a worker has come with computing again: another stage may be lost meanwhile, and then it goes on there.
+    """Progress of a worker's replay, from which it resumes if another stage is lost meanwhile.
 
     Attributes:
-        at: the state that it has; None if it has none that is whole.
-        reduced: it has the reduced gradients of the iteration after it, too.
-        parts: what it has computed and not told yet.
+        at: its state; None if the state is not whole.
+        reduced: it also has the reduced gradients of the next iteration.
+        parts: replayed iterations not reported yet.
     """
 
     at: Reached | None = None
@@ -63,27 +63,27 @@ class ReplayProgress:
     parts: list[_Part] = field(default_factory=list)
 
     def move_to(self, at: Reached | None) -> None:
-        """The state is another one, or none."""
+        """Sets the state reached; None if it is not whole."""
         self.at, self.reduced = at, False
 
     @property
     def told(self) -> Replayed | None:
-        """What others need to know of it."""
+        """Returns the part of the progress that other workers need."""
         return self.at and Replayed(self.at.position.iteration, self.at.frozen, self.reduced)
 
 
 class ReplayedStep(NamedTuple):
-    """An iteration that was computed again.
+    """A replayed iteration.
 
     Attributes:
-        iteration: which, counted from 1.
-        frozen: operators that did not learn.
-        seconds: that it took; of all workers the most.
-        workers: that computed it, as far as they are left.
-        stages: that computed it while others served it; none where all computed it together.
-        loss: as it was computed; None if the last stage, which has it, did not compute, or not all of it is left.
-        exact: loss and learning rate are those of the record; None if there is no loss.
-        is_not: what they are and what they were, if not exact.
+        iteration: counted from 1.
+        frozen: number of operators that did not learn.
+        seconds: that it took, the maximum over workers.
+        workers: that replayed it, lost ones not counted.
+        stages: that replayed it while others served it; empty if all stages replayed it together.
+        loss: as replayed; None unless every worker of the last stage replayed it and survives.
+        exact: loss and learning rate equal those of the record; None without a loss.
+        is_not: replayed and recorded values, if not exact.
     """
 
     iteration: int
@@ -97,7 +97,7 @@ class ReplayedStep(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one worker knows of an iteration that it has computed again."""
+    """What one worker knows of an iteration that it replayed."""
 
     stage: int
     stages: frozenset[int]
@@ -110,28 +110,28 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayer:
-    """Computes iterations again that are known by their records.
+    """Replays iterations by their step records.
 
     Attributes:
         engine: of this worker.
-        progress: how far it has come, which outlives the generation.
+        progress: of the replay; outlives the generation.
     """
 
     engine: Engine
     progress: ReplayProgress = field(default_factory=ReplayProgress)
 
     def complete(self, record: StepRecord) -> None:
-        """Completes an iteration of which this worker has the reduced gradients, but not seen the vote."""
+        """Completes an iteration whose reduced gradients this worker has, but whose vote it has not seen."""
         self.engine.apply(record)
 
     def compute(self, position: Position, record: StepRecord, frozen: Collection[str], stages: Collection[int]) -> None:
-        """Computes the iteration after a position again.
+        """Replays the iteration after a position.
 
         Args:
             position: of this worker's state.
             record: of the iteration.
             frozen: operators that do not learn.
-            stages: that compute it, while others serve it; none where all compute it.
+            stages: that replay it while others serve it; empty if all stages replay it.
         """
         reach("replaying", record.iteration)
         begun = time.perf_counter()
@@ -144,10 +144,10 @@ class Replayer:
 
     @contextlib.contextmanager
     def _completing(self, then: Reached) -> Iterator[None]:
-        """While an iteration is completed.
+        """Context of the update.
 
-        Nobody begins with it before all of its stage have the reduced gradients: should they be called away now, those
-        that have not begun can complete it, too.
+        No worker starts it before its whole stage has the reduced gradients: if a loss interrupts them now, those that
+        have not started can complete it, too.
         """
         settled(self.engine.world.device)
         self.progress.reduced = True
@@ -157,11 +157,11 @@ class Replayer:
         self.progress.move_to(then)
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """Gives stages that compute an iteration again what this worker sent them then."""
+        """Sends what this worker sent in an iteration to the stages that replay it."""
         self.engine.tap.serve(iteration, stages)
 
     def repeated(self) -> list[ReplayedStep]:
-        """What was computed again and not told yet; a collective call."""
+        """Returns the replayed iterations not reported yet; a collective call."""
         mine, self.progress.parts = self.progress.parts, []
         parts: dict[int, list[_Part]] = defaultdict(list)
         for part in (part for worker in gather(mine) for part in worker):
@@ -185,13 +185,13 @@ class Replayer:
 
 
 def wait_for_stage(engine: Engine) -> None:
-    """Returns when all workers of this pipeline stage have come here; a collective call of them."""
+    """Waits for all workers of this pipeline stage; a collective call of the stage."""
     dist.all_reduce(torch.zeros((), device=engine.world.device), group=engine.peers)
 
 
 @contextlib.contextmanager
 def nothing_frozen_after(state: TrainingState) -> Iterator[None]:
-    """Lets everything learn that is frozen in the end, however that comes."""
+    """Activates all frozen operators on exit, whatever happens."""
     try:
         yield
     finally:
@@ -199,10 +199,10 @@ def nothing_frozen_after(state: TrainingState) -> Iterator[None]:
 
 
 def check_freezing(state: TrainingState) -> None:
-    """Refuses a model of which operators cannot be frozen one by one, before anybody relies on it; a collective call.
+    """Refuses a model whose operators cannot be frozen one by one, before a recovery relies on it; a collective call.
 
     Raises:
-        CheckpointError: on all workers, if it is so on one.
+        CheckpointError: on all workers, if one refuses.
     """
     run_on_all(lambda: _freeze_one_by_one(state), "cannot freeze operators")
 
@@ -218,10 +218,10 @@ def _freeze_one_by_one(state: TrainingState) -> None:
 
 
 def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
-    """The step record that is stored with a snapshot.
+    """Returns the step record stored with a snapshot.
 
     Args:
-        saved: what of the snapshot is not a tensor.
+        saved: non-tensor state of the snapshot.
         where: the snapshot, for the message.
 
     Raises:
@@ -236,6 +236,6 @@ def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
 
 
 def is_repeated(loss: float, rate: float, record: StepRecord) -> bool:
-    """Whether an iteration that was computed again is the one of the record, as far as loss and learning rate tell."""
+    """Whether a replayed iteration equals its record in loss and learning rate."""
     same_loss = loss == record.loss or (math.isnan(loss) and math.isnan(record.loss))
     return same_loss and rate == record.learning_rate

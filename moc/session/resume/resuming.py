@@ -1,4 +1,4 @@
-"""Brings all workers to the newest state that there is."""
+"""Brings all workers to the newest recoverable state."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def resume(
     *,
     tidies: bool,
 ) -> ResumePoint:
-    """Fills the state, and removes the snapshots that the run will take anew; a collective call.
+    """Fills the state, and removes the snapshots that the run will take again; a collective call.
 
     Args:
         engine: whose state is filled.
-        parts: of this generation.
-        remains: what this worker has left of the one before.
-        elsewhere: what to begin from where there is no snapshot.
-        log: where to report.
-        only: iteration of the snapshot to begin with; None for the newest.
-        tidies: storage is tidied up now, in place of beside training.
+        parts: components of this generation.
+        remains: what this worker kept from the previous generation.
+        elsewhere: other checkpoints to start from if there is no snapshot.
+        log: receives messages and events.
+        only: iteration of the snapshot to start from; None for the newest.
+        tidies: clean up storage now, instead of beside training.
 
     Raises:
-        CheckpointError: on all workers: nothing whole to load although there is something, or it is of another model.
-        NoRecoveryPoint: there is no snapshot, and the model is not as it was built any more.
+        CheckpointError: on all workers: no complete snapshot among those found, or another model.
+        NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
     loader = SnapshotLoader(engine, parts, remains, log, only)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
@@ -54,7 +54,7 @@ def resume(
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
     if mine is not None and not loaded:
         raise NoRecoveryPoint
-    if loaded and loaded.plan.stages:  # they have saved again what some of them had lost
+    if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
         publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
         loaded = dataclasses.replace(loaded, held=loader.find_again())
     start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
@@ -70,7 +70,7 @@ def resume(
 
 
 def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePoint:
-    """What there is when a run resumes; the policy learns whether its window continues."""
+    """Returns what the run resumes from; tells the policy whether its window continues."""
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
     there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
     if not there.goes_on:

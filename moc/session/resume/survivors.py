@@ -1,4 +1,4 @@
-"""What workers that have outlived others still have, as all workers know it when they have met again."""
+"""What surviving workers still have, as all workers know it after rendezvous."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PROBLEM = "cannot publish what all workers had saved"
 
 @dataclass(frozen=True)
 class LiveState:
-    """The state that a worker has between two iterations, apart from its tensors.
+    """The state of a worker between two iterations, apart from its tensors.
 
     Attributes:
-        position: how far it has come.
-        state: what is not a tensor, as snapshots hold it.
+        position: iterations and samples completed.
+        state: the non-tensor state, as in snapshots.
     """
 
     position: Position
@@ -36,11 +36,11 @@ class LiveState:
 
 @dataclass(frozen=True)
 class StartedSnapshot:
-    """A snapshot of late, of which some worker may not have saved its part, or told.
+    """A recent snapshot that some worker may not have saved, or not reported.
 
     Attributes:
-        operators: what was to be saved of the whole model.
-        state: what of it is not a tensor.
+        operators: planned operators of the whole model.
+        state: its non-tensor state.
     """
 
     operators: Mapping[str, Detail]
@@ -49,15 +49,15 @@ class StartedSnapshot:
 
 @dataclass
 class LocalRemains:
-    """What a worker has left when another one is lost.
+    """What a worker keeps after the loss of another one.
 
     Attributes:
-        trained: its state is not that which was built any more.
-        live: its state, as long as it is whole.
-        begun: by iteration, the last snapshots that it has begun.
-        run: of which run the snapshots are, if it knows.
-        records: of the iterations of late.
-        progress: how far it has come with computing iterations again, as long as that is not over.
+        trained: its model has been trained since it was built.
+        live: its state; None if the state is not whole.
+        begun: by iteration, the snapshots that it started last.
+        run: id of the run that the snapshots belong to, if known.
+        records: step records of recent iterations.
+        progress: of an unfinished replay.
     """
 
     trained: bool = False
@@ -70,16 +70,16 @@ class LocalRemains:
 
 @dataclass(frozen=True)
 class Survivors:
-    """What is left in the workers.
+    """What all surviving workers have.
 
     Attributes:
         again: the job has trained already, if only in workers that are lost.
-        live: by rank the iteration that its state is at; new workers have none.
-        states: by iteration, what is not a tensor, from the first worker that is there.
-        begun: by iteration the last snapshots, some of which a lost worker may not have saved or published.
-        pieces: by rank and operator what it holds: see :class:`moc.recovery.plan.JobInventory`.
+        live: by rank, the iteration of its state; new workers have none.
+        states: by iteration, the non-tensor state, from the first worker that has it.
+        begun: by iteration, recent snapshots that a lost worker may not have saved or published.
+        pieces: by rank and operator, what it holds: see :class:`moc.recovery.plan.JobInventory`.
         steps: by iteration and operator, the updates that its moments have seen.
-        logs: of what passed between pipeline stages; None where nothing is logged.
+        logs: upstream logs; None without logging.
     """
 
     again: bool = False
@@ -91,22 +91,22 @@ class Survivors:
     logs: Logs | None = None
 
     def only(self, ranks: Collection[int]) -> Survivors:
-        """The same, if only these ranks have their state left, and nobody that of a replay."""
+        """Returns a copy in which only these ranks have state, and no rank has replay progress."""
         logs = self.logs and replace(self.logs, replayed={})
         return replace(self, live={rank: at for rank, at in self.live.items() if rank in ranks}, logs=logs)
 
     def without_logs(self, damaged: Mapping[int, Collection[int]]) -> Survivors:
-        """The same, if the logs that some ranks have of some iterations were not there."""
+        """Returns a copy without the damaged logs: by rank, their iterations."""
         assert self.logs is not None  # they are damaged
         kept = {rank: set(there) - set(damaged.get(rank, ())) for rank, there in self.logs.kept.items()}
         return replace(self, logs=replace(self.logs, kept=kept))
 
 
 def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
-    """Tells all what this worker has left, and hears the same of the others; a collective call.
+    """Exchanges what each worker has left; a collective call.
 
     Args:
-        remains: what this one has left.
+        remains: what this worker has left.
         engine: of this worker.
     """
     world = engine.world
@@ -129,7 +129,7 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
 
 
 def _of_first(mine: Mapping[int, StartedSnapshot], world: World) -> dict[int, StartedSnapshot]:
-    """Of each iteration, what the first worker has that has something."""
+    """Returns, by iteration, the started snapshot of the first worker that knows one."""
     has = list(enumerate(gather(sorted(mine))))
     first = {iteration: rank for rank, iterations in reversed(has) for iteration in iterations}
     told = gather({iteration: mine[iteration] for iteration, rank in first.items() if rank == world.rank})
@@ -150,10 +150,11 @@ def _logs(engine: Engine, records: Records, progress: ReplayProgress) -> Logs:
 
 
 def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, world: World) -> None:
-    """Makes a checkpoint of what every worker had saved, the lost ones too, before it was known; a collective call.
+    """Publishes snapshots that every worker, lost ones included, had saved before the loss; a collective call.
 
-    A snapshot counts when the vote of the next iteration has told that all have copied it.  That vote was cut off, or
-    who was to publish is lost, but the parts tell themselves, and so the job need not go back to the snapshot before.
+    A snapshot is published once the vote of the next iteration reports that all have copied it.  If that vote was cut
+    off, or the publisher is lost, the reports beside the parts prove it whole, so the job need not go back to an
+    earlier snapshot.
     """
     in_memory = tiers.memory is not None
     store, ranks = (tiers.storage, range(world.size)) if tiers.memory is None else (tiers.memory, tiers.node)

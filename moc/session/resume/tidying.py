@@ -1,4 +1,4 @@
-"""What a run that begins takes out of the way: what it will take anew, and what killed jobs have left behind."""
+"""Cleanup when a run resumes: snapshots that it will take again, and leftovers of killed jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moc.session.tiers import Tiers
 
 
 def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
-    """Takes out of the way what the run will take anew, and what killed jobs have left behind; on the first worker."""
+    """Sets aside newer snapshots, and removes unpublished leftovers of killed jobs; on rank 0."""
     for newer in tiers.storage.iterations():
         if newer > start.position.iteration:
             tiers.storage.set_aside(newer)
@@ -16,11 +16,11 @@ def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
 
 
 def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
-    """The same in the memory of this node."""
+    """Moves newer snapshots aside in this node's memory, and removes useless ones; on the node's leading worker."""
     if tiers.memory is not None and tiers.leads_node:
         tiers.memory.place.remove("slots")
         before = tiers.before
-        assert before is not None  # there is a memory tier
+        assert before is not None  # set with a memory tier
         for other in before.iterations():
             if other not in start.before:
                 before.remove(other)

@@ -1,7 +1,7 @@
-"""Weights that several pipeline stages hold alike: embeddings that are tied to the output layer.
+"""Weights that several pipeline stages hold: embeddings tied to the output layer.
 
-The first of these stages saves them, so no other node has them in its memory.  When they are loaded, it gives them to
-the others, whatever the layout: ZeRO cuts the same weights elsewhere in each stage.
+The first of these stages saves them, so no other node has them in its memory.  After loading, that stage sends them to
+the others, in any layout: ZeRO shards the same weights differently in each stage.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from moc.state.interface import TrainingState
 
 
 def saved_elsewhere(fragment: Fragment) -> bool:
-    """Whether an earlier pipeline stage saves it, and not the one of this worker."""
+    """Whether an earlier pipeline stage saves the fragment, and not this worker's."""
     return fragment.replica[0] != 0
 
 
 def give_to_other_stages(state: TrainingState, fragments: Iterable[Fragment], takes: bool) -> None:
-    """Fills what other stages save of this worker's state, from what they have loaded; a collective call.
+    """Fills the part of this worker's state that other stages save, from what they have loaded; a collective call.
 
     Args:
         state: of this worker.
-        fragments: what all workers have loaded, but for what is :func:`saved_elsewhere`.
-        takes: this worker is to be given what is; not if it keeps its state.
+        fragments: loaded by all workers, except those that are :func:`saved_elsewhere`.
+        takes: this worker receives the latter; False if it keeps its state.
 
     Raises:
-        ValueError: no stage saves some of it.
+        ValueError: no stage saves a fragment.
     """
     loaded = list(fragments)
     tied = set().union(*gather({one.name for one in loaded if takes and saved_elsewhere(one)}))
