@@ -145,7 +145,7 @@ class Policy(ABC):
 
         Args:
             machine: model and ranks to price for.
-            settings: one of :meth:`candidates`, or those that a user of the simulator has fixed, possibly none.
+            settings: one of :meth:`candidates`, or the settings fixed by a user of the simulator, possibly none.
         """
         return Price(machine.everything)
 

@@ -23,8 +23,8 @@ class Buffer:
         nbytes: size in bytes.
         path: file in a memory file system, which outlives the process; None for anonymous memory, which does not.
         pin: page-lock it for CUDA, so that copies run asynchronously.
-        purpose: its purpose, for the error message.
-        otherwise: the alternative, for the error message.
+        purpose: what the buffer is for, in the error message.
+        otherwise: the remedy without a buffer, in the error message.
 
     Raises:
         CheckpointError: memory is insufficient, or CUDA cannot lock it.

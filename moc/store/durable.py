@@ -23,7 +23,7 @@ def write_parts_durably(
 
     Args:
         path: the file.
-        parts: its contents.
+        parts: buffers to write.
         name_too: sync the directory too; without it, the name is durable only at the next sync.
         tag: tag of the writer's claim, part of the temporary file's name.
         check: called after the write, right before the rename; may raise.

@@ -15,7 +15,7 @@ from moc.store.regions import MissingRegionError, RegionReader
 def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
     """The values of a fragment, in the shape of its region, on the host; possibly a view of a mapped file.
 
-    Vocabulary rows that only this layout pads are zeros.
+    Vocabulary rows that are padding only in this layout are zeros.
 
     Raises:
         MissingRegionError: the checkpoint holds the tensor only in part, or in another shape.

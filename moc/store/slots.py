@@ -41,7 +41,7 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
         nbytes: required size.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: memory is insufficient.
     """
     taken = set()
     for path in sorted(directory.glob(f"{name}.*")):

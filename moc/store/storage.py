@@ -42,7 +42,7 @@ class Storage(ABC):
                 faster.
 
         Raises:
-            SupersededError: somebody else has the place by now.
+            SupersededError: another claim has taken the place.
         """
 
     @abstractmethod

@@ -33,7 +33,7 @@ def memory_place(
         claim: claim under which files are written.
 
     Raises:
-        CheckpointError: it cannot be made, or belongs to somebody else.
+        CheckpointError: the directory cannot be made, or belongs to another user.
     """
     root = memory_of_run(memory_dir, job, run)
     return LocalPlace(root if node is None else _of_node(root, node), in_memory=True, claim=claim)
@@ -97,7 +97,7 @@ def memory_home(memory_dir: str | Path) -> Path:
     """The parent directory of this user's jobs in a memory file system.
 
     Raises:
-        CheckpointError: it cannot be made, or belongs to somebody else.
+        CheckpointError: the directory cannot be made, or belongs to another user.
     """
     home = Path(memory_dir) / f"moc-{os.geteuid()}"
     try:
