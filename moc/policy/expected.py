@@ -29,7 +29,9 @@ class Ages(NamedTuple):
 
 @cache
 def ages(num_experts: int, k_snapshot: int, k_kept: int, every: int = 1, persist_every: int = 1) -> Ages:
-    """Ages in checkpoints under the selection in turn of :class:`moc.policy.pec.Pec` (MoC-System, 3.2 and 5.1).
+    """Ages in checkpoints if experts are saved in turn, as by :class:`moc.policy.pec.Pec`.
+
+    MoC-System, sections 3.2 and 5.1.
 
     Args:
         num_experts: N.

@@ -10,8 +10,8 @@ class Detail(Enum):
 
     FULL = "full"
     """Master weights and moments (fp32 or as set by flags; with ZeRO-1 the slices of this rank), from which the compute
-    weights follow; and router biases, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1 the first data-
-    parallel rank's copy stands for all)."""
+    weights follow; and router biases, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1
+    the first data-parallel rank's copy stands for all)."""
 
     MASTER = "master"
     """The master weights of ``FULL`` and the router biases, without moments."""
