@@ -1,4 +1,4 @@
-"""The schema of ``events.jsonl``: every type of event, and what each of its fields means."""
+"""The schema of ``events.jsonl``: the event types and the meaning of their fields."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class EventType:
-    """One type.
+    """One event type.
 
     Attributes:
         name: the value of ``type``.
-        when: the moment at which it is written.
-        fields: by name, the meaning of each field that every event of the type has.
-        optional: the same of those that only some have.
-        open: what else there may be under names of its own, such as a policy's gauges; empty if nothing.
+        when: when the event is written.
+        fields: meaning of each mandatory field, by name.
+        optional: meaning of each optional field, by name.
+        open: further fields under their own names, such as a policy's gauges; empty if there are none.
     """
 
     name: str
@@ -25,7 +25,7 @@ class EventType:
     open: str = ""
 
     def unknown(self, event: Mapping[str, object]) -> list[str]:
-        """Fields of an event that this type does not have, and fields of the type that the event lacks."""
+        """Fields of an event that the type lacks, and mandatory fields that the event lacks."""
         known = {*EVERY, *self.fields, *self.optional}
         return [
             *(name for name in event if name not in known and not self.open),
@@ -285,10 +285,10 @@ EVENTS: Mapping[str, EventType] = {
         ),
     )
 }
-"""By name, in the order in which a run meets them."""
+"""Event types by name, in the order in which a run emits them."""
 
 
 def problems(event: Mapping[str, object]) -> list[str]:
-    """What of an event is not in the schema; empty where it agrees."""
+    """Deviations of an event from the schema; empty if it conforms."""
     name = str(event.get("type"))
     return EVENTS[name].unknown(event) if name in EVENTS else [f"no type {name}"]

@@ -1,4 +1,4 @@
-"""``events.jsonl``: one JSON object a line, typed by :mod:`moc.event_types`; the source of every figure and report."""
+"""``events.jsonl``: one JSON object a line, typed by :mod:`moc.event_types`; the source of all figures and reports."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from moc.trouble import Trouble
 
 _TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines
-_PATIENCE_S = 1.0  # for one that hangs, once
+_PATIENCE_S = 1.0  # wait for a hanging write, once
 
 
 class EventLog:
-    """Appends events; without a directory it does nothing.
+    """Appends events to ``events.jsonl``; a no-op without a directory.
 
-    A line is written whole before :meth:`write` returns, so that a killed worker leaves at most one torn line at the
-    end.  Numbers that JSON cannot hold (nan, inf) are written as null.
+    A line is normally complete before :meth:`write` returns, so a killed worker leaves at most one torn line at the
+    end.  Numbers without a JSON representation (nan, inf) are written as null.
 
-    Nothing that happens to the file ends or holds up who writes: what cannot be written waits in memory and is tried
-    again, and a write that hangs is waited for once.  When lines can be written again, ``log_failed`` tells it.
+    File errors neither end nor delay the caller: failed lines wait in memory and are retried, and a hanging write is
+    waited for once.  When writing works again, a ``log_failed`` event reports it.
 
     Args:
-        directory: of the file; made if it is not there, also later.
-        say: takes a line of prose when it cannot be written, in a thread.
+        directory: directory of the file; created if missing, also later.
+        say: called with a line of text when the file cannot be written, from a thread.
     """
 
     def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
-        self._path = Path(directory or "") / "events.jsonl"  # never opened without a directory
+        self._path = Path(directory or "") / "events.jsonl"  # not opened without a directory
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
         self._descriptor: int | None = None
         self._lease = Lease.of_this_worker()
-        self._written = self._lost = 0  # bytes of the first line; lines
+        self._written = self._lost = 0  # bytes written of the first line; lines lost
         self._late: Future | None = None
         self._thread = None if directory is None else Background("event-log")
         self._ask(self._drain)
@@ -54,7 +54,7 @@ class EventLog:
             self._ask(self._drain)
 
     def newest(self, event: str) -> dict:
-        """The newest event of a kind among the last thousands, also of earlier processes; empty if there is none."""
+        """The newest event of a type in the last MiB of the file, from any process; empty if there is none."""
         return self._ask(self._newest, event) or {}
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class EventLog:
             self._say(f"WARNING: {len(self._lines) + self._lost} lines of {self._path} are lost: it cannot be written")
 
     def _ask(self, action: Callable, *args):
-        """Its result; None if that cannot be had, or not soon."""
+        """Runs an action in the thread; returns its result, or None if it fails or takes too long."""
         if self._thread is None or (self._late is not None and not self._late.done()):
             return None
         self._late = self._thread.submit(action, *args)
@@ -88,7 +88,7 @@ class EventLog:
                 self._lost += 1
 
     def _drain(self, last: bool = False) -> None:
-        """Writes what waits, unless that has failed just now; in the thread, as all that follows."""
+        """Writes waiting lines, unless a failure is recent; runs in the thread, like all methods below."""
         if self._trouble.rests and not last:
             return
         try:
@@ -111,7 +111,7 @@ class EventLog:
             self._drain()
 
     def _write_first(self) -> None:
-        if self._lease is not None:  # a worker that stood still must not tell what another one tells by now
+        if self._lease is not None:  # a worker that was stopped must not write what its successor writes
             self._lease.enforce()
         line = self._lines[0]
         assert self._descriptor is not None  # _open() was called

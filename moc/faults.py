@@ -1,6 +1,6 @@
-"""The moments at which a fault can be injected, by name; every part says when it reaches one of them.
+"""Injection points for faults, by name; each module reports when it reaches one.
 
-Nothing happens there unless somebody listens (:mod:`moc.runtime.inject`).
+Without a listener (:mod:`moc.runtime.inject`), points have no effect.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ RECOVERY = {
     "loaded": "a worker has its state again",
 }
 POINTS = STEP | SNAPSHOT | RECOVERY
-"""By name, what is happening then."""
+"""What happens at each point, by name."""
 
 Listener = Callable[[str, "int | None"], None]
 _listener: Listener | None = None
 
 
 def reach(point: str, iteration: int | None = None) -> None:
-    """This worker is at a point; may be called from any thread, and costs nothing where nobody listens.
+    """Reports that this worker is at a point; thread-safe, and free without a listener.
 
     Args:
         point: one of :data:`POINTS`.
-        iteration: which, counted from 1: that begins, at ``start``, or that is computed again, at ``replaying``; at
-            other points it is that which has begun last.
+        iteration: iteration counted from 1: the one that begins at ``start``, the one replayed at ``replaying``,
+            otherwise the last that began.
     """
     if _listener is not None:
         _listener(point, iteration)
 
 
 def on_reach(listener: Listener | None) -> None:
-    """Has a function called, with the arguments of :func:`reach`, at each point; None for no function."""
+    """Sets the function called at each point with the arguments of :func:`reach`; None removes it."""
     global _listener
     _listener = listener

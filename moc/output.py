@@ -1,4 +1,4 @@
-"""What programs put out: why they end, sizes for people, files that are there whole or not at all, a bar."""
+"""Output of command-line tools: error messages, readable sizes, atomic files and progress bars."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 
 class ToolError(Exception):
-    """Ends a program: one sentence for the user, no traceback."""
+    """Ends a program with one sentence for the user and no traceback."""
 
 
 def refused(program: str, error: Exception, path: object = "") -> int:
-    """Says on stderr why a program ends.
+    """Prints to stderr why a program ends.
 
     Args:
-        program: its name.
-        error: what ended it.
-        path: the file that an OSError without a name is about.
+        program: name of the program.
+        error: error that ended it.
+        path: file of an OSError that names none.
 
     Returns:
         The exit status.
@@ -30,7 +30,7 @@ def refused(program: str, error: Exception, path: object = "") -> int:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A name to write to, which takes the place of ``path`` once all is well; its directory is made."""
+    """Yields a temporary path that replaces ``path`` on success; creates its directory."""
     partial = f"{os.fspath(path)}.partial"
     os.makedirs(os.path.dirname(os.path.abspath(partial)), exist_ok=True)
     try:
@@ -42,7 +42,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def human(size: float) -> str:
-    """A number of bytes for people, in powers of 1000."""
+    """A readable number of bytes, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
@@ -52,11 +52,11 @@ def human(size: float) -> str:
 
 @contextmanager
 def progress(total: int, what: str = "") -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, and nothing elsewhere; yields what moves it on by a number of bytes.
+    """Shows a progress bar on a terminal; yields a function that advances it by a number of bytes.
 
     Args:
-        total: bytes of all work.
-        what: stands before the bar.
+        total: total number of bytes.
+        what: label of the bar.
     """
     if not sys.stderr.isatty():
         yield lambda count: None

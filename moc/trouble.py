@@ -1,4 +1,4 @@
-"""Something that fails, or hangs, and must not end training: when to try it again, and when to say so."""
+"""Backoff for operations whose failure must not end training: when to retry, and when to warn."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 _SHARE = 20.0
-"""A pause is so many times as long as the try before it."""
+"""Minimum ratio of a pause to the duration of the attempt before it."""
 
 
 class Trouble:
-    """Pauses between tries double from a second to a minute, those between warnings from a minute to an hour.
+    """Backoff of a failing operation: retries after 1 s to 1 min, warnings every 1 min to 1 h, both doubling.
 
     Args:
-        clock: seconds that only go up.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -24,27 +24,27 @@ class Trouble:
         self._pause, self._silence = 1.0, 60.0
 
     def __bool__(self) -> bool:
-        """Whether it lasts."""
+        """Whether the operation is failing."""
         return self._since is not None
 
     @property
     def seconds(self) -> float:
-        """For how long it has lasted."""
+        """Seconds since the first failure; 0 while the operation works."""
         return 0.0 if self._since is None else self._clock() - self._since
 
     @property
     def rests(self) -> bool:
-        """Whether it is too early to try again."""
+        """Whether it is too early to retry."""
         return self._since is not None and self._clock() < self._next_try
 
     def failed(self, took_s: float = 0.0) -> bool:
-        """It has failed, once more.
+        """Records a failed attempt.
 
         Args:
-            took_s: seconds that the try took: those that cost much are made less often.
+            took_s: seconds that the attempt took; expensive attempts are retried less often.
 
         Returns:
-            Whether that is to be said now.
+            Whether a warning is due.
         """
         now = self._clock()
         self.count += 1
@@ -59,7 +59,7 @@ class Trouble:
         return True
 
     def over(self) -> float:
-        """It works again; after how many seconds."""
+        """Records that the operation works again, and returns how many seconds it failed."""
         lasted, total = self.seconds, self.count
         self.__init__(self._clock)
         self.count = total

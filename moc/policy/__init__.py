@@ -1,7 +1,7 @@
-"""When what is saved: which operator, at which detail, in this iteration.
+"""Checkpoint policies: which operators an iteration saves, and at which detail.
 
-Every file in this directory is imported, and so is every module that an installed package names as an entry point
-``moc.policies``: a new policy is a new file and nothing else.
+Every file in this directory is imported, and so is every module that an installed package lists under the entry point
+``moc.policies``: adding a policy means adding one file.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""How many experts to snapshot and to persist, and how often: from what was measured."""
+"""Chooses K_snapshot, K_persist and the interval from measurements."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"
 
 PltOf = Callable[[int, int, int], float]
-"""The PLT that (K_snapshot, K_persist, interval in iterations) is expected to cost; no less with a longer interval."""
+"""Expected PLT of (K_snapshot, K_persist, interval in iterations); it must not decrease with the interval."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A machine, a model and a layout.
+    """Measurements of a machine, a model and a layout.
 
     Attributes:
-        busiest: by K, the bytes of the rank that saves most when K experts of each layer are saved, of the numbers that
-            may be chosen; the largest of them is all experts.
-        forward_backward_s: seconds of forward and backward of an iteration: T_F&B.
-        iteration_s: seconds of an iteration.
-        snapshot_bandwidth: bytes per second from a rank's device to host memory, beside the computation.
-        persist_bandwidth: bytes per second that a rank gets to storage, when all write.
-        restart_s: seconds from a fault until training goes on: O_restart.
-        faults_per_iteration: lambda; above 0, since nothing has a best interval without faults.
+        busiest: bytes of the rank that saves most, for each candidate K; the largest K is all experts.
+        forward_backward_s: seconds of forward and backward per iteration: T_F&B.
+        iteration_s: seconds per iteration.
+        snapshot_bandwidth: bytes per second from a rank's device to host memory, overlapped with computation.
+        persist_bandwidth: bytes per second of a rank to storage while all ranks write.
+        restart_s: seconds from a fault until training continues: O_restart.
+        faults_per_iteration: lambda; above 0, since without faults there is no optimal interval.
 
     Raises:
-        ValueError: something that must be positive is not; seconds to restart may be 0.
+        ValueError: a value is not positive (``restart_s`` may be 0), or ``busiest`` has no valid K.
     """
 
     busiest: Mapping[int, int]
@@ -57,36 +56,36 @@ class Measured:
         return max(self.busiest)
 
     def snapshot_s(self, k: int) -> float:
-        """Seconds that a snapshot takes: T_snapshot."""
+        """Duration of a snapshot in seconds: T_snapshot."""
         return self.busiest[k] / self.snapshot_bandwidth
 
     def persist_s(self, k: int) -> float:
-        """Seconds to write one to storage."""
+        """Seconds to write a snapshot to storage."""
         return self.busiest[k] / self.persist_bandwidth
 
     def save_s(self, k: int) -> float:
-        """Seconds that training waits for a snapshot: O_save (MoC, section 6.2.5, eq. 10)."""
+        """Seconds for which training waits for a snapshot: O_save (MoC, section 6.2.5, eq. 10)."""
         return max(0.0, self.snapshot_s(k) - self.forward_backward_s)
 
     def overhead_s(self, k: int, interval: int) -> float:
-        """Seconds that an iteration costs more than without faults and snapshots (eqs. 4, 11 and 13, by I_total)."""
+        """Overhead of faults and snapshots per iteration in seconds (eqs. 4, 11 and 13, divided by I_total)."""
         lost_s = self.restart_s + interval / 2 * self.iteration_s
         return self.save_s(k) / interval + self.faults_per_iteration * lost_s
 
 
 @dataclass(frozen=True)
 class TunedSettings:
-    """What to configure.
+    """The chosen configuration.
 
     Attributes:
         k_snapshot: experts of each layer in a snapshot.
         k_persist: those of them that go to storage.
-        interval: iterations from one to the next: I_ckpt.
+        interval: iterations between snapshots: I_ckpt.
         save_s: O_save, seconds for which training waits.
         overhead_s: see :meth:`Measured.overhead_s`.
-        full_overhead_s: the same with all experts at the interval that is best then (eq. 12).
+        full_overhead_s: the overhead with all experts at its own optimal interval (eq. 12).
         plt: expected proportion of lost tokens.
-        reason: why, in a few sentences.
+        reason: explanation in a few sentences.
     """
 
     k_snapshot: int
@@ -113,13 +112,13 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class TuningLimits:
-    """What a choice must keep to.
+    """Constraints of a choice.
 
     Attributes:
-        plt: the expected PLT must not be above it; None for any.
-        interval: iterations from one snapshot to the next, if that is not to be chosen; storage may need more.
-        k_persist: at least so many experts go to storage.
-        one_level: there is no memory tier, so that all experts of a snapshot go to storage.
+        plt: maximum of the expected PLT; None for no limit.
+        interval: fixed iterations between snapshots, which storage may lengthen; None to choose it.
+        k_persist: minimum of K_persist.
+        one_level: no memory tier, so that all experts of a snapshot are persisted.
     """
 
     plt: float | None = None
@@ -131,19 +130,20 @@ class TuningLimits:
 def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf | None = None) -> TunedSettings:
     """The configuration with the least total overhead (MoC, sections 5.3 and 6.2.5).
 
-    A snapshot should hide behind forward and backward of the next iteration, so that it costs nothing (eq. 10), and a
-    snapshot starts when the one before it is in storage, so that bounds the interval from below.  Of all pairs
-    of K_persist <= K_snapshot, each with its best interval, the one with the least overhead is taken (eq. 13), of equal
-    ones that with the most experts in a snapshot, and then in storage: more experts that cost no time cost no tokens
-    either.  So where anything hides, K_snapshot is the largest that does, unless the limit needs more.
+    A snapshot that overlaps fully with forward and backward of the next iteration costs nothing (eq. 10).  A snapshot
+    starts only when the previous one is in storage, which bounds the interval from below.  Of all pairs K_persist <=
+    K_snapshot, each at its best interval, the one with the least overhead is taken (eq. 13); ties go to the most
+    experts in a snapshot, then in storage, since experts saved at no cost in time lose no tokens.  So if any snapshot
+    overlaps fully, K_snapshot is the largest that does, unless the PLT limit requires more.
 
     Args:
-        measured: the machine.
-        limits: what to keep to; by default nothing.
-        plt_of: what to expect; by default :func:`uniform_plt` with half of the experts from storage.
+        measured: the measurements.
+        limits: constraints; by default none.
+        plt_of: model of the expected PLT; by default :func:`uniform_plt` with half of the experts restored from
+            storage.
 
     Raises:
-        ValueError: even with all experts the limit is passed, which ``plt_of`` alone can bring about.
+        ValueError: no candidate keeps the PLT within the limit, which only a custom ``plt_of`` can cause.
     """
     plt_of = plt_of or partial(uniform_plt, measured.num_experts, measured.faults_per_iteration, 0.5)
     limits = limits or TuningLimits()
@@ -154,7 +154,7 @@ def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf
 
 
 def candidates(num_experts: int) -> list[int]:
-    """The numbers of experts that are worth looking at: all, or powers of two and N where these are many."""
+    """Candidate values of K: 1 to N, or powers of two and N if N is large."""
     return [k for k in range(1, num_experts + 1) if num_experts <= _MANY or k == num_experts or k & (k - 1) == 0]
 
 
@@ -166,17 +166,17 @@ def uniform_plt(
     k_persist: int,
     interval: int,
 ) -> float:
-    """The PLT to expect where all experts are equally busy and are saved in turn.
+    """The expected PLT if all experts are equally busy and saved in turn.
 
-    In memory, which keeps each expert's newest version, K_snapshot experts are in the state of the newest snapshot, as
-    many in that of the one before, and so on; in storage it is the same with K_persist.  So a layer has lost, for each
-    expert, the tokens of its age times the interval.  Faults in proportion to the iterations makes that a proportion of
-    all tokens, whatever the length of training.  (Follows from eq. 7; the paper measures it.)
+    Memory keeps each expert's newest version: K_snapshot experts are in the state of the newest snapshot, K_snapshot in
+    that of the previous one, and so on; likewise storage with K_persist.  So each expert of a layer loses the tokens of
+    its age times the interval.  With faults proportional to iterations, that is a proportion of all tokens, independent
+    of the length of training.  (Follows from eq. 7; the paper measures it.)
 
     Args:
         num_experts: N.
         faults_per_iteration: lambda.
-        from_storage: share of the experts that are restored from storage, since memory that held them is lost.
+        from_storage: share of the experts restored from storage, because the memory that held them is lost.
         k_snapshot: experts of each layer in a snapshot.
         k_persist: those of them that go to storage.
         interval: iterations from one to the next.
@@ -187,7 +187,7 @@ def uniform_plt(
 
 @cache
 def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
-    """In checkpoints, over the experts of a layer, where K_persist of those in a snapshot are kept."""
+    """Mean age in checkpoints over a layer's experts, if K_persist of those in a snapshot are kept."""
     if k_persist == k_snapshot or num_experts % k_snapshot == 0 == k_snapshot % k_persist:  # in turn without a gap
         return sum(place // k_persist for place in range(num_experts)) / num_experts
     return ages(num_experts, k_snapshot, k_persist).mean
@@ -197,7 +197,7 @@ def _candidates(measured: Measured, limits: TuningLimits, plt_of: PltOf) -> Iter
     for k_snapshot, k_persist in _pairs(measured, limits):
         intervals = _intervals(measured, k_snapshot, k_persist, limits.interval)
         if limits.plt is not None:
-            # Shorter than the best one costs more time but fewer tokens: the longest that is allowed.
+            # A shorter interval costs more time but fewer tokens: take the longest within the limit.
             intervals = intervals[: bisect_right(intervals, limits.plt, key=partial(plt_of, k_snapshot, k_persist))]
         if intervals:
             yield _Candidate(k_snapshot, k_persist, intervals[-1], measured.overhead_s(k_snapshot, intervals[-1]))
@@ -211,11 +211,11 @@ def _pairs(measured: Measured, limits: TuningLimits) -> Iterator[tuple[int, int]
 
 
 def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int | None) -> range:
-    """From the shortest that storage can follow to the one with the least overhead."""
+    """From the shortest interval that storage sustains to the one with the least overhead."""
     least = max(1, math.ceil(measured.persist_s(k_persist) / measured.iteration_s))
     if wanted is not None:
         return range(max(least, wanted), max(least, wanted) + 1)
-    # Where the derivative of the overhead by the interval is 0.
+    # The zero of the overhead's derivative with respect to the interval.
     best = math.isqrt(int(2 * measured.save_s(k_snapshot) / (measured.faults_per_iteration * measured.iteration_s)))
     best = min(max(1, best), best + 1, key=lambda interval: measured.overhead_s(k_snapshot, interval))
     return range(least, max(least, best) + 1)

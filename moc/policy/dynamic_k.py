@@ -1,4 +1,4 @@
-"""How many experts to save after faults: more, the more they have cost already."""
+"""Dynamic-K: the number of saved experts grows with the cost of past faults."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import dataclasses
 from dataclasses import dataclass
 
 PLT_LIMIT = 0.0375
-"""Up to this proportion of lost tokens, MoC finds no loss of accuracy (section 3.1.2, Figure 5)."""
+"""PLT up to which MoC finds no loss of accuracy (section 3.1.2, Figure 5)."""
 
 
 @dataclass(frozen=True)
 class DynamicK:
-    """K, and what it has cost so far (MoC, section 5.3 and Figure 15(b)).
+    """K, and its cost so far (MoC, section 5.3 and Figure 15(b)).
 
-    After each recovery the tokens that it has lost are booked on K; when they pass K's share of the limit, K is
-    doubled, until all experts are saved and nothing is lost any more.  MoC does not say how large the share of a K is.
-    Here all have the same: from ``first`` on, K takes m values before it is N, and the limit has m + 1 shares.  What K
-    costs beyond its share counts for the next one, so that all of them together cost at most m shares and the fault
-    that passed the last of them; one share is left for that one.  So if no single fault costs more than a share, the
-    PLT never passes the limit, however many faults there are.
+    Each recovery adds its lost tokens to the cost of K; when that exceeds K's share of the limit, K doubles, until all
+    experts are saved and nothing is lost.  MoC does not specify the share of a K.  Here all shares are equal: from
+    ``first`` on, K takes m values before it reaches N, and the limit is divided into m + 1 shares.  Cost beyond a share
+    is carried to the next K, so all K together cost at most m shares plus the fault that exceeded the last of them, for
+    which one share is reserved.  Thus, if no single fault costs more than a share, the PLT never exceeds the limit,
+    however many faults occur.
 
     Attributes:
-        k: experts of a layer that are saved now.
+        k: experts of each layer saved now.
         num_experts: N, experts of a layer.
-        limit: the proportion of lost tokens that must not be passed.
+        limit: maximum proportion of lost tokens.
         first: K at the start of the run; by default ``k``.
-        booked: PLT that counts for this K.
+        booked: PLT booked on this K.
 
     Raises:
-        ValueError: K does not fit the experts, or the limit is no proportion.
+        ValueError: K is not between 1 and N, or the limit is not in (0, 1].
     """
 
     k: int
@@ -50,18 +50,18 @@ class DynamicK:
     @property
     def share(self) -> float:
         """The PLT that each K may cost."""
-        steps = (-(-self.num_experts // self.first) - 1).bit_length()  # how often K is doubled until it is N
+        steps = (-(-self.num_experts // self.first) - 1).bit_length()  # doublings of K until it is N
         return self.limit / (steps + 1)
 
     def recovered(self, plt: float) -> DynamicK:
-        """After a recovery.
+        """The state after a recovery.
 
         Args:
-            plt: by how much it has raised the PLT of the whole training (eq. 7); of the tokens so far, one early fault
-                would count as if all that follow were as near to the beginning.
+            plt: increase of the PLT over the whole training (eq. 7); relative to the tokens so far, an early fault
+                would weigh too much.
 
         Raises:
-            ValueError: it is negative.
+            ValueError: ``plt`` is negative.
         """
         if not plt >= 0:
             raise ValueError(f"a recovery cannot have lost a proportion of {plt} of the tokens")

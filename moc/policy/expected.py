@@ -1,4 +1,4 @@
-"""How old experts are when a fault comes, where they are equally busy and saved in turn."""
+"""Expected age of experts at a fault, if they are equally busy and saved in turn."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from moc.policy.sequential import sequential_experts
 
 
 class Ages(NamedTuple):
-    """Of the newest versions of a layer's experts, against the newest checkpoint.
+    """Ages of the newest versions of a layer's experts, relative to the newest checkpoint.
 
     Attributes:
-        mean: over experts and checkpoints.
-        oldest: at most.
+        mean: mean over experts and checkpoints.
+        oldest: maximum over experts and checkpoints.
     """
 
     mean: float
     oldest: int
 
     def times(self, iterations: int) -> Ages:
-        """The same in iterations, of which so many are between two checkpoints."""
+        """The ages in iterations, for checkpoints that many iterations apart."""
         return Ages(self.mean * iterations, self.oldest * iterations)
 
 
 @cache
 def ages(num_experts: int, k_snapshot: int, k_kept: int, every: int = 1, persist_every: int = 1) -> Ages:
-    """In checkpoints, as :class:`moc.policy.pec.Pec` selects experts in turn (MoC-System, sections 3.2 and 5.1).
+    """Ages in checkpoints if experts are saved in turn, as by :class:`moc.policy.pec.Pec`.
+
+    MoC-System, sections 3.2 and 5.1.
 
     Args:
         num_experts: N.
         k_snapshot: experts of each layer in a snapshot.
-        k_kept: those of them that are kept: K_persist in storage, all in memory.
-        every: of so many snapshots one is kept: 1 in memory.
-        persist_every: of so many snapshots one goes to storage, which the turn makes up for.
+        k_kept: those of them that are kept: K_persist in storage, K_snapshot in memory.
+        every: snapshots per kept one: 1 in memory.
+        persist_every: snapshots per persisted one, which :func:`~moc.policy.pec_state.turn` compensates for.
     """
     period, kept = num_experts // math.gcd(num_experts, k_snapshot), [0] * num_experts
     rounds, total, oldest = 4 * num_experts, 0, 0

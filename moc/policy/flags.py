@@ -1,4 +1,4 @@
-"""Flags of policies: what a user may say of one, and what it is told of the job."""
+"""Policy flags, and the properties of the job that policies may use."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 Asked = Any
-"""All flags of snapshots, by their names with underscores as attributes: ``ckpt_tier``, ``persist_interval``, ..."""
+"""All snapshot flags as attributes, with underscores: ``ckpt_tier``, ``persist_interval``, ..."""
 
 
 @dataclass(frozen=True)
 class PolicyFlag:
-    """A flag of one policy; with another one it is refused.
+    """A flag of one policy, refused with any other.
 
     Attributes:
-        name: the flag's, with underscores; it begins with the policy's name.
-        kind: of the value: ``bool`` for a switch, ``int``, ``float`` or ``str``.
-        default: the value when nobody gives one.
+        name: name with underscores, beginning with the policy's name.
+        kind: type of the value: ``bool`` for a switch, ``int``, ``float`` or ``str``.
+        default: value if the flag is absent.
         help: the text of ``--help``.
-        choices: the values allowed.
-        parse: parses a value, raising ``ValueError``, where the kind does not say enough.
-        metavar: what ``--help`` calls the value.
+        choices: allowed values.
+        parse: parser of the value, raising ``ValueError``, if ``kind`` alone is not strict enough.
+        metavar: name of the value in ``--help``.
         at_least: inclusive lower limit.
         above: exclusive lower limit.
         at_most: inclusive upper limit.
-        chosen: ``--ckpt-policy auto`` chooses it, so it must not be given with that.
-        needs: the flag without which this one is but a limit for what ``auto`` chooses.
+        chosen: ``--ckpt-policy auto`` chooses the value, so the two must not be combined.
+        needs: the flag without which this one only limits what ``auto`` chooses.
     """
 
     name: str
@@ -45,11 +45,11 @@ class PolicyFlag:
 
 @dataclass(frozen=True)
 class JobShape:
-    """What policies may know of the job beside their flags.
+    """Properties of the job that policies may use besides flags.
 
     Attributes:
         ep: expert-parallel ranks.
-        stages: by layer, the pipeline stage that computes it.
+        stages: pipeline stage of each layer.
     """
 
     ep: int = 1
@@ -57,10 +57,10 @@ class JobShape:
 
 
 def number_or_auto(text: Any) -> str:
-    """Parses ``auto``, or a number of at least 1.
+    """Parses ``auto`` or an integer of at least 1.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     text = str(text)
     if text != "auto" and not (text.isdecimal() and int(text) >= 1):

@@ -1,4 +1,4 @@
-"""All of the model at once: what the dense baselines save."""
+"""Full snapshots of the model, as the dense baselines take them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moc.policy.registry import policy
 @policy("full")
 @dataclass(frozen=True)
 class Full(Policy):
-    """Every operator in full, whenever the interval says so.
+    """Saves every operator in full whenever the interval is due.
 
-    Megatron-DeepSpeed's blocking save, CheckFreq (Mohan et al., FAST 2021) and Gemini (Wang et al., SOSP 2023) all
-    save this; they differ in where it goes and in what training waits for, which is no business of a policy.
+    Megatron-DeepSpeed's blocking save, CheckFreq (Mohan et al., FAST 2021) and Gemini (Wang et al., SOSP 2023) all save
+    this; they differ in tier and in what training waits for, which no policy decides.
     """
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """All of the model where one is due; the load does not matter."""
+        """The full model if a snapshot is due, regardless of load."""
         return self.everything(iteration) if self.interval.due(iteration) else None

@@ -1,4 +1,4 @@
-"""How many iterations lie between snapshots: a fixed number, or as few as a budget of overhead allows."""
+"""Snapshot intervals: a fixed number of iterations, or the shortest that an overhead budget allows."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from statistics import median, median_high
 from typing import Any
 
 WARM_UP = 5
-"""Iterations at the start that are not measured: they allocate, compile and connect."""
+"""Iterations at the start that are excluded from measurements: they allocate, compile and connect."""
 
 BLOCK = 10
-"""Undisturbed iterations that are averaged to one figure, and that lie between the first snapshots."""
+"""Undisturbed iterations averaged into one figure, and the spacing of the first snapshots."""
 
 PROFILE_BLOCKS = 3
-"""Figures that are needed before the first snapshot."""
+"""Figures required before the first snapshot."""
 
 BLOCKS = 5
-"""Newest figures, of which the median counts."""
+"""Number of recent figures whose median is used."""
 
 SNAPSHOTS = 3
-"""Newest snapshots whose median counts; so many are also taken before an interval is chosen."""
+"""Number of recent snapshots whose median is used, and of snapshots taken before an interval is chosen."""
 
 REFRESH = 200
-"""After so many iterations without a new figure of undisturbed ones, the next snapshot waits for one."""
+"""Iterations without a new undisturbed figure after which the next snapshot waits for one."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What went from one place to another: means over ranks.
+    """Bytes moved between two places, as means over ranks.
 
     Attributes:
-        bytes: so many.
-        seconds: that it took.
+        bytes: bytes moved.
+        seconds: duration.
     """
 
     bytes: float = 0.0
@@ -44,20 +44,20 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Observed:
-    """What has been measured in one iteration.
+    """Measurements of one iteration.
 
-    All values are such that every rank has the same, as the means that a vote brings.  Time for evaluation, logging or
-    dense ``--save`` checkpoints must not be in them.
+    All values are identical on every rank, such as the means that a vote yields.  They exclude the time of evaluation,
+    logging and dense ``--save`` checkpoints.
 
     Attributes:
-        iteration_s: seconds that it took, with ``stall_s``.
-        stall_s: seconds of these for which training stood still because of snapshots.
-        started: a snapshot was started in it.
-        busy: on some rank, one is not persisted yet.
-        forward_backward_s: seconds of these before the update; a snapshot can hide in them.
-        copied: the snapshots of which it became known that all ranks have copied them.
-        written: the same of those that were written to storage.
-        replicated: the same of those that were copied to other nodes; means over nodes.
+        iteration_s: seconds of the iteration, including ``stall_s``.
+        stall_s: seconds of these for which training stalled on snapshots.
+        started: a snapshot was started in this iteration.
+        busy: on some rank, a snapshot is not persisted yet.
+        forward_backward_s: seconds of these before the update, which a snapshot can overlap.
+        copied: snapshots newly known to be copied by all ranks.
+        written: snapshots newly known to be written to storage.
+        replicated: snapshots newly known to be replicated to other nodes; means over nodes.
     """
 
     iteration_s: float
@@ -71,40 +71,39 @@ class Observed:
 
 
 class Interval(ABC):
-    """When a snapshot is due.  The same on every rank, as long as every rank is told the same."""
+    """Decides when a snapshot is due; identical on every rank that receives the same observations."""
 
     @abstractmethod
     def due(self, iteration: int) -> bool:
-        """Whether a snapshot is to be taken now.  Asking changes nothing.
+        """Whether a snapshot is to be taken now; changes no state.
 
         Args:
             iteration: iterations completed.
         """
 
     def observe(self, seen: Observed) -> None:  # noqa: B027
-        """Learns what has been since the last call; to be called once per iteration, before :meth:`due`."""
+        """Records one iteration; called once per iteration, before :meth:`due`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as JSON can hold it; to be stored with a checkpoint."""
+        """What was learned, as JSON-compatible values; stored with each checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Goes on from what was learned, as if a snapshot had just been persisted.
+        """Restores what was learned, as if a snapshot had just been persisted.
 
-        To be called with the same state on all ranks: after a restart, and also where a rank has been replaced, by the
-        survivors.
+        Called with the same state on all ranks: after a restart, and also by survivors when a rank was replaced.
 
         Raises:
-            ValueError: the state is no such thing.
+            ValueError: the state is not one of this interval.
         """
 
 
 @dataclass(frozen=True)
 class Every(Interval):
-    """A snapshot whenever the iterations completed are a multiple of a number, whatever it costs.
+    """A snapshot every ``interval`` iterations, regardless of its cost.
 
     Raises:
-        ValueError: the number is below 1.
+        ValueError: ``interval`` is below 1.
     """
 
     interval: int
@@ -114,52 +113,52 @@ class Every(Interval):
             raise ValueError(f"a snapshot every {self.interval} iterations is not possible: take 1 or more")
 
     def due(self, iteration: int) -> bool:
-        """Whether the iteration is a multiple, and not 0."""
+        """Whether the iteration is a positive multiple of the interval."""
         return iteration > 0 and iteration % self.interval == 0
 
 
 @dataclass
 class _Flight:
-    """The last snapshot, from its start."""
+    """Costs of the last snapshot since its start."""
 
     iterations: int = 0
     seconds: float = 0.0
     stall_s: float = 0.0
 
     def cost(self, iteration_s: float) -> float:
-        """Seconds that training lost: it stood still, or ran slower while the snapshot was under way."""
+        """Seconds that training lost to stalls and to slower iterations while the snapshot was in progress."""
         return self.stall_s + max(0.0, self.seconds - self.iterations * iteration_s)
 
 
 class IntervalTuner(Interval):
     """The shortest interval at which snapshots cost no more than a budget: CheckFreq's policy.
 
-    From CheckFreq (Mohan, Phanishayee, Chidambaram, FAST 2021) come the two conditions: a snapshot starts only when the
-    one before it is persisted, and the time that training loses stays within a share ``budget`` of its time; and that
-    it is measured during training, first to choose an interval and then to adapt it.  MoEvement gives it 3 %
-    (section 5.2), and gets intervals of 57 to 124 iterations for its models (Table 3).
+    As in CheckFreq (Mohan, Phanishayee, Chidambaram, FAST 2021), a snapshot starts only when the previous one is
+    persisted, snapshots cost at most a share ``budget`` of training time, and costs are measured during training, first
+    to choose an interval and then to adapt it.  MoEvement gives CheckFreq 3 % (section 5.2) and reports intervals of 57
+    to 124 iterations for its models (Table 3).
 
-    The first ``WARM_UP`` iterations are passed over and ``PROFILE_BLOCKS * BLOCK`` measured without a snapshot.  Then
-    come ``SNAPSHOTS`` snapshots, with ``BLOCK`` undisturbed iterations or so behind each, and from there on::
+    The first ``WARM_UP`` iterations are skipped and ``PROFILE_BLOCKS * BLOCK`` are measured without a snapshot.
+    ``SNAPSHOTS`` snapshots follow, each with about ``BLOCK`` undisturbed iterations after it, and from there on::
 
         T = median over the last BLOCKS of the mean of BLOCK undisturbed iterations                          [seconds]
         d = iterations from the start of a snapshot until it is found persisted
         C = stalls + max(0, time of these d iterations without the stalls - d T)            [seconds that one costs]
         interval = max(1, median of d, ceil(median of C / (budget T)))          medians over the last SNAPSHOTS ones
 
-    It is worked out anew after every snapshot, so it grows when they become dearer or iterations shorter, and shrinks
-    in the opposite cases.  Means are taken where a slowdown may come in bursts, medians over them so that a hiccup,
-    or one slow snapshot, does not count; a lasting change counts with the second snapshot that shows it, and a change
-    of T when most of the BLOCKS show it.  Where snapshots follow so closely that no iteration is undisturbed, one in
-    ``REFRESH`` iterations waits until ``BLOCK`` were, since T would be out of date otherwise.
+    The interval is recomputed after every snapshot: it grows when snapshots cost more or iterations become shorter, and
+    shrinks in the opposite cases.  Means absorb bursts of slowdown; medians over them ignore a hiccup or a single slow
+    snapshot.  A lasting change in cost takes effect with the second snapshot that shows it, a change of T when most of
+    the ``BLOCKS`` show it.  If snapshots leave no iteration undisturbed, one in ``REFRESH`` iterations waits until
+    ``BLOCK`` were, to keep T up to date.
 
-    What is different: CheckFreq's published implementation stops training to profile with trial snapshots, where ours
-    are ordinary ones that are kept; its first interval follows from the time to persist alone; it measures on rank 0,
-    adds two iterations whenever the time between checkpoints was over the budget, and never shortens.  It also chooses
-    between snapshots in the GPU's memory and in the host's, which is not decided here.
+    Differences: CheckFreq's published implementation stops training to profile trial snapshots, while these are
+    ordinary snapshots that are kept; its first interval follows from the time to persist alone; it measures on rank 0,
+    adds two iterations whenever the time between checkpoints exceeds the budget, and never shortens the interval.  It
+    also chooses between snapshots in GPU memory and in host memory, which is not decided here.
 
     Args:
-        budget: share of the time without snapshots that they may cost, 0.03 for 3 %.
+        budget: cost of snapshots as a share of the time without them, such as 0.03 for 3 %.
 
     Raises:
         ValueError: the budget is not a positive number.
@@ -174,7 +173,7 @@ class IntervalTuner(Interval):
         self._begin()
 
     def _begin(self) -> None:
-        """Forgets what is under way."""
+        """Resets everything in progress."""
         self._passed_over = 0
         self._block: list[float] = []
         self._flight: _Flight | None = None
@@ -211,7 +210,7 @@ class IntervalTuner(Interval):
         self._since_start = 0
 
     def _count(self, seconds: float, stall_s: float, disturbed: bool) -> None:
-        # What began while iterations were passed over is not known in full.
+        # The cost of a snapshot that began during the skipped iterations is only partly known.
         if self._flight is None:
             return
         self._flight.stall_s += stall_s
@@ -230,12 +229,12 @@ class IntervalTuner(Interval):
         return flight.iterations, flight.stall_s if iteration_s is None else flight.cost(iteration_s)
 
     def _known(self) -> list[tuple[int, float]]:
-        """Iterations and seconds of the last snapshots that are persisted."""
+        """Iterations and seconds lost of the last persisted snapshots."""
         newest = [self._measured(self._flight)] if self._flight and not self._busy else []
         return [*self._landed, *newest][-SNAPSHOTS:]
 
     def due(self, iteration: int) -> bool:
-        """Whether the last snapshot is persisted and began long enough ago, whatever the number of the iteration."""
+        """Whether the last snapshot is persisted and began at least an interval ago, whatever the iteration."""
         if self._busy or len(self._blocks) < PROFILE_BLOCKS:
             return False
         if not self.settled:
@@ -249,7 +248,7 @@ class IntervalTuner(Interval):
 
     @property
     def interval(self) -> int:
-        """Iterations from one snapshot to the next, at least 1; provisional until :attr:`settled`."""
+        """Iterations between snapshots, at least 1; provisional until :attr:`settled`."""
         known, iteration_s = self._known(), self.iteration_s
         if not known or iteration_s is None:
             return BLOCK
@@ -258,28 +257,28 @@ class IntervalTuner(Interval):
 
     @property
     def iteration_s(self) -> float | None:
-        """Seconds of an iteration that no snapshot disturbs; None while not known."""
+        """Seconds of an undisturbed iteration; None until measured."""
         return median(self._blocks) if self._blocks else None
 
     @property
     def snapshot_s(self) -> float | None:
-        """Seconds that training loses by a snapshot; None while not known."""
+        """Seconds that training loses per snapshot; None until measured."""
         known = self._known()
         return median(cost for _, cost in known) if known else None
 
     @property
     def overhead(self) -> float | None:
-        """Share of the time without snapshots that they cost at this interval; None while not known."""
+        """Cost of snapshots at this interval as a share of the time without them; None until measured."""
         if self.snapshot_s is None or self.iteration_s is None:
             return None
         return self.snapshot_s / (self.interval * self.iteration_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """The figures of T, and d and C of the last snapshots; the budget is a flag and not among them."""
+        """The figures of T, and d and C of the last snapshots; without the budget, which is a flag."""
         return {"iteration_s": list(self._blocks), "snapshots": [list(snapshot) for snapshot in self._known()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Interval.load_state_dict`; the first iterations after it are passed over again."""
+        """As :meth:`Interval.load_state_dict`; the first iterations after it are skipped again."""
         try:
             blocks = [_positive(seconds) for seconds in state["iteration_s"]]
             landed = [(int(iterations), float(cost)) for iterations, cost in state["snapshots"]]
@@ -297,10 +296,10 @@ def _positive(seconds: float) -> float:
 
 
 def interval_named(text: str, budget: float = 0.03) -> Interval:
-    """The interval that a flag asks for: ``auto``, or a number of iterations.
+    """The interval of a flag value: ``auto`` or a number of iterations.
 
     Raises:
-        ValueError: it is neither, or not a number that is possible.
+        ValueError: the value is neither, or the number is below 1.
     """
     if text == "auto":
         return IntervalTuner(budget)

@@ -1,12 +1,12 @@
-"""The token ledger: what each expert has learned, what of it is saved, and what faults have cost.
+"""The token ledger: the tokens that each expert has learned, which of them are saved, and the cost of faults.
 
-In a run without partial checkpoints every update is in the state that the run goes on from.  With them an expert may be
-restored to an earlier state than the rest.  The ledger counts, for each expert, the tokens that it was *given* at this
-position of the run, and those of them that its live state has *learned*; the difference is *lost*.
+Without partial checkpoints, the state that a run resumes from contains every update.  With them, an expert may be
+restored to an earlier state than the rest.  The ledger counts, for each expert, the tokens that it was *given* up to
+this position of the run, and those that its live state has *learned*; the difference is *lost*.
 
-A ledger belongs to a position, as the state does, and is stored with it.  Whoever goes back takes the ledger of the
-iteration that the run goes on from: what everybody replays is not counted twice, losses before that iteration stay
-booked, and those of a time line that was given up are forgotten with it.
+Like the training state, a ledger belongs to an iteration and is stored with it.  A recovery loads the ledger of the
+iteration that it resumes from: replayed tokens are not counted twice, losses before that iteration stay booked, and
+losses after it are dropped.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Table = tuple[tuple[int, ...], ...]
-"""Tokens by place of the layer among those with experts, and by expert."""
+"""Tokens by index of the layer among those with experts, and by expert."""
 
 
 class Version(NamedTuple):
-    """A saved state of one expert: at which iteration it was saved, and how many tokens it has learned."""
+    """A saved state of one expert: the iteration at which it was saved, and the tokens that it has learned."""
 
     iteration: int
     learned: int
 
 
 Versions = tuple[tuple[Version, ...], ...]
-"""By place of the layer and by expert."""
+"""Versions by index of the layer and by expert."""
 
 
 class PendingSave(NamedTuple):
-    """A save that is not known to be complete: when, and by layer and expert what is saved."""
+    """A save not known to be complete: its iteration, its experts by layer, and the tokens that they have learned."""
 
     iteration: int
     experts: tuple[tuple[int, tuple[int, ...]], ...]
@@ -41,18 +41,18 @@ class PendingSave(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The counts at one position of a run, the same on every rank; all methods give new ones.
+    """The counts at one iteration, identical on every rank; immutable, methods return new ledgers.
 
     Attributes:
         iteration: iterations completed.
         layers: global numbers of the layers with experts, ascending.
         given: tokens by layer and expert since training began.
-        learned: those whose updates are in the live state.
-        routed: by layer the tokens that routers sent to experts: T_i TopK_i of MoC's eq. 7, dropped ones included.
-        memory: the newest version of each expert whose snapshot is complete.
-        storage: the newest version of each expert in storage.
-        to_memory: snapshots under way, oldest first.
-        to_storage: the same on their way to storage.
+        learned: tokens whose updates are in the live state.
+        routed: tokens that routers sent to experts, by layer, dropped ones included: T_i TopK_i of MoC's eq. 7.
+        memory: newest version of each expert in memory whose snapshot is complete.
+        storage: newest version of each expert in storage.
+        to_memory: snapshots in progress, oldest first.
+        to_storage: snapshots being persisted, oldest first.
     """
 
     iteration: int
@@ -67,10 +67,10 @@ class Ledger:
 
     @classmethod
     def of(cls, experts: Mapping[int, int]) -> Ledger:
-        """An empty one, before the first iteration.
+        """An empty ledger, before the first iteration.
 
         Args:
-            experts: by global number of a layer with experts, how many it has.
+            experts: number of experts by global layer number.
         """
         layers = tuple(sorted(experts))
         zeros = tuple((0,) * experts[layer] for layer in layers)
@@ -78,15 +78,15 @@ class Ledger:
         return cls(0, layers, zeros, zeros, (0,) * len(layers), versions, versions)
 
     def after(self, counts: Mapping[int, Sequence[int]], sent: Mapping[int, int] | None = None) -> Ledger:
-        """After one more iteration.
+        """The ledger after one more iteration.
 
         Args:
-            counts: by layer, the tokens that each expert has processed, over all ranks.
-            sent: by layer, the tokens times TopK of that iteration, where capacity may have dropped some; by default
-                the sum of ``counts``.
+            counts: tokens that each expert processed over all ranks, by layer.
+            sent: tokens times TopK of the iteration by layer, if capacity may have dropped some; by default the sum of
+                ``counts``.
 
         Raises:
-            ValueError: other layers or experts than the ledger's, or a count that is no number of tokens.
+            ValueError: layers or experts differ from the ledger's, or a count is negative.
         """
         rows = [self._row(counts, layer) for layer in self.layers]
         total = [sum(row) for row in rows] if sent is None else [sent[layer] for layer in self.layers]
@@ -101,12 +101,11 @@ class Ledger:
     def begun(
         self, experts: Mapping[int, Iterable[int]] | None, storage: Mapping[int, Iterable[int]] | None = None
     ) -> Ledger:
-        """A snapshot begins now.
+        """The ledger after a snapshot has begun at this iteration.
 
         Args:
-            experts: by layer, those that are saved; layers that are left out save none.  None where the snapshot was
-                begun earlier.
-            storage: those of them that go on to storage; None where the snapshot does not.
+            experts: saved experts by layer; absent layers save none.  None if the snapshot began earlier.
+            storage: those of them that are persisted; None if the snapshot is not.
         """
         ledger = self
         if experts is not None:
@@ -116,35 +115,35 @@ class Ledger:
         return ledger
 
     def snapshotted(self, iteration: int) -> Ledger:
-        """The snapshot that was begun at an iteration is complete in memory; earlier ones that are not never will be.
+        """The ledger after the snapshot of an iteration is complete in memory; earlier pending ones are dropped.
 
         Raises:
-            ValueError: none was begun then.
+            ValueError: no snapshot was begun at that iteration.
         """
         memory = self._completed(self.memory, self.to_memory, iteration, "snapshot")
         return dataclasses.replace(self, memory=memory, to_memory=_later(self.to_memory, iteration))
 
     def persisted(self, iteration: int) -> Ledger:
-        """The same for storage."""
+        """Like :meth:`snapshotted`, for storage."""
         storage = self._completed(self.storage, self.to_storage, iteration, "snapshot for storage")
         return dataclasses.replace(self, storage=storage, to_storage=_later(self.to_storage, iteration))
 
     def recovered(self, restored: Mapping[int, Mapping[int, int]], others: Iterable[Ledger] = ()) -> Ledger:
-        """The run goes on from this ledger's iteration, with some experts in an earlier state.
+        """The ledger of a run that resumes from this iteration with some experts in an earlier state.
 
-        What such an expert was given after the iteration of its state is lost.  Booked is the difference to what that
-        state has learned, so what an earlier fault took from it is not booked again; and going back to the same
-        iteration twice books the same, not the double.
+        Such an expert loses the tokens given after the iteration of its state.  The loss is the difference to what that
+        state has learned, so losses to earlier faults are not booked again, and resuming from the same iteration twice
+        books the loss once.
 
         Args:
-            restored: by layer and expert, the iteration of the state that it has now; experts that are not named
-                have the state of this iteration.  0 is the state before training.
-            others: ledgers that were stored with other snapshots; needed for an expert whose state is older than the
-                newest in memory and storage (after a damaged snapshot), since only the ledger of that iteration
-                knows what it had learned.
+            restored: iteration of each restored expert's state, by layer and expert; experts not named have the state
+                of this iteration, and 0 is the state before training.
+            others: ledgers stored with other snapshots; needed for an expert whose state is older than the newest in
+                memory and storage (after a damaged snapshot), since only that iteration's ledger holds what it had
+                learned.
 
         Raises:
-            ValueError: a state is from the future, or nothing tells what it had learned.
+            ValueError: a state is newer than this ledger, or no ledger holds what it had learned.
         """
         known = {ledger.iteration: ledger for ledger in others}
         for layer in restored:
@@ -156,7 +155,7 @@ class Ledger:
                 version = self._version(layer, expert, iteration, known)
                 learned[place][expert] = version.learned
                 for table, under_way in ((memory, self.to_memory), (storage, self.to_storage)):
-                    # What it was restored from is complete, and newer ones could not be used, so they are gone.
+                    # The version restored is complete; newer ones were unusable and are gone.
                     saved = [v for save in under_way if (v := _saved(save, place, expert)) and v == version]
                     table[place][expert] = min(version, max([table[place][expert], *saved]))
         return dataclasses.replace(
@@ -170,7 +169,7 @@ class Ledger:
 
     @property
     def lost(self) -> dict[int, tuple[int, ...]]:
-        """By layer and expert, the tokens whose updates are in no state that the run goes on from, over all faults."""
+        """Tokens lost to all faults, by layer and expert: those whose updates the live state lacks."""
         rows = zip(self.layers, self.given, self.learned, strict=True)
         return {
             layer: tuple(g - have for g, have in zip(given, learned, strict=True)) for layer, given, learned in rows
@@ -178,43 +177,43 @@ class Ledger:
 
     @property
     def load(self) -> dict[int, tuple[int, ...]]:
-        """By layer and expert the tokens since training began, as policies are asked with."""
+        """Tokens given since training began, by layer and expert: the ``load`` of policies."""
         return dict(zip(self.layers, self.given, strict=True))
 
     @property
     def since_snapshot(self) -> dict[int, tuple[int, ...]]:
-        """By layer and expert, the tokens learned since its newest version in memory."""
+        """Tokens learned since the newest version in memory, by layer and expert."""
         return self._since(self.memory)
 
     @property
     def since_persist(self) -> dict[int, tuple[int, ...]]:
-        """By layer and expert, the tokens learned since its newest version in storage."""
+        """Tokens learned since the newest version in storage, by layer and expert."""
         return self._since(self.storage)
 
     def plt(self, routed: Mapping[int, int] | None = None) -> float:
         """The proportion of lost tokens: the mean over layers of :meth:`plt_by_layer` (MoC, section 3.1.2, eq. 7).
 
         Args:
-            routed: by layer, T_i TopK_i of the whole training; by default what was routed so far.
+            routed: T_i TopK_i of the whole training by layer; by default the tokens routed so far.
         """
         shares = self.plt_by_layer(routed).values()
         return sum(shares) / len(shares) if shares else 0.0
 
     def plt_by_layer(self, routed: Mapping[int, int] | None = None) -> dict[int, float]:
-        """By layer the lost tokens of all faults, as a share of T_i TopK_i; 0 where nothing was routed."""
+        """Tokens lost to all faults as a share of T_i TopK_i, by layer; 0 if nothing was routed."""
         total = dict(zip(self.layers, self.routed, strict=True)) if routed is None else routed
         return {layer: sum(lost) / total[layer] if total[layer] else 0.0 for layer, lost in self.lost.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """The ledger as JSON-compatible values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
-        """From :meth:`state_dict`, also after a way through JSON.
+        """Restores a :meth:`state_dict`, directly or through JSON.
 
         Raises:
-            ValueError: this is no such state.
+            ValueError: the state does not come from :meth:`state_dict`, or contradicts itself.
         """
         try:
             ledger = cls(

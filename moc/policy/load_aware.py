@@ -1,4 +1,4 @@
-"""Which experts a partial checkpoint saves, by how much each has learned since it was last saved."""
+"""Load-aware selection of the experts of a partial checkpoint: the most unsaved tokens first."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 
 
 def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) -> dict[int, list[int]]:
-    """The k experts of every layer that a checkpoint saves (PEC, section 3.1, Algorithm 1).
+    """Selects the k experts of every layer that a checkpoint saves (PEC, section 3.1, Algorithm 1).
 
-    From the last layer to the first, the k experts with the most unsaved tokens, of equal ones the lowest number, but
-    for those whose expert-parallel rank has given ceil(layers * k / ep) already.  That may leave a layer with fewer
-    than k, where Algorithm 1 would save fewer; here exactly k are saved.  What is missing comes from ranks that are
-    full: each time from the rank that has given the fewest so far, of its experts the one with the most unsaved tokens,
-    and in a tie the lowest number.  So the capacity is exceeded only where a layer leaves no other choice.
+    From the last layer to the first, the k experts with the most unsaved tokens are taken (ties: lowest number), except
+    those whose expert-parallel rank has already contributed ceil(layers * k / ep).  Where that leaves a layer with
+    fewer than k, Algorithm 1 would save fewer; here exactly k are saved: the rest comes from full ranks, each time from
+    the rank with the fewest contributed so far, its expert with the most unsaved tokens (ties: lowest number).  So the
+    capacity is exceeded only where a layer leaves no other choice.
 
     Args:
-        unsaved: by layer, the tokens that each expert was given since it was last saved; the same on all ranks.
-        k: K_pec, how many to save in each layer.
-        ep: expert-parallel ranks (N_rank); each holds as many neighbouring experts of a layer.
+        unsaved: tokens given to each expert since it was last saved, by layer; identical on all ranks.
+        k: K_pec, number of experts to save in each layer.
+        ep: expert-parallel ranks (N_rank), each holding an equal number of consecutive experts of a layer.
 
     Returns:
-        By layer, in the order of ``unsaved``, the numbers of the experts, ascending.
+        Expert numbers, ascending, by layer in the order of ``unsaved``.
 
     Raises:
         ValueError: k or ep does not fit a layer's experts.
@@ -41,7 +41,7 @@ def _check(layer: int, experts: int, k: int, ep: int) -> None:
 
 
 def _of_layer(tokens: Sequence[int], k: int, given: list[int], capacity: int) -> list[int]:
-    """Chooses k experts, and counts them in ``given``, by rank."""
+    """Selects k experts, and adds them to ``given``, the count by rank."""
     per_rank = len(tokens) // len(given)
     waiting = sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))
     chosen = []

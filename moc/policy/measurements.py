@@ -1,4 +1,4 @@
-"""What a run has measured of its machine and its faults: what a plan for it is made from."""
+"""Measurements of a run's machine and faults, the input of its plan."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from moc.policy.interval import BLOCK, BLOCKS, WARM_UP, Observed, Transfer
 
 UNDISTURBED_MTBF_S = 86400.0
-"""Seconds from one fault to the next as long as nothing is known: a run begins as if it had seen one in so many."""
+"""Prior mean time between failures in seconds: a run begins as if it had seen one fault in that time."""
 
 _TRANSFERS = ("copied", "written", "replicated")
 
 
 class Measurements:
-    """Medians of what was seen last; the same on every rank, as long as every rank is told the same.
+    """Medians of recent measurements; identical on every rank that receives the same observations.
 
-    The first ``WARM_UP`` iterations after each start are passed over.  Of the others, the time without stalls counts:
-    where there is a snapshot in each iteration none is undisturbed, so what a snapshot slows down is in it.
+    The first ``WARM_UP`` iterations after each start are skipped.  Iteration times exclude stalls but include the
+    slowdown by snapshots: with a snapshot in every iteration, none is undisturbed.
 
     Args:
         trained_s: seconds of all iterations since the job began.
-        faults: that the job has seen.
+        faults: faults that the job has seen.
     """
 
     def __init__(self, trained_s: float = 0.0, faults: int = 0):
@@ -34,7 +34,7 @@ class Measurements:
         self._transfers: dict[str, deque[Transfer]] = {name: deque(maxlen=BLOCK) for name in _TRANSFERS}
 
     def observe(self, seen: Observed) -> None:
-        """Learns what one iteration has shown."""
+        """Records the measurements of one iteration."""
         self.trained_s += seen.iteration_s
         for name, transfers in self._transfers.items():
             one = getattr(seen, name)
@@ -49,10 +49,11 @@ class Measurements:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What is known so far, by name.
+        """The figures known so far, by name.
 
-        ``iteration_s`` and ``forward_backward_s``, seconds; ``copy_rate``, bytes per second from a rank to host memory,
-        ``write_rate``, of a rank to storage when all write, ``replicate_rate``, of a node from others.
+        ``iteration_s`` and ``forward_backward_s`` are in seconds; the rates are in bytes per second: ``copy_rate`` of a
+        rank to host memory, ``write_rate`` of a rank to storage while all write, ``replicate_rate`` of a node from
+        others.
         """
         rates = zip(("copy_rate", "write_rate", "replicate_rate"), self._transfers.values(), strict=True)
         found = {name: median(one.bytes / one.seconds for one in seen) for name, seen in rates if seen}
@@ -63,21 +64,21 @@ class Measurements:
 
     @property
     def mtbf_s(self) -> float:
-        """Seconds from one fault of the job to the next, as far as it can be told from those so far."""
+        """Mean time between failures of the job in seconds, estimated from the faults so far."""
         return (UNDISTURBED_MTBF_S + self.trained_s) / (1 + self.faults)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """All measurements, as JSON-compatible values."""
         transfers = {name: [[one.bytes, one.seconds] for one in seen] for name, seen in self._transfers.items()}
         times = {"iteration_s": list(self._iteration_s), "forward_backward_s": list(self._forward_backward_s)}
         return {"trained_s": self.trained_s, "faults": self.faults} | times | transfers
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Measurements:
-        """From :meth:`state_dict`; the first iterations are passed over again.
+        """Restores a :meth:`state_dict`; the first iterations are skipped again.
 
         Raises:
-            ValueError: this is no such state.
+            ValueError: the state does not come from :meth:`state_dict`.
         """
         try:
             measured = cls(float(state["trained_s"]), int(state["faults"]))

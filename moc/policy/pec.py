@@ -1,4 +1,4 @@
-"""Partial experts checkpointing: everything but experts, and some experts of each layer in turn."""
+"""Partial experts checkpointing: all dense operators, and some experts of each layer in turn."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ Experts = dict[int, list[int]]
 class Pec(Policy):
     """PEC (Cai, Qin, Huang, 2024, section 3.1) in the two levels of MoC-System (ASPLOS 2025, sections 3.2, 5.1, 5.3).
 
-    The first snapshot of a run saves everything; after it, each saves all that is not an expert and K experts of each
-    layer.  With a tier above storage, ``k_persist`` of them go on to storage, whose first checkpoint must be one of
-    everything too.  Such a snapshot is complete only if K is all experts: the others are in earlier ones.
+    The first snapshot of a run is full; each later one saves all dense operators and K experts of each layer.  With a
+    tier above storage, ``k_persist`` of them are persisted, and the first checkpoint in storage must be full too.  A
+    partial snapshot is complete only if K is all experts; the other experts are in earlier ones.
 
     Attributes:
         k: K_snapshot, experts of each layer in a snapshot.
-        k_persist: K_persist, those of them that go on to storage; 0 for all of them.
-        selection: ``sequential``, in turn, or ``load_aware``, those with the most tokens since they were saved last.
-        target: ``both``; or ``weights`` or ``optimizer``, when only these are saved of chosen experts alone, and the
-            other of all (MoC's W and O, section 6.3).
-        ep: expert-parallel ranks, so that they save equally many.
-        plt_limit: K is doubled when faults have lost its share of this proportion of tokens; 0 for never.
-        auto: both K and, unless that is fixed, the interval are chosen from what is measured (section 5.3); ``k`` and
-            ``k_persist`` hold until then.
-        auto_plt_limit: what may be expected to be lost by such a choice.
-        mtbf_s: seconds from one fault to the next, which a choice reckons with.
-        one_level: there is no tier above storage.
-        persist_every: snapshots from one that goes to storage to the next, if that is a fixed number.
-        turns: what it was told; stored with snapshots.
+        k_persist: K_persist, those of them that are persisted; 0 for all.
+        selection: ``sequential``, in turn, or ``load_aware``, those with the most tokens since they were last saved.
+        target: state saved only for the chosen experts: ``weights``, ``optimizer`` or ``both``; the rest is saved for
+            all experts (MoC's W and O, section 6.3).
+        ep: expert-parallel ranks, over which the selection is balanced.
+        plt_limit: K doubles when faults have lost its share of this proportion of tokens; 0 for never.
+        auto: both K and, unless fixed, the interval are chosen from measurements (section 5.3); ``k`` and ``k_persist``
+            apply until then.
+        auto_plt_limit: maximum of the expected PLT of such a choice.
+        mtbf_s: mean time between failures in seconds, assumed by a choice.
+        one_level: no tier above storage.
+        persist_every: snapshots per persisted one, if fixed.
+        turns: what the policy was told; stored with snapshots.
 
     Raises:
-        ValueError: a setting does not fit the others or the model.
+        ValueError: a setting conflicts with the others or the model.
     """
 
     exact: ClassVar[bool] = False
@@ -108,7 +108,7 @@ class Pec(Policy):
 
     @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
-        """As :meth:`Policy.reckons_with_faults`: where the numbers of experts follow from what is measured."""
+        """As :meth:`Policy.reckons_with_faults`: if the numbers of experts are chosen from measurements."""
         return chooses(asked)
 
     @classmethod
@@ -130,7 +130,7 @@ class Pec(Policy):
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; K is one in eight where nobody says more."""
+        """As :meth:`Policy.price`; by default, K is one in eight experts."""
         if not machine.num_experts:
             return Price(machine.everything)
         k = settings.get("k") or max(1, machine.num_experts // 8)
@@ -142,7 +142,7 @@ class Pec(Policy):
         return f"K {settings['k']}" if "k" in settings else ""
 
     def on_sizes(self, busiest: Busiest) -> None:
-        """As :meth:`Policy.on_sizes`: of the numbers of experts that may be chosen."""
+        """As :meth:`Policy.on_sizes`: for every candidate K."""
         if self._tuner is not None and self._num_experts:
             self._tuner.busiest = {
                 k: busiest(self._partial(0, self._in_turn(k, 0)).operators)
@@ -150,10 +150,10 @@ class Pec(Policy):
             }
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """All that is not an expert and the experts whose turn it is; everything where nothing was saved so far.
+        """All dense operators and the experts selected now; a full plan if no full snapshot exists yet.
 
         Raises:
-            ValueError: experts are to be selected by load, and nobody counts tokens.
+            ValueError: the selection is by load, and tokens are not counted.
         """
         if not self.interval.due(iteration):
             return None
@@ -162,7 +162,7 @@ class Pec(Policy):
         return self._partial(iteration, self._selected(load))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
-        """As :meth:`Policy.on_snapshot`; the turn goes on."""
+        """As :meth:`Policy.on_snapshot`; a partial snapshot advances the rotation."""
         if plan.complete:
             self.turns.based = True
         else:
@@ -171,10 +171,10 @@ class Pec(Policy):
             self.turns.note_saved(self._in_full(plan), load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """What is not an expert, and K_persist experts of each layer; all of it where storage has nothing yet.
+        """All dense operators and K_persist experts of each layer; the full plan if storage is empty.
 
         Raises:
-            ValueError: storage has no checkpoint of everything, without which a partial one is of no use.
+            ValueError: storage has no full checkpoint, without which a partial one is of no use.
         """
         if not self.turns.stored:
             if plan.complete:
@@ -194,42 +194,42 @@ class Pec(Policy):
         self.turns.note_persisted(self._in_full(plan))
 
     def stores(self, plan: SnapshotPlan) -> bool:
-        """As :meth:`Policy.stores`: everything, where storage lacks it; without it partial ones are of no use there."""
+        """As :meth:`Policy.stores`: a full snapshot if storage lacks one, since partial ones depend on it."""
         return plan.complete and not self.turns.stored
 
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:
-        """As :meth:`Policy.found`: where either lacks some expert, the next snapshot saves everything."""
+        """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
         self.turns.based, self.turns.stored = in_memory and in_storage, in_storage
 
     def storage_lost(self) -> None:
-        """As :meth:`Policy.storage_lost`: without one of everything the others are of no use."""
+        """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
         self.turns.based = self.turns.stored = False
 
     def on_recovery(self, plt: float) -> None:
-        """A recovery has raised the proportion of lost tokens by so much; more experts may be saved from now on."""
+        """As :meth:`Policy.on_recovery`: lost tokens may raise the number of experts saved from now on."""
         if self.plt_limit and self._num_experts:
             before = self._dynamic
-            after = before.recovered(max(0.0, plt))  # below 0 if a newer state was found after all
+            after = before.recovered(max(0.0, plt))  # negative if a newer state was found after all
             self.turns.booked = after.booked
-            if after.k > before.k:  # else another choice may still be made
+            if after.k > before.k:  # otherwise leave the choice free
                 self.turns.k = after.k
             self._limit_choice()
 
     @property
     def k_to_persist(self) -> int:
-        """K_persist as it is now."""
+        """Current K_persist."""
         return max(self._raised, self._before_faults[1])
 
     @property
     def k_to_snapshot(self) -> int:
-        """K_snapshot as it is now; faults raise it in proportion to K_persist, up to all experts."""
+        """Current K_snapshot; faults raise it in proportion to K_persist, up to all experts."""
         k, k_persist = self._before_faults
         raised = -(-k * self.k_to_persist // k_persist)
         return min(raised, min(self._num_experts.values(), default=raised))
 
     @property
     def _raised(self) -> int:
-        """What faults have raised K_persist to, if they may."""
+        """K_persist as raised by faults; 0 without Dynamic-K."""
         return min(self.turns.k, min(self._num_experts.values(), default=0)) if self.plt_limit else 0
 
     @property
@@ -246,19 +246,19 @@ class Pec(Policy):
         return self.interval if isinstance(self.interval, PecTuner) else None
 
     def _limit_choice(self) -> None:
-        """No choice goes below what faults have raised K to."""
+        """Keeps the tuner's choice at or above the K_persist raised by faults."""
         if self._tuner is not None:
             self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self._raised))
 
     def expected(self, persists: bool) -> tuple[Ages, Ages | None] | None:
-        """How old experts will be, in iterations: after a fault that leaves memory whole, and by storage alone.
+        """Expected ages of experts in iterations: after a fault that spares memory, and from storage alone.
 
         Args:
-            persists: snapshots go to storage now and then.
+            persists: snapshots are persisted now and then.
 
         Returns:
-            The second is None where they do not.  None where that is not known: K or the interval are chosen, or load
-            decides.
+            Both ages, the second None if snapshots are not persisted; None if K or the interval is chosen, or the
+            selection is by load.
         """
         if self._tuner is not None or not isinstance(self.interval, Every) or not self._num_experts:
             return None
@@ -272,7 +272,7 @@ class Pec(Policy):
         return memory, ages(number, k, k_persist, every, every).times(every * interval)
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
-        """As :meth:`Policy.fault_cost`, with experts equally busy (MoC-System, eq. 7)."""
+        """As :meth:`Policy.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
         if (found := self.expected(in_storage)) is None:
             return None
         memory, storage = found
@@ -296,7 +296,7 @@ class Pec(Policy):
         return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}
 
     def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: K on both levels, and a chosen interval."""
+        """As :meth:`Policy.gauges`: both K, and the interval if it is chosen."""
         gauges: dict[str, float] = {"k_snapshot": self.k_to_snapshot, "k_persist": self.k_to_persist}
         return gauges if self._choice is None else gauges | {"snapshot_interval": self._choice.interval}
 
@@ -309,7 +309,7 @@ class Pec(Policy):
         return self.turns.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Policy.load_state_dict`; the model must be the same, settings need not."""
+        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
         self.turns.load_state_dict(state)
         self._limit_choice()
 
@@ -332,7 +332,7 @@ class Pec(Policy):
         return {layer: [now - then for now, then in zip(load[layer], before[layer], strict=True)] for layer in before}
 
     def _partial(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
-        """A plan with these experts, and what the target says of the others."""
+        """A plan with these experts in full, and the others at the detail that the target leaves them."""
         details, rest = {}, NOT_CHOSEN[self.target]
         for operator in self.operators:
             place = operator.place
@@ -343,7 +343,7 @@ class Pec(Policy):
         return SnapshotPlan(iteration, self.name, details, complete)
 
     def _in_full(self, plan: SnapshotPlan) -> Experts:
-        """The experts that a plan has in full, by layer."""
+        """The experts that a plan saves in full, by layer."""
         found: Experts = {layer: [] for layer in self._num_experts}
         for operator in self.operators:
             if operator.place is not None and plan.operators.get(operator.name) is Detail.FULL:
@@ -362,7 +362,7 @@ class Pec(Policy):
 
     @cached_property
     def _num_experts(self) -> dict[int, int]:
-        """By layer with experts, in order, how many."""
+        """Number of experts by layer, ascending, of layers with experts."""
         numbers: dict[int, int] = {}
         for operator in self.operators:
             if operator.place is not None:

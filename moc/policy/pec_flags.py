@@ -10,7 +10,7 @@ from moc.policy.registry import AUTO
 from moc.state.detail import Detail
 
 NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
-"""By target, what of the other experts is saved: if weights are chosen, the moments of all, and the other way round."""
+"""Detail of the experts not chosen, by target: with ``weights`` their moments, with ``optimizer`` their masters."""
 
 SELECTIONS = ("sequential", "load_aware")
 
@@ -70,18 +70,18 @@ FLAGS = (
 
 
 def chooses(asked: Asked) -> bool:
-    """Whether the numbers of experts follow from what is measured."""
+    """Whether the numbers of experts are chosen from measurements."""
     return asked.pec_k == "auto"
 
 
 def experts_of(asked: Asked) -> tuple[int, int]:
-    """K_snapshot and K_persist as flags say, or what they begin with."""
+    """K_snapshot and K_persist by the flags, or their initial values under ``auto``."""
     k = 1 if chooses(asked) else int(asked.pec_k)
     return asked.pec_k_snapshot or k, asked.pec_k_persist or k
 
 
 def refusals(asked: Asked) -> Iterator[str]:
-    """What of these flags cannot work, in sentences that say what to change."""
+    """Yields the refused combinations of these flags, as sentences that name the remedy."""
     if chooses(asked) and (asked.pec_k_snapshot or asked.pec_k_persist or asked.persist_interval):
         yield (
             "--pec-k auto chooses how many experts go where, and when: drop --pec-k-snapshot, --pec-k-persist and "

@@ -1,4 +1,4 @@
-"""What a policy of partial checkpoints remembers from one snapshot to the next."""
+"""State of the ``pec`` policy between snapshots."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Counts = dict[int, list[int]]
-"""By layer and expert."""
+"""Counts by layer and expert."""
 
 
 @dataclass
 class PecState:
-    """Whose turn it is; changed only by what the policy is told.
+    """Progress of the rotation; changed only by what the policy is told.
 
     Attributes:
-        based: memory, or the only tier that there is, holds every expert.
-        stored: so does storage.
+        based: memory, or the only tier, holds every expert.
+        stored: storage holds every expert.
         partial: partial snapshots so far.
-        persists: snapshots that went to storage so far.
-        persisted: by layer and expert, which of these it was in last.
-        saved: by layer and expert, the tokens that it had been given when it was saved last.
-        k: experts to persist, if faults have changed it.
-        booked: what faults have cost with it; see :class:`moc.policy.dynamic_k.DynamicK`.
+        persists: snapshots persisted so far.
+        persisted: number of the persisted snapshot that last held the expert, by layer and expert.
+        saved: tokens given to the expert when it was last saved, by layer and expert.
+        k: K_persist as raised by faults; 0 if unchanged.
+        booked: PLT booked on ``k``; see :class:`moc.policy.dynamic_k.DynamicK`.
     """
 
     based: bool = False
@@ -36,29 +36,29 @@ class PecState:
     booked: float = 0.0
 
     def note_saved(self, experts: Mapping[int, Sequence[int]], load: Mapping[int, Sequence[int]]) -> None:
-        """These experts are in a snapshot, after so many tokens."""
+        """Records the experts of a snapshot, and the tokens that they have been given."""
         for layer, numbers in experts.items():
             row = self.saved.setdefault(layer, [0] * len(load[layer]))
             for expert in numbers:
                 row[expert] = load[layer][expert]
 
     def note_persisted(self, experts: Mapping[int, Sequence[int]]) -> None:
-        """These experts go to storage with the next of the snapshots that do."""
+        """Records the experts of the next persisted snapshot."""
         self.persists += 1
         for layer, numbers in experts.items():
             for expert in numbers:
                 self.persisted[layer][expert] = self.persists
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The state as JSON-compatible values."""
         tables = {name: {str(layer): list(row) for layer, row in getattr(self, name).items()} for name in _TABLES}
         return asdict(self) | tables
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`.
+        """Restores a :meth:`state_dict`.
 
         Raises:
-            ValueError: this is no such state.
+            ValueError: the state does not come from :meth:`state_dict`.
         """
         try:
             tables = {name: {int(k): [int(n) for n in row] for k, row in state[name].items()} for name in _TABLES}
@@ -73,16 +73,16 @@ _PLAIN = {"based": bool, "stored": bool, "partial": int, "persists": int, "k": i
 
 
 def turn(partial: int, period: int, persist_every: int) -> int:
-    """The number in the rotation of a partial snapshot.
+    """The position of a partial snapshot in the rotation.
 
-    If every ``persist_every``-th snapshot goes to storage, and that has a divisor in common with the period of the
-    rotation, storage would get the same experts for ever.  So each time after it has seen all that it would see, the
-    rotation stands still for one snapshot, and from then on storage sees the next ones.
+    If every ``persist_every``-th snapshot is persisted and ``persist_every`` shares a divisor with the rotation's
+    period, storage would receive the same experts for ever.  So each time storage has seen its cycle, the rotation
+    pauses for one snapshot, which shifts the cycle.
 
     Args:
         partial: partial snapshots before this one.
-        period: after how many of them the same experts are saved again.
-        persist_every: snapshots from one that goes to storage to the next.
+        period: partial snapshots after which the same experts are saved again.
+        persist_every: snapshots per persisted one.
     """
     together = math.lcm(period, persist_every)
     return partial - partial // together if together < period * persist_every else partial

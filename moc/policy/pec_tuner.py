@@ -1,4 +1,4 @@
-"""K_snapshot, K_persist and the interval together, chosen from what is measured while a run trains."""
+"""Chooses K_snapshot, K_persist and the interval together, from measurements during training."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, Observe
 class PecTuner(IntervalTuner):
     """Measures as :class:`IntervalTuner` does, and asks :func:`~moc.policy.adaptive.choose` (MoC, section 5.3).
 
-    The first snapshot, of everything, comes after as many undisturbed iterations as there, and shows how fast a rank
-    copies and writes.  From then on K and interval are the choice for the medians of what was seen last.  A snapshot
-    starts only when the one before it is in storage.
+    The first snapshot is full, comes after as many undisturbed iterations as there, and measures copy and write
+    bandwidth.  From then on, K and interval follow from the medians of recent measurements.  A snapshot starts only
+    when the previous one is in storage.
 
     Args:
-        limits: what to keep to.
-        mtbf_s: seconds from one fault of the job to the next, in the mean.
+        limits: constraints of the choice.
+        mtbf_s: mean time between failures of the job in seconds.
     """
 
     def __init__(self, limits: TuningLimits, mtbf_s: float):
         super().__init__()
         self.limits, self.mtbf_s = limits, mtbf_s
         self.busiest: Mapping[int, int] = {}
-        """By K, bytes of the rank that saves most; to be set before training."""
+        """Bytes of the rank that saves most, by K; set before training."""
         self._forward_backward_s: deque[float] = deque(maxlen=BLOCK)
         self._copied: deque[Transfer] = deque(maxlen=SNAPSHOTS)
         self._written: deque[Transfer] = deque(maxlen=SNAPSHOTS)
 
     def observe(self, seen: Observed) -> None:
-        """As :meth:`IntervalTuner.observe`; a transfer may become known while the next snapshot is under way."""
+        """As :meth:`IntervalTuner.observe`; a transfer may be reported during the next snapshot."""
         super().observe(seen)
         for transfers, one in ((self._copied, seen.copied), (self._written, seen.written)):
             if one.bytes and one.seconds:
@@ -47,7 +47,7 @@ class PecTuner(IntervalTuner):
 
     @property
     def choice(self) -> TunedSettings | None:
-        """What to do; None before anything was measured, and where there are no experts to choose."""
+        """The current choice; None before the first measurements, and without experts."""
         measured = self._measured_machine()
         return None if measured is None else _chosen(measured, self.limits)
 
@@ -60,23 +60,23 @@ class PecTuner(IntervalTuner):
             self.iteration_s,
             _bandwidth(self._copied),
             _bandwidth(self._written),
-            0.0,  # what a restart takes is the same whatever is chosen
+            0.0,  # the restart time does not depend on the choice
             self.iteration_s / self.mtbf_s,
         )
 
     @property
     def settled(self) -> bool:
-        """Whether enough has been measured to choose."""
+        """Whether a choice exists."""
         return self.choice is not None
 
     @property
     def interval(self) -> int:
-        """Iterations from one snapshot to the next, at least 1; provisional until :attr:`settled`."""
+        """Iterations between snapshots, at least 1; provisional until :attr:`settled`."""
         choice = self.choice
         return BLOCK if choice is None else choice.interval
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured; flags and sizes are not among it."""
+        """The measurements, without flags and sizes."""
         return super().state_dict() | {
             "forward_backward_s": list(self._forward_backward_s),
             "copied": [[one.bytes, one.seconds] for one in self._copied],
@@ -84,7 +84,7 @@ class PecTuner(IntervalTuner):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Interval.load_state_dict`; the state of another tuner serves as far as it goes."""
+        """As :meth:`Interval.load_state_dict`; of another tuner's state, the common fields are used."""
         try:
             seconds = [float(one) for one in state.get("forward_backward_s", ())]
             copied, written = (
@@ -103,11 +103,11 @@ _Machine = tuple[tuple[tuple[int, int], ...], float, float, float, float, float,
 
 @lru_cache(maxsize=BLOCKS)
 def _chosen(machine: _Machine, limits: TuningLimits) -> TunedSettings:
-    """Remembered, since it is asked for in every iteration."""
+    """Cached, since every iteration asks for it."""
     busiest, *rest = machine
     return choose(Measured(dict(busiest), *rest), limits)
 
 
 def _bandwidth(transfers: deque[Transfer]) -> float:
-    """In bytes per second."""
+    """Median bandwidth in bytes per second."""
     return median(one.bytes / one.seconds for one in transfers)

@@ -1,4 +1,4 @@
-"""Which of the experts in a snapshot go on to storage."""
+"""Selection of the experts of a snapshot that are persisted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 def persist_selection(
     candidates: Mapping[int, Sequence[int]], persisted: Mapping[int, Sequence[int]], k: int, ep: int
 ) -> dict[int, list[int]]:
-    """The K_persist experts of every layer that go to storage, of the K_snapshot in a snapshot (MoC, section 5.1).
+    """Selects K_persist experts of every layer to persist, of the K_snapshot in a snapshot (MoC, section 5.1).
 
-    Those that have not been there for longest; of equal ones, one of the expert-parallel rank that gives the fewest so
-    far, and then the lowest number.  So no expert that comes up again and again waits for ever, and the ranks write
-    about the same as long as they are served in turn.  The paper does not say which ones it takes.
+    The least recently persisted experts come first; ties go to the expert-parallel rank with the fewest selected so
+    far, then to the lowest number.  Thus no recurring candidate starves, and ranks write about equally as long as
+    experts are saved in turn.  The paper does not specify the selection.
 
     Args:
-        candidates: by layer, the experts in the snapshot.
-        persisted: by layer and expert, when it went to storage last, as a number that grows.
-        k: K_persist; where a layer has no more candidates than that, all of them go.
-        ep: expert-parallel ranks; each holds as many neighbouring experts of a layer.
+        candidates: experts in the snapshot, by layer.
+        persisted: by layer and expert, a growing number that marks when the expert was last persisted.
+        k: K_persist; a layer with at most k candidates persists all of them.
+        ep: expert-parallel ranks, each holding an equal number of consecutive experts of a layer.
 
     Returns:
-        By layer, their numbers, ascending.
+        Expert numbers by layer, ascending.
     """
     given, chosen = [0] * ep, {}
     for layer, waiting in candidates.items():

@@ -1,4 +1,4 @@
-"""What one snapshot holds, and what a policy is: a pure function from an iteration to such a plan."""
+"""Snapshot plans, and the policy interface: a pure function from an iteration to a plan."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 Load = Mapping[int, Sequence[int]]
-"""By layer (global number): the tokens that each of its experts has been given since training began."""
+"""Tokens given to each expert since training began, by global layer number."""
 
 Busiest = Callable[[Mapping[str, Detail]], int]
-"""From operators with their details to the bytes of the rank that saves the most of them."""
+"""Maps operators with their details to the bytes of the rank that saves the most."""
 
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """What is saved of the whole model at one moment; the same on every rank.  Which rank saves it is not its business.
+    """What one snapshot saves of the whole model; identical on every rank, and independent of the sharding rule.
 
     Attributes:
-        iteration: iterations completed when it is taken.
-        policy: name of the policy that made it.
-        operators: by name of the operator, how much of it; in model order, and read-only.
-        complete: training can be recovered from this snapshot alone; where False, it takes earlier ones too.
-        since: iteration of the first snapshot of its window; its own, where it is no part of a longer one.
+        iteration: iterations completed when the snapshot is taken.
+        policy: name of the policy that made the plan.
+        operators: detail by operator name; in model order, read-only.
+        complete: training can be recovered from this snapshot alone; if False, earlier ones are needed too.
+        since: iteration of the first snapshot of its window; its own iteration outside of a longer window.
 
     Raises:
-        ValueError: nothing to save.
+        ValueError: the plan is empty.
     """
 
     iteration: int
@@ -59,40 +59,40 @@ class SnapshotPlan:
 
     @property
     def ends_window(self) -> bool:
-        """Whether nothing is still to come in full; only then can it take the place of earlier snapshots."""
+        """Whether no operator awaits a full save; only then can this snapshot supersede earlier ones."""
         return Detail.COMPUTE not in self.operators.values()
 
     @property
     def supersedes(self) -> int | None:
-        """Once it is safe, snapshots before this iteration are of no use any more; None where they still are."""
+        """The iteration before which snapshots are obsolete once this one is safe; None if none are."""
         return self.since if self.ends_window else None
 
     @property
     def details(self) -> tuple[Detail, ...]:
-        """The details that occur, in the order of :class:`~moc.state.detail.Detail`."""
+        """The details in this plan, in the order of :class:`~moc.state.detail.Detail`."""
         occurring = set(self.operators.values())
         return tuple(detail for detail in Detail if detail in occurring)
 
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """When what is saved.
+    """Decides what is saved when.
 
-    A policy is a frozen dataclass; settings of its own are further fields, with defaults.  Every rank asks its own copy
-    and acts on the answer without a word to the others, so an answer may follow from the fields, the arguments and
-    what policy and interval were told (the same on all ranks), and from nothing else: no clock, no random numbers, no
-    rank.  Asking changes nothing; telling does.  What was told is in :meth:`state_dict`, which is stored with every
-    snapshot, since with a tuned interval the number of snapshots so far does not follow from the iteration.
+    A policy is a frozen dataclass; its settings are further fields, with defaults.  Every rank asks its own copy and
+    acts on the answer without communication, so an answer may depend only on the fields, the arguments and what policy
+    and interval were told (the same on all ranks): no clock, no random numbers, no rank.  Asking changes nothing;
+    telling does.  :meth:`state_dict` holds what was told and is stored with every snapshot, since with a tuned interval
+    the number of past snapshots does not follow from the iteration.
 
     Attributes:
         operators: all operators of the model, in model order (:func:`moc.state.shape.model_operators`).
         interval: when a snapshot is due.
         name: of the policy; set by :func:`moc.policy.registry.policy`.
-        exact: a run that goes on from its snapshots is the one that was never killed; if not, experts may come back in
-            an older state than the rest.
-        replays: to go on, iterations may have to be computed again while some operators are frozen.
-        flags: its own; ``--help`` has them, and they are refused with other policies.
-        grows: the setting that faults double in the simulator, if there is one; see :mod:`moc.policy.dynamic_k`.
+        exact: a run resumed from its snapshots is bit-identical to one without the failure; otherwise experts may be
+            restored to an older state than the rest.
+        replays: resuming may replay iterations with some operators frozen.
+        flags: the policy's own flags; listed in ``--help``, refused with other policies.
+        grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.
     """
 
     operators: Sequence[Operator]
@@ -105,19 +105,20 @@ class Policy(ABC):
 
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[str]:
-        """What of the flags cannot work with this policy, in sentences that say what to change."""
+        """Yields the flag combinations that this policy refuses, as sentences that name the remedy."""
         return iter(())
 
     @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
-        """Whether by these flags the policy wants to know how often the job fails (``--mtbf-hours``)."""
+        """Whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
         return False
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """The fields of the policy that flags and job decide; by default those that are called as they are.
+        """The policy fields that flags and job determine; by default, the fields that match by name.
 
-        Field ``k`` of policy ``pec`` is flag ``pec_k``, if there is one; else it is what is known of the job.
+        Field ``k`` of policy ``pec`` takes flag ``pec_k`` if that exists, otherwise a value of that name known of the
+        job.
         """
         every, interval = asked.persist_interval, asked.snapshot_interval
         found = {
@@ -132,157 +133,158 @@ class Policy(ABC):
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """The settings that ``--ckpt-policy auto`` and the planner choose from; by default its defaults alone.
+        """The settings that ``--ckpt-policy auto`` and the planner choose from; by default, only the defaults.
 
-        What they name are flags of the policy that are ``chosen``.
+        Each setting corresponds to a flag of the policy that is marked ``chosen``.
         """
         yield {}
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
-        """What a checkpoint is made of with some settings; by default everything at once.
+        """The price of a checkpoint under some settings; by default, that of one full snapshot.
 
         Args:
-            machine: what it is priced for.
-            settings: one of :meth:`candidates`, or what a user of the simulator has fixed, which may be nothing.
+            machine: model and ranks to price for.
+            settings: one of :meth:`candidates`, or the settings fixed by a user of the simulator, possibly none.
         """
         return Price(machine.everything)
 
     @classmethod
     def described(cls, settings: Settings) -> str:
-        """The settings of a candidate, for people; the interval is not among them."""
+        """The settings of a candidate in readable form, without the interval."""
         return ", ".join(f"{name} {value}" for name, value in settings.items())
 
     @property
     def window_length(self) -> int:
-        """Snapshots of the window that is under way, or was last: so many make what a run can go on from."""
+        """Number of snapshots in the current or last window, which together a run can resume from."""
         return 1
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it wants to know how many tokens each expert is given; by default where it is not exact."""
+        """Whether the policy needs the token counts of experts; by default, if it is not exact."""
         return not self.exact
 
     @property
     def counts_probabilities(self) -> bool:
-        """Whether it wants to be told :meth:`routed`."""
+        """Whether the policy needs :meth:`on_routing`."""
         return False
 
     @abstractmethod
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """What to save now.
+        """Plans the snapshot of this iteration.
 
         Args:
             iteration: iterations completed.
-            load: tokens by layer and expert; None where nobody counts them.
+            load: tokens by layer and expert; None if they are not counted.
 
         Returns:
-            The plan, or None where nothing is to be saved.
+            The plan, or None if nothing is to be saved.
         """
 
     def on_sizes(self, busiest: Busiest) -> None:  # noqa: B027
-        """Learns how large snapshots would be; told once, before training, on all ranks.
+        """Receives the sizes of snapshots; called once, before training, on all ranks.
 
         Args:
-            busiest: the bytes of the rank that saves the most of a plan's operators.
+            busiest: gives the bytes of the rank that saves the most of a plan's operators.
         """
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
-        """Learns that a snapshot of this plan was begun; to be called before the state that it stores is asked for.
+        """Records that a snapshot of this plan has begun; called before :meth:`state_dict` is stored with it.
 
         Args:
             plan: from :meth:`plan` or :meth:`everything`.
-            load: tokens by layer and expert at that moment; None where nobody counts them.
+            load: tokens by layer and expert at that moment; None if they are not counted.
         """
 
     def under_way(self, iteration: int) -> Sequence[SnapshotPlan]:
-        """The plans of the snapshots that the window of an iteration has so far, that iteration's the last.
+        """The plans of the current window's snapshots up to and including an iteration.
 
         Args:
-            iteration: which was completed last.
+            iteration: the last completed one.
 
         Returns:
-            Nothing where no such snapshot was begun, and where every snapshot is a window of its own.
+            Empty if no such snapshot has begun, or if every snapshot is a window of its own.
         """
         return ()
 
     def begin_anew(self) -> None:  # noqa: B027
-        """Learns that the window under way lacks a snapshot: the next one begins another window."""
+        """Records that the current window lacks a snapshot: the next snapshot begins a new window."""
 
     def on_routing(self, probabilities: Mapping[int, Sequence[float]]) -> None:  # noqa: B027
-        """Learns with what probabilities routers chose; told after every iteration, before :meth:`plan`.
+        """Receives the gating probabilities; called after every iteration, before :meth:`plan`.
 
         Args:
-            probabilities: by layer and expert their sum over the tokens that the expert was given in this iteration.
+            probabilities: by layer and expert, their sum over the tokens given to the expert in this iteration.
         """
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """What of a snapshot in memory goes on to storage; all of it, where a policy does not say otherwise.
+        """The part of a snapshot in memory that is persisted; by default, all of it.
 
-        Not for the end of a run: then :meth:`everything` goes there as it is.
+        Not used at the end of a run, where :meth:`everything` is persisted as it is.
         """
         return plan
 
     def on_stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
-        """Learns that this part of a snapshot, from :meth:`for_storage`, goes to storage; told after :meth:`taken`."""
+        """Records that this plan, from :meth:`for_storage`, is persisted; called after :meth:`on_snapshot`."""
 
     def stores(self, plan: SnapshotPlan) -> bool:
-        """Whether a snapshot in memory must go to storage too, due or not; to be asked before :meth:`taken`."""
+        """Whether a snapshot must be persisted even if none is due; asked before :meth:`on_snapshot`."""
         return False
 
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:  # noqa: B027
-        """Learns what there is when a run goes on, told after :meth:`load_state_dict`.
+        """Learns which snapshots exist when a run resumes; called after :meth:`load_state_dict`.
 
         Args:
-            in_memory: where snapshots are safe, be it storage, the newest snapshots are all that the run goes on with.
-            in_storage: a run could go on from what is in storage alone.
+            in_memory: the tier that makes snapshots safe, possibly storage itself, holds everything that the run
+                resumes with.
+            in_storage: a run could resume from storage alone.
         """
 
     def storage_lost(self) -> None:  # noqa: B027
-        """Learns that storage does not get the first checkpoint that was to go there: it needs another one."""
+        """Records that the first checkpoint meant for storage was not written: storage needs another one."""
 
     def on_recovery(self, plt: float) -> None:  # noqa: B027
-        """Learns what a recovery has cost.
+        """Learns the cost of a recovery.
 
         Args:
-            plt: by how much it has raised the proportion of lost tokens of the whole training.
+            plt: increase of the proportion of lost tokens over the whole training.
         """
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
-        """What a fault is expected to cost, for people and for the log; None where nothing is lost, or it is not known.
+        """The expected cost of a fault, as text and as event fields; None if nothing is lost or the cost is unknown.
 
         Args:
-            train_iters: of so many iterations' tokens a proportion is lost.
-            in_memory: a memory tier has every snapshot.
-            in_storage: snapshots go to storage, too.
+            train_iters: iterations of the training, whose tokens the lost proportion refers to.
+            in_memory: a memory tier holds every snapshot.
+            in_storage: snapshots are persisted too.
         """
         return None
 
     def gauges(self) -> dict[str, float]:
-        """By name, what of the policy changes during a run and is worth seeing over time."""
+        """Values that change during a run and are worth plotting, by name."""
         return {}
 
     def chosen(self) -> dict[str, float]:
-        """Those of :meth:`gauges` that the policy has chosen, for which there is a :meth:`reason`."""
+        """The :meth:`gauges` that the policy has chosen, explained by :meth:`reason`."""
         return self.gauges()
 
     def reason(self) -> str | None:
-        """Why :meth:`chosen` is what it is, for people; None where nothing was chosen."""
+        """Why the policy chose :meth:`chosen`; None if it chose nothing."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the policy was told, as JSON can hold it; the interval's is its own."""
+        """What the policy was told, as JSON-compatible values; the interval keeps its own state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Goes on from :meth:`state_dict`.
+        """Restores a :meth:`state_dict`.
 
         Raises:
-            ValueError: this is no such state.
+            ValueError: the state does not come from :meth:`state_dict`.
         """
 
     def everything(self, iteration: int) -> SnapshotPlan:
-        """All of the model, due or not: for the last iteration, and for a job that is told to stop."""
+        """A plan of the full model, due or not: for the last iteration, and for a job that is asked to stop."""
         return self._full(iteration, (operator.name for operator in self.operators))
 
     def _full(self, iteration: int, names: Iterable[str]) -> SnapshotPlan:

@@ -1,4 +1,4 @@
-"""How much the experts of a model have to do, and how unequally (MoEvement, section 3.5, Appendices B and D)."""
+"""Popularity and skewness of experts (MoEvement, section 3.5, Appendices B and D)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 Scores = Mapping[int, Sequence[float]]
-"""By layer with experts, how popular each of them is; tokens, or anything that compares as tokens do."""
+"""Popularity of each expert by layer: tokens, or any quantity that orders like tokens."""
 
 CHANGE, OF_EXPERTS = 0.10, 0.25
-"""Order anew when the frequencies of so many experts have changed by more than so much (section 3.5)."""
+"""Relative change of frequency, and share of experts that must exceed it, for a reordering (section 3.5)."""
 
 
 def frequencies(scores: Scores) -> dict[int, list[float]]:
-    """By layer, the share of each expert in what its layer has; zeros where a layer has nothing."""
+    """Each expert's share of its layer's total, by layer; zeros if the total is zero."""
     shares = {}
     for layer, row in scores.items():
         total = sum(row)
@@ -25,8 +25,8 @@ def has_changed(before: Scores, now: Scores) -> bool:
     """Whether activation frequencies differ by more than 10 % for at least 25 % of all experts (section 3.5).
 
     Args:
-        before: :func:`frequencies` when operators were ordered last.
-        now: the same of this moment, with the same layers and experts.
+        before: :func:`frequencies` at the last reordering.
+        now: current :func:`frequencies`, with the same layers and experts.
     """
     pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
     changed = sum(abs(new - old) > CHANGE * old for old, new in pairs)
@@ -39,7 +39,7 @@ def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]
     Args:
         mean: A(t-1); empty before the first iteration.
         counts: tokens of this iteration.
-        alpha: how much of what was stays, from 0 to 1.
+        alpha: weight of the previous value, from 0 to 1.
     """
     nothing = {layer: [0.0] * len(row) for layer, row in counts.items()}
     return {
@@ -49,7 +49,7 @@ def decayed(mean: Scores, counts: Scores, alpha: float) -> dict[int, list[float]
 
 
 def relative(scores: Scores, capacities: Scores) -> dict[int, list[float]]:
-    """Popularity as a share of what each expert can take (Appendix B, capacity-aware ordering): A / C."""
+    """Popularity relative to the capacity of each expert (Appendix B, capacity-aware ordering): A / C."""
     return {layer: [a / c for a, c in zip(row, capacities[layer], strict=True)] for layer, row in scores.items()}
 
 
@@ -57,7 +57,7 @@ def hhi(counts: Sequence[float]) -> float:
     """The Herfindahl-Hirschman index of a layer: the sum of squared shares of its experts (Appendix D).
 
     Raises:
-        ValueError: there is not a single token.
+        ValueError: the layer has no tokens.
     """
     total = sum(counts)
     if not total > 0:
@@ -66,7 +66,7 @@ def hhi(counts: Sequence[float]) -> float:
 
 
 def skewness(counts: Sequence[float]) -> float:
-    """S of Appendix D, from 0 (all experts of a layer get as much) to 1 (one of them gets everything).
+    """S of Appendix D, from 0 (all experts of a layer are equally busy) to 1 (one expert has all tokens).
 
     Raises:
         ValueError: there are fewer than two experts, or no token.
@@ -78,7 +78,7 @@ def skewness(counts: Sequence[float]) -> float:
 
 
 def skew_gauges(counts: Scores) -> dict[str, float]:
-    """``hhi`` and ``skewness`` of an iteration, each the mean over the layers that had tokens for several experts."""
+    """``hhi`` and ``skewness`` of an iteration, as means over the layers with several experts and any tokens."""
     rows = [row for row in counts.values() if len(row) > 1 and sum(row) > 0]
     if not rows:
         return {}

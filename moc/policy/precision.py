@@ -14,15 +14,15 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats of a training, by their names in :data:`BYTES`.
+    """The number formats of a training run, by their names in :data:`BYTES`.
 
     Attributes:
-        compute: of the weights that forward and backward compute with.
-        master: of the weights that updates are added to.
-        moments: of the optimizer's moments; Adam has two.
+        compute: format of the weights used in forward and backward.
+        master: format of the weights that updates are added to.
+        moments: formats of the optimizer's moments; Adam has two.
 
     Raises:
-        ValueError: there is no such format.
+        ValueError: a format is unknown.
     """
 
     compute: str
@@ -46,7 +46,7 @@ class Precision:
 
 
 MIXED = Precision("fp16", "fp32", ("fp32", "fp32"))
-"""The usual one, of which section 3.2 speaks: 12 bytes, and 2."""
+"""The usual format, as in section 3.2: 12 bytes in full, 2 bytes of compute weights."""
 
 TABLE_7 = (
     Precision("fp16", "fp16", ("fp16", "fp16")),
@@ -55,10 +55,10 @@ TABLE_7 = (
     Precision("fp8", "fp16", ("fp8", "fp16")),
     Precision("fp8", "fp8", ("fp8", "fp16")),
 )
-"""The five of the paper's Table 7, in its order."""
+"""The five configurations of the paper's Table 7, in its order."""
 
 
 def operator_bytes(operators: Sequence[Operator], precision: Precision = MIXED) -> list[OperatorBytes]:
-    """What each operator adds to a snapshot of the whole model, for :func:`moc.policy.window.find_window_size`."""
+    """Bytes that each operator adds to a snapshot of the model, for :func:`moc.policy.window.find_window_size`."""
     full, compute = precision.full_bytes, precision.compute_bytes
     return [OperatorBytes(full * one.parameters, compute * one.parameters) for one in operators]

@@ -1,6 +1,6 @@
-"""What a policy tells the simulator and ``--ckpt-policy auto`` of itself: settings to choose from, and their prices.
+"""Candidate settings of policies and their prices, for the simulator and ``--ckpt-policy auto``.
 
-A price is in bytes; what bytes cost in seconds, and what a fault takes back, is reckoned alike for all policies.
+Prices are in bytes; the cost of bytes in seconds and the work lost to a fault are computed alike for all policies.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from moc.policy.window import OperatorBytes
 
 Settings = Mapping[str, Any]
-"""Settings of a policy by name: those of its flags, without the policy's own name, such as ``k`` for ``pec_k``."""
+"""Settings of a policy by flag name without the policy's prefix, such as ``k`` for ``pec_k``."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one snapshot holds.
+    """Size of one snapshot.
 
     Attributes:
         busiest: bytes of the rank that saves most.
@@ -30,16 +30,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Machine:
-    """What policies are priced for: a model, spread over ranks.
+    """What policies are priced for: a model, partitioned over ranks.
 
     Attributes:
-        ranks: of the job.
-        everything: a snapshot of everything.
-        with_experts: a snapshot of all that is not an expert and so many experts of each layer, one of ``ks``.
-        stages: by pipeline stage its operators, in the order in which sparse snapshots save them.
-        hidden_s: seconds of an iteration beside which a copy costs nothing.
-        rate: bytes per second of such a copy.
-        ks: numbers of experts that are worth looking at, ascending; the last is all of them; empty without experts.
+        ranks: ranks of the job.
+        everything: sizes of a full snapshot.
+        with_experts: sizes of a snapshot of everything dense and K experts of each layer, for each K in ``ks``.
+        stages: operators by pipeline stage, in the order in which sparse snapshots save them.
+        hidden_s: seconds of an iteration that a copy can overlap at no cost.
+        rate: bytes per second of an overlapped copy.
+        ks: candidate values of K, ascending, the last being all experts; empty without experts.
     """
 
     ranks: int
@@ -52,19 +52,19 @@ class Machine:
 
     @property
     def num_experts(self) -> int:
-        """Of a layer; 0 without experts."""
+        """Experts of a layer; 0 without experts."""
         return max(self.ks, default=0)
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one checkpoint of a policy is made of: what a run can go on from.
+    """Contents of one checkpoint of a policy, from which a run can resume.
 
     Attributes:
-        size: of all of its snapshots together.
-        snapshots: bytes of the busiest rank, by snapshot; several are a window, one after each iteration.
-        k: experts of each layer that a checkpoint has as new, the others being older; None where it has all.
-        length: of the window, if that of another stage is longer.
+        size: total size of its snapshots.
+        snapshots: bytes of the busiest rank by snapshot; several form a window, one per iteration.
+        k: experts of each layer that a checkpoint saves, the others being older; None for all.
+        length: snapshots in the longest window of any stage.
     """
 
     size: Sizes

@@ -1,4 +1,4 @@
-"""Where policies are found."""
+"""The registry of checkpoint policies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TypeVar
 from moc.policy.plan import Policy
 
 AUTO = "auto"
-"""In place of a policy: one is chosen, with its settings, by what is measured."""
+"""In place of a policy name: policy and settings are chosen from measurements."""
 
 ENTRY_POINTS = "moc.policies"
-"""What packages call the modules of their policies."""
+"""Entry-point group under which packages list the modules of their policies."""
 
 POLICIES: dict[str, type[Policy]] = {}
 
@@ -22,10 +22,10 @@ Kind = TypeVar("Kind", bound=type[Policy])
 
 
 def policy(name: str) -> Callable[[Kind], Kind]:
-    """Registers the class below it as the policy of that name.
+    """Registers the decorated class as the policy of that name.
 
     Raises:
-        ValueError: name or flags are those of another policy, or cannot be told from them.
+        ValueError: the name is taken or invalid, or a flag lacks the policy's prefix.
     """
 
     def register(kind: Kind) -> Kind:
@@ -44,10 +44,10 @@ def policy(name: str) -> Callable[[Kind], Kind]:
 
 
 def import_policies() -> None:
-    """Imports the modules that installed packages name as entry points ``moc.policies``; they register what they have.
+    """Imports the modules listed under the entry point ``moc.policies``, which register their policies.
 
     Raises:
-        ImportError: one of them cannot be imported, so that a run with its policy would not be what it was asked for.
+        ImportError: a module cannot be imported; ignoring it could silently run without the requested policy.
     """
     for found in sorted(entry_points(group=ENTRY_POINTS), key=lambda found: found.name):
         try:
@@ -60,7 +60,7 @@ def import_policies() -> None:
 
 
 def owners() -> dict[str, type[Policy]]:
-    """By flag of a policy, whose it is."""
+    """The owning policy of each policy flag."""
     return {flag.name: kind for kind in POLICIES.values() for flag in kind.flags}
 
 
@@ -68,7 +68,7 @@ def policy_named(name: str) -> type[Policy]:
     """The policy of a name.
 
     Raises:
-        ValueError: there is none; the message lists those that there are.
+        ValueError: no policy has this name; the message lists all names.
     """
     if name not in POLICIES:
         raise ValueError(f"there is no policy called {name}: choose one of {', '.join(sorted(POLICIES))}")
@@ -76,12 +76,12 @@ def policy_named(name: str) -> type[Policy]:
 
 
 def is_of_everything(name: str | None) -> bool:
-    """Whether each snapshot of a policy holds all of the model; not known of one that is not installed."""
+    """Whether each snapshot of a policy holds the full model; False for a policy that is not installed."""
     kind = None if name is None else POLICIES.get(name)
     return kind is not None and kind.exact and not kind.replays
 
 
 def is_of_windows(name: str) -> bool:
-    """Whether several snapshots of a policy are a checkpoint together; not known of one that is not installed."""
+    """Whether a window of snapshots forms one checkpoint; False for a policy that is not installed."""
     kind = POLICIES.get(name)
     return kind is not None and kind.replays

@@ -1,4 +1,4 @@
-"""How large the snapshots of a run would be: asked of its workers, once for all policies."""
+"""Snapshot sizes of a run, queried from its workers once for all policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moc.state.operators import Operator
 
 
 def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:
-    """By number of experts of each layer, the bytes of the rank that saves most; empty without experts."""
+    """Bytes of the rank that saves most, by number of experts saved per layer; empty without experts."""
     policy = Pec(operators, Every(1), auto=True, ep=ep)
     policy.on_sizes(busiest)
     assert isinstance(policy.interval, PecTuner)  # which chooses K
@@ -24,7 +24,7 @@ def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int)
 def operators_by_stage(
     busiest: Busiest, operators: Sequence[Operator], ep: int, stages: tuple[int, ...]
 ) -> list[list[OperatorBytes]]:
-    """By pipeline stage, what each of its operators adds to a snapshot, in an order in which they are saved."""
+    """Bytes that each operator adds to a snapshot, by pipeline stage, in an order in which they are saved."""
     policy = Sparse(operators, Every(1), ep=ep, stages=stages)
     policy.on_sizes(busiest)
     return policy.by_stage()

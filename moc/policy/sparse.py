@@ -1,4 +1,4 @@
-"""Sparse checkpoints: each iteration saves some operators in full, until a window has had all of them."""
+"""Sparse checkpointing: each iteration saves some operators in full, until a window holds every operator."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ORDERS = ("popularity", "soft", "decayed", "capacity", "index")
 
 @dataclass(frozen=True)
 class Current:
-    """The window that is under way, or was last.
+    """The current window, or the last one.
 
     Attributes:
-        start: iteration of its first snapshot; 0 where there is no window yet.
-        length: iterations over which it was to be spread; rounding may leave it with fewer.
-        turns: what its iterations save; not stored, since it follows from order and length.
-        order: the operators by their places in the model, stage after stage, each in the order in which it saves.
-        shares: of the experts, by layer, when they were ordered last.
+        start: iteration of its first snapshot; 0 before the first window.
+        length: planned number of iterations; rounding may leave fewer.
+        turns: operators that each iteration saves; not stored, since they follow from order and length.
+        order: indices of the operators in the model, stage by stage, in the order of saving.
+        shares: activation frequencies of the experts at the last reordering, by layer.
     """
 
     start: int = 0
@@ -51,7 +51,7 @@ class Current:
     shares: popularity.Scores = field(default_factory=dict)
 
     def has(self, iteration: int) -> bool:
-        """Whether a snapshot of this iteration is part of it."""
+        """Whether a snapshot of this iteration is part of the window."""
         return self.start <= iteration < self.start + len(self.turns)
 
 
@@ -60,12 +60,12 @@ class SparseState:
     """What the policy was told; stored with snapshots.
 
     Attributes:
-        current: the window.
+        current: the current window.
         iteration: of the last snapshot.
-        load: tokens by layer and expert then.
-        counts: tokens of an iteration at that time.
-        mean: the same, decayed.
-        probabilities: by layer and expert the sum of gating probabilities since training began.
+        load: tokens by layer and expert at the last snapshot.
+        counts: tokens per iteration up to the last snapshot.
+        mean: time-decayed ``counts``.
+        probabilities: sum of gating probabilities since training began, by layer and expert.
     """
 
     current: Current = field(default_factory=Current)
@@ -84,28 +84,28 @@ _TABLES = ("load", "counts", "mean", "probabilities")
 class Sparse(Policy):
     """MoEvement's sparse checkpoints (Gandhi, Kozyrakis, NSDI 2026, sections 3.2 and 3.5, Algorithm 1).
 
-    There is a snapshot after every iteration; the first one saves everything, so that there is something to go on from
-    before a window is complete.  In a window of W snapshots each operator is saved in full once, as compute weights
-    alone before that, and not at all after it.  A run goes on from the end of a window: it loads the first
-    snapshot, computes the following iterations again while operators that are not there in full yet are frozen, and
-    adds those that are as their snapshots come (section 3.3); to the last bit the state that was there.
+    Every iteration takes a snapshot; the first one saves everything, so that a run can resume before a window is
+    complete.  In a window of W snapshots, each operator is saved in full once, before that as compute weights only, and
+    afterwards not at all.  A run resumes at the end of a window: it loads the first snapshot and replays the following
+    iterations with operators frozen until the snapshot that holds them in full (section 3.3); the result is
+    bit-identical.
 
-    Window and order change between windows only.
+    Window length and order change only between windows.
 
     Attributes:
-        window: W at most; 0 to choose it by what is measured.
-        order: by what experts are sorted: ``popularity``, tokens since training began; ``soft``, the same of gating
-            probabilities; ``decayed``, tokens of late; ``capacity``, tokens as a share of what the expert can take;
-            ``index``, their numbers.
+        window: maximum of W; 0 to choose it from measurements.
+        order: sort key of the experts: ``popularity``, tokens since training began; ``soft``, gating probabilities
+            since training began; ``decayed``, time-decayed tokens; ``capacity``, tokens relative to the expert's
+            capacity; ``index``, expert number.
         ep: expert-parallel ranks.
-        stages: by layer its pipeline stage; empty where there is one.
-        alpha: how much of the decayed popularity stays in each iteration.
-        capacities: by layer, what each expert can take; empty where all can take the same.
-        told: what it was told; stored with snapshots.
-        sizes: by operator, what it adds to a snapshot of the rank of its stage that saves the most.
+        stages: pipeline stage of each layer; empty for a single stage.
+        alpha: weight of the previous value in the decayed popularity.
+        capacities: capacity of each expert, by layer; empty if all are equal.
+        told: what the policy was told; stored with snapshots.
+        sizes: bytes that each operator adds to the snapshot of its stage's busiest rank.
 
     Raises:
-        ValueError: a setting is not possible.
+        ValueError: a setting is invalid.
     """
 
     replays: ClassVar[bool] = True
@@ -163,13 +163,13 @@ class Sparse(Policy):
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: every window up to the shortest that hides, and one more."""
+        """As :meth:`Policy.candidates`: every window up to one beyond the shortest that overlaps fully."""
         hides = max(find_window_size(stage, machine.hidden_s, machine.rate).length for stage in machine.stages)
         return ({"window": window} for window in range(1, hides + 2))
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; the window is the shortest that hides where nobody says more."""
+        """As :meth:`Policy.price`; by default, the window is the shortest that overlaps fully."""
         windows = []
         for stage in machine.stages:
             if settings.get("window"):
@@ -188,7 +188,7 @@ class Sparse(Policy):
 
     @property
     def counts_tokens(self) -> bool:
-        """As :attr:`Policy.counts_tokens`: for the order, and to see how unequal experts are."""
+        """As :attr:`Policy.counts_tokens`: for the order and for the skewness gauges."""
         return any(operator.expert is not None for operator in self.operators)
 
     @property
@@ -197,9 +197,9 @@ class Sparse(Policy):
         return self.order == "soft" and self.counts_tokens
 
     def on_sizes(self, busiest: Busiest) -> None:
-        """As :meth:`Policy.on_sizes`: what each operator adds to the bytes of its stage's busiest rank.
+        """As :meth:`Policy.on_sizes`: bytes that each operator adds to its stage's busiest rank.
 
-        A snapshot has about the same share of every rank, so it is taken for the sum over its operators.
+        A snapshot takes about the same share of every rank, so its size is the sum over its operators.
         """
         if self.window:
             return
@@ -213,18 +213,18 @@ class Sparse(Policy):
                 self.sizes[one.name] = OperatorBytes(full * one.parameters, compute * one.parameters)
 
     def by_stage(self) -> list[list[OperatorBytes]]:
-        """By pipeline stage, what :meth:`sized` has found for its operators, in an order in which they are saved."""
+        """Operator sizes from :meth:`on_sizes` by pipeline stage, in an order in which they are saved."""
         queues = (order_operators(operators, None, self.ep) for operators in self._stages.values())
         return [[self.sizes[operator.name] for operator in queue] for queue in queues]
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """The operators whose turn it is in full, and the compute weights of those that are still to come."""
+        """The operators of this turn in full, and the compute weights of those of later turns."""
         if not self.interval.due(iteration):
             return None
         return self._planned(self._window_at(iteration, load), iteration)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
-        """As :meth:`Policy.on_snapshot`; with a snapshot of everything, a window ends early."""
+        """As :meth:`Policy.on_snapshot`; a full snapshot ends the window early."""
         current = self._window_at(plan.iteration, load)
         if plan.complete:
             whole = Turn(tuple(plan.operators), ())
@@ -243,7 +243,7 @@ class Sparse(Policy):
         return tuple(self._planned(current, one) for one in range(current.start, iteration + 1))
 
     def begin_anew(self) -> None:
-        """As :meth:`Policy.begin_anew`; the order stays."""
+        """As :meth:`Policy.begin_anew`; keeps the order."""
         self.told.current = dataclasses.replace(self.told.current, start=0, length=0, turns=())
 
     def on_routing(self, probabilities: popularity.Scores) -> None:
@@ -255,7 +255,7 @@ class Sparse(Policy):
         }
 
     def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: the window, and how unequal experts are of late (Appendix D)."""
+        """As :meth:`Policy.gauges`: window length and recent skewness of experts (Appendix D)."""
         return self.chosen() | popularity.skew_gauges(self.told.counts)
 
     def chosen(self) -> dict[str, float]:
@@ -278,15 +278,15 @@ class Sparse(Policy):
         return plain | window | {name: _table(getattr(told, name)) for name in _TABLES}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Policy.load_state_dict`; the model must be the same, settings need not.
+        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ.
 
-        The next snapshot has the next turn of the window that was under way, if that was not over.
+        The next snapshot takes the next turn of an unfinished window.
         """
         try:
             order, shares = tuple(map(int, state["order"])), _table(state["shares"])
             start, length, number = (int(state.get(name, 0)) for name in ("start", "length", "turns"))
             turns = self._turns(order, length) if length > 0 else ()
-            turns = turns if len(turns) == number else ()  # it was another layout's, with other queues
+            turns = turns if len(turns) == number else ()  # of another layout, with other queues
             current = Current(start, length, turns, order, shares)
             tables = {name: _table(state[name]) for name in _TABLES}
             told = SparseState(current, int(state["iteration"]), **tables)
@@ -295,7 +295,7 @@ class Sparse(Policy):
         vars(self.told).update(vars(told))
 
     def _window_at(self, iteration: int, load: Load | None) -> Current:
-        """The window that an iteration is in; a new one where the last is over."""
+        """The window of an iteration; a new one if the last has ended."""
         current = self.told.current
         if current.has(iteration):
             return current
@@ -321,12 +321,12 @@ class Sparse(Policy):
         return tuple(side_by_side([generate_schedule(queue, math.ceil(len(queue) / length)) for queue in queues]))
 
     def _queues(self, order: tuple[int, ...]) -> list[list[Operator]]:
-        """By pipeline stage its operators, in the order in which they are saved."""
+        """Operators by pipeline stage, in the order of saving."""
         ordered = [self.operators[place] for place in order]
         return [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
-        """W_sparse, as the slowest stage needs it; 1 as long as nothing is known to have been copied."""
+        """W_sparse of the slowest stage; 1 until a copy has been measured."""
         seen = self.interval
         if not isinstance(seen, WindowTuner) or seen.seconds is None or seen.bandwidth is None:
             return 1
@@ -347,7 +347,7 @@ class Sparse(Policy):
         return load
 
     def _counts(self, iteration: int, load: Load) -> dict[int, list[float]]:
-        """Tokens of an iteration: the mean since the last snapshot, which was before it."""
+        """Tokens per iteration: the mean since the last snapshot."""
         before, passed = self.told.load, max(1, iteration - self.told.iteration)
         return {
             layer: [(now - then) / passed for now, then in zip(row, before.get(layer, [0] * len(row)), strict=True)]

@@ -1,4 +1,4 @@
-"""A window of sparse snapshots: how long it is, and which operators each of its iterations saves in full.
+"""Windows of sparse snapshots: their length, and the operators that each iteration saves in full.
 
 The functions of MoEvement's Algorithm 1 (section 3.5), without side effects.
 """
@@ -14,16 +14,16 @@ from moc.policy.popularity import Scores
 from moc.state.operators import Operator
 
 FEWEST = 2
-"""Operators in full that even a snapshot has which does not fit: Algorithm 1, line 10."""
+"""Minimum number of operators in full per snapshot, even if it does not fit: Algorithm 1, line 10."""
 
 
 @dataclass(frozen=True)
 class OperatorBytes:
-    """What one operator adds to a snapshot, in bytes.
+    """Bytes that one operator adds to a snapshot.
 
     Attributes:
-        full: its master weights and moments.
-        compute: its compute weights.
+        full: bytes of its master weights and moments.
+        compute: bytes of its compute weights.
     """
 
     full: float
@@ -32,11 +32,11 @@ class OperatorBytes:
 
 @dataclass(frozen=True)
 class Window:
-    """An answer of :func:`find_window_size`.
+    """Result of :func:`find_window_size`.
 
     Attributes:
         length: W_sparse, iterations.
-        active: O_active, operators that each of them saves in full; the last one may have fewer.
+        active: O_active, operators that each iteration saves in full; the last one may save fewer.
     """
 
     length: int
@@ -45,11 +45,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one iteration of a window saves.
+    """The operators that one iteration of a window saves.
 
     Attributes:
-        full: operators whose turn it is.
-        compute: those that are still to come.
+        full: operators saved in full.
+        compute: operators of later turns, saved as compute weights.
     """
 
     full: tuple[str, ...]
@@ -59,16 +59,16 @@ class Turn:
 def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwidth: float) -> Window:
     """The shortest window whose snapshots can be copied within an iteration (``FindWindowSize``).
 
-    Algorithm 1 reckons with operators of one size, where the first snapshot of a window is the largest.  Here each has
-    its own, so it is the largest of the window's snapshots that has to fit; with equal sizes that is the same.
+    Algorithm 1 assumes operators of one size, where the first snapshot of a window is the largest.  Here sizes differ,
+    so the largest snapshot of the window has to fit; with equal sizes the two agree.
 
     Args:
-        sizes: of the operators, in the order in which they are saved.
+        sizes: sizes of the operators, in the order of saving.
         iteration_s: seconds that a copy may take.
-        bandwidth: bytes per second from the device to the host.
+        bandwidth: bytes per second from device to host.
 
     Raises:
-        ValueError: there is no operator, or no time or bandwidth.
+        ValueError: there is no operator, or time or bandwidth is not positive.
     """
     if not sizes or not iteration_s > 0 or not bandwidth > 0:
         raise ValueError(
@@ -82,30 +82,30 @@ def find_window_size(sizes: Sequence[OperatorBytes], iteration_s: float, bandwid
 
 
 def largest_snapshot(sizes: Sequence[OperatorBytes], active: int) -> float:
-    """Bytes of the largest snapshot of a window; arguments as of :func:`find_window_size`."""
+    """Bytes of the largest snapshot of a window of which each iteration saves ``active`` operators in full."""
     return max(snapshot_bytes(sizes, active))
 
 
 def snapshot_bytes(sizes: Sequence[OperatorBytes], active: int) -> list[float]:
-    """Bytes of each snapshot of a window: operators in full, and the compute weights of those that are to come."""
+    """Bytes of each snapshot of a window: operators in full, and the compute weights of those of later turns."""
     full, compute = ([0, *accumulate(getattr(size, kind) for size in sizes)] for kind in ("full", "compute"))
     ends = ((start, min(start + active, len(sizes))) for start in range(0, len(sizes), active))
     return [full[end] - full[start] + compute[-1] - compute[end] for start, end in ends]
 
 
 def generate_schedule(ordered: Sequence[str], active: int) -> list[Turn]:
-    """The iterations of a window (``GenerateSchedule``): each operator is in full exactly once, and not saved after it.
+    """The turns of a window (``GenerateSchedule``): each operator is in full exactly once, and absent afterwards.
 
     Args:
-        ordered: the names of all operators, in the order in which they are saved.
-        active: operators in full in each iteration.
+        ordered: names of all operators, in the order of saving.
+        active: operators saved in full by each iteration.
     """
     ends = ((start, start + active) for start in range(0, len(ordered), active))
     return [Turn(tuple(ordered[start:end]), tuple(ordered[end:])) for start, end in ends]
 
 
 def side_by_side(schedules: Sequence[Sequence[Turn]]) -> list[Turn]:
-    """One schedule of those of several pipeline stages, which save at the same time."""
+    """Merges the schedules of several pipeline stages, which save at the same time."""
     turns = []
     for place in range(max(map(len, schedules), default=0)):
         there = [schedule[place] for schedule in schedules if place < len(schedule)]
@@ -116,18 +116,18 @@ def side_by_side(schedules: Sequence[Sequence[Turn]]) -> list[Turn]:
 def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: int = 1) -> list[Operator]:
     """The order in which the operators of a pipeline stage are saved (``OrderOperators``).
 
-    Experts come first, the least popular ones before the others, since what is saved late is frozen for long when
-    it is replayed, which saves the more the more it has to do.  What every token passes comes after them, in model
-    order, as in Figure 6.  Where there are no experts, operators go from the back to the front (Appendix E): the
-    gradient of an input is needed only behind the first operator that learns.
+    Experts come first, the least popular ones leading: an operator saved late stays frozen for most of the replay,
+    which saves more work the busier the operator is.  Operators that every token passes follow in model order, as in
+    Figure 6.  Without experts, operators are saved back to front (Appendix E): input gradients are needed only behind
+    the first operator that is not frozen.
 
-    Expert-parallel ranks take turns, each with its own next expert, so that no snapshot has more of one rank than of
-    another; the paper does not speak of that.
+    Expert-parallel ranks take turns, each with its own next expert, which balances every snapshot over ranks; the paper
+    does not specify this.
 
     Args:
         operators: in model order.
-        scores: popularity by layer and expert; None for the order of their numbers.
-        ep: expert-parallel ranks; each holds as many neighbouring experts of a layer.
+        scores: popularity by layer and expert; None to order by expert number.
+        ep: expert-parallel ranks, each holding an equal number of consecutive experts of a layer.
     """
     experts = {operator: operator.place for operator in operators if operator.place is not None}
     if not experts:
@@ -141,7 +141,7 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
         return 0.0 if scores is None else scores[layer][expert]
 
     of_rank: dict[int, list[Operator]] = {}
-    for operator in sorted(experts, key=score):  # of equal ones, the first of the model
+    for operator in sorted(experts, key=score):  # ties: model order
         layer, expert = experts[operator]
         of_rank.setdefault(expert * ep // number[layer], []).append(operator)
     places = {operator: place for queue in of_rank.values() for place, operator in enumerate(queue)}

@@ -1,4 +1,4 @@
-"""What a sparse window is chosen by: how long an iteration leaves a copy to itself, and how fast copies are."""
+"""Measurements that a sparse window is chosen from: the time that a copy can overlap, and copy bandwidth."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, Observed
 class WindowTuner(Interval):
     """Measures while training runs (the profiler of MoEvement's Algorithm 1, line 8).
 
-    The first ``WARM_UP`` iterations are passed over and ``BLOCK`` measured without a snapshot; from then on there is
-    one in every iteration.  What counts are medians of what was seen last: of the time from the begin of an iteration
-    to its vote, which is what a copy can hide behind, and of the bandwidth of copies.  The paper takes the whole
-    iteration for the former, though training waits for a copy before the update.
+    The first ``WARM_UP`` iterations are skipped and ``BLOCK`` are measured without a snapshot; from then on every
+    iteration takes one.  The window follows from medians of recent values: the time from the start of an iteration to
+    its vote, which a copy can overlap, and copy bandwidth.  The paper uses the whole iteration for the former, though
+    training waits for a copy before the update.
     """
 
     def __init__(self):
@@ -34,25 +34,25 @@ class WindowTuner(Interval):
             self._seconds.append(seen.forward_backward_s)
 
     def due(self, iteration: int) -> bool:
-        """In every iteration, as soon as enough of them were measured."""
+        """True for every iteration once enough of them are measured."""
         return iteration > 0 and len(self._seconds) == BLOCK
 
     @property
     def seconds(self) -> float | None:
-        """What a copy can hide behind; None while not known."""
+        """Seconds that a copy can overlap; None until measured."""
         return median(self._seconds) if self._seconds else None
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second of a rank; None while not known."""
+        """Copy bandwidth of a rank in bytes per second; None until measured."""
         return median(self._bandwidths) if self._bandwidths else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured."""
+        """The measurements."""
         return {"forward_backward_s": list(self._seconds), "bandwidths": list(self._bandwidths)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Interval.load_state_dict`; the state of another tuner serves as far as it goes."""
+        """As :meth:`Interval.load_state_dict`; of another tuner's state, the common fields are used."""
         try:
             seconds, bandwidths = ([float(x) for x in state.get(k, ())] for k in ("forward_backward_s", "bandwidths"))
         except (AttributeError, TypeError, ValueError) as error:

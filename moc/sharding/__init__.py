@@ -1,4 +1,4 @@
-"""Who saves what: every byte of a checkpoint by exactly one of the ranks that hold it."""
+"""Sharding: exactly one of the ranks that hold a byte of a checkpoint saves it."""
 
 from moc.sharding.assign import SCHEMES, Scheme, ShardingError, assign, loads, scheme_named
 from moc.sharding.contents import StateBytes, contents

@@ -1,4 +1,4 @@
-"""From items and two rules, one for experts and one for the rest, to the rank that saves each item."""
+"""Assigns each item to the rank that saves it, by one rule for experts and one for the rest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moc.sharding.rules import RULES, Rule
 
 
 class ShardingError(ValueError):
-    """A rule broke its contract; the message names it."""
+    """A sharding scheme, rule or set of holdings is invalid; the message names it."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The rules by which a checkpoint is shared out, by their names."""
+    """The names of the two rules that shard a checkpoint."""
 
     experts: str
     others: str
@@ -29,17 +29,17 @@ SCHEMES: Mapping[str, Scheme] = {
     "EE+AN": Scheme("equal", "adaptive"),
     "AE+AN": Scheme("adaptive", "adaptive"),
 }
-"""Those of MoC's Figure 10 by its names, and ``AE+AN``, which places experts adaptively too."""
+"""The schemes of MoC's Figure 10 by its names, and ``AE+AN``, which places experts adaptively too."""
 
 
 def scheme_named(text: str) -> Scheme:
-    """The scheme that a flag names.
+    """The scheme of a flag value.
 
     Args:
         text: a name in :data:`SCHEMES`, or two rules: ``EXPERTS_RULE,OTHERS_RULE``.
 
     Raises:
-        ShardingError: it is neither.
+        ShardingError: the text is neither.
     """
     if text in SCHEMES:
         return SCHEMES[text]
@@ -61,15 +61,16 @@ def _known(name: str) -> Rule:
 
 
 def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
-    """The rank that saves each item; the same on every rank, without communication.
+    """The rank that saves each item; identical on every rank, without communication.
 
-    What only one rank holds is saved by that rank and counts as its load; then experts are assigned, then the
-    rest, so that the rule for the rest sees everything before it.
+    An item with a single holder is saved by that rank and counts towards its load.  Experts are assigned next, then the
+    rest, so that the rule for the rest sees all other load.
 
     Raises:
-        ShardingError: a rule is not known, or chose a rank that does not hold the item.
+        ShardingError: a rule is unknown, assigns too few or too many items, or chooses a rank that does not hold the
+            item.
     """
-    result = [item.holders[0] for item in items]  # of what has several, until a rule chooses
+    result = [item.holders[0] for item in items]  # replaced below if there are several holders
     load: Counter[int] = Counter()
     members = _members(items)
     for item in items:
@@ -90,7 +91,7 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
 
 
 def _members(items: Sequence[Item]) -> dict[int, frozenset[int]]:
-    """Holders as sets, by identity: thousands of items share tuples of up to a thousand ranks."""
+    """Sets of holders, keyed by identity: thousands of items share tuples of up to a thousand ranks."""
     members: dict[int, frozenset[int]] = {}
     for item in items:
         if id(item.holders) not in members:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and which ranks hold it: items from operators, layout and number formats."""
+"""The items of a checkpoint and their holders, from operators, layout and number formats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that a checkpoint holds for each parameter; 2 + 12 of them in MoC (section 2.3, Figure 2).
+    """Bytes of a checkpoint per parameter: 2 + 12 in MoC (section 2.3, Figure 2).
 
     Attributes:
-        weights: the compute weights: B_w.
-        master: the fp32 master weights; 0 where the compute weights are fp32 themselves.
-        moments: both of Adam's; together with ``master``: B_o.
+        weights: bytes of the compute weights: B_w.
+        master: bytes of the fp32 master weights; 0 if the compute weights are fp32 themselves.
+        moments: bytes of both Adam moments; with ``master``: B_o.
     """
 
     weights: int = 2
@@ -32,23 +32,23 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A part of an operator: the same place of the buffer on every tensor-parallel rank."""
+    """A part of an operator at the same place of the buffer on every tensor-parallel rank."""
 
     operator: Operator
     elements: int
     sliced: bool
-    """Every tensor-parallel rank holds another slice; otherwise all hold the same."""
+    """Each tensor-parallel rank holds its own slice; otherwise all hold the same."""
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """Segments that lie behind each other in the flat buffers of some ranks: ``grid[slice][data-parallel place]``."""
+    """Consecutive segments in the flat buffers of some ranks: ``grid[slice][data-parallel place]``."""
 
     segments: list[_Segment]
     grid: list[tuple[int, ...]]
 
     def copies(self, segment: _Segment) -> Iterator[tuple[int | None, list[tuple[int, ...]]]]:
-        """For each slice of a segment (None: there is but one) the ranks that hold it, by data-parallel place."""
+        """The holders of each slice of a segment (None if unsliced), by data-parallel place."""
         if not segment.sliced:
             yield None, list(zip(*self.grid, strict=True))
             return
@@ -67,19 +67,19 @@ def contents(
 ) -> list[Item]:
     """The items of a checkpoint.
 
-    A weight that embedding and output share is saved by the first pipeline stage.
+    A weight shared by embedding and output is saved by the first pipeline stage.
 
     Args:
-        operators: of the unpartitioned model, in order.
-        layout: where the ranks stand.
-        state: bytes of each parameter; by default those of 16-bit training with Adam.
-        zero: ZeRO-1 or ZeRO-2: each data-parallel rank holds a part of the optimizer state.  Otherwise all hold
-            all of it, and rules share it out as they do weights.
-        chosen: names of the experts that partial experts checkpointing saves now (MoC, section 3); None for all.
-        keep_master: save the master weights of the experts that were not chosen nevertheless.
+        operators: operators of the unpartitioned model, in order.
+        layout: parallel layout of the ranks.
+        state: bytes per parameter; by default those of 16-bit training with Adam.
+        zero: ZeRO-1 or ZeRO-2: each data-parallel rank holds a part of the optimizer state.  Otherwise it is
+            replicated, and rules shard it like weights.
+        chosen: names of the experts that partial experts checkpointing saves (MoC, section 3); None for all.
+        keep_master: save the master weights also of experts that are not chosen.
 
     Raises:
-        LayoutError: layers or experts cannot be spread evenly.
+        LayoutError: layers, experts or slices do not divide evenly over ranks.
     """
     state = state or StateBytes()
     items: list[Item] = []
@@ -114,17 +114,17 @@ def _optimizer(
 
 
 def flat_ranges(sizes: Sequence[int], parts: int) -> Iterator[tuple[int, int, int, int]]:
-    """ZeRO's partition: cuts segments that lie behind each other in a buffer into equal contiguous parts of the buffer.
+    """ZeRO's partition: cuts a buffer of consecutive segments into equal contiguous parts.
 
     DeepSpeed's ZeRO-1 and ZeRO-2 and megatron-core's distributed optimizer all give each data-parallel rank one
     such part of the optimizer state.
 
     Args:
         sizes: elements of each segment.
-        parts: how many ranks share the buffer; its end is padded to a multiple of that.
+        parts: ranks that share the buffer, whose size is padded to a multiple of them.
 
     Yields:
-        (segment, part, first element in the segment, the one after the last), in ascending order, none empty.
+        (segment, part, first element in the segment, one past the last), ascending, none empty.
     """
     each = -(-sum(sizes) // parts)
     begin = 0
@@ -151,7 +151,7 @@ def _buffers(operators: Sequence[Operator], layout: Layout) -> Iterator[_Buffer]
     num_experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     if num_experts % layout.ep:
         raise LayoutError(f"{num_experts} experts are not a multiple of ep = {layout.ep}")
-    one_for_all = layout.ep == 1 and layout.etp == layout.tp  # then experts are ordinary parameters to megatron-core
+    one_for_all = layout.ep == 1 and layout.etp == layout.tp  # megatron-core then treats experts as ordinary parameters
     for stage in range(layout.pp):
         here = [o for o in operators if _stage(o, layout, num_layers) == stage]
         dense = [o for o in here if one_for_all or o.kind != "expert"]

@@ -1,4 +1,4 @@
-"""What no assignment can beat, and when partial experts checkpointing leaves ranks unequal (MoC, eqs. 8-9)."""
+"""Lower bounds of any assignment, and when partial experts checkpointing is unbalanced (MoC, eqs. 8-9)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moc.sharding.layout import Layout
 def ideal_bytes(items: Sequence[Item], layout: Layout) -> float:
     """Bytes of the bottleneck rank if every byte could go to any rank of its pipeline stage.
 
-    With one stage, and everything saved, this is (P_ne + P_e) (B_w + B_o) / D_dp: MoC's eq. 8 with D_dp in place
-    of its D_ep.  The two agree where there is one expert-parallel group; where there are several, each rank holds
-    only 1 / D_dp of the optimizer state, and equal sharding of experts shares their weights out in the same way.
+    With one stage and a full checkpoint, this is (P_ne + P_e) (B_w + B_o) / D_dp: MoC's eq. 8 with D_dp in place of
+    D_ep.  The two agree for one expert-parallel group; with several, each rank holds only 1 / D_dp of the optimizer
+    state, and equal sharding of experts divides their weights likewise.
     """
     of_stage = [0] * layout.pp
     for item in items:
@@ -23,7 +23,7 @@ def ideal_bytes(items: Sequence[Item], layout: Layout) -> float:
 
 
 def forced_bytes(items: Sequence[Item]) -> int:
-    """The most bytes that some rank is the only holder of: no assignment has a bottleneck below that."""
+    """Maximum bytes of which one rank is the only holder: a lower bound of every assignment's bottleneck."""
     load: Counter[int] = Counter()
     for item in items:
         if len(item.holders) == 1:
@@ -32,13 +32,13 @@ def forced_bytes(items: Sequence[Item]) -> int:
 
 
 def equation_8(non_expert: int, expert: int, weights: int, optimizer: int, dp: int, ep: int) -> float:
-    """MoC's eq. 8 as printed, in bytes: what each rank saves ideally when all experts are saved.
+    """MoC's eq. 8 as printed: the bytes that each rank ideally saves of a full checkpoint.
 
     Args:
-        non_expert: P_ne, parameters outside of experts.
+        non_expert: P_ne, dense parameters.
         expert: P_e, parameters of experts.
-        weights: B_w, bytes of weights for each parameter.
-        optimizer: B_o, bytes of optimizer state for each parameter.
+        weights: B_w, bytes of weights per parameter.
+        optimizer: B_o, bytes of optimizer state per parameter.
         dp: D_dp, data-parallel ranks.
         ep: D_ep, expert-parallel ranks.
     """
@@ -46,9 +46,9 @@ def equation_8(non_expert: int, expert: int, weights: int, optimizer: int, dp: i
 
 
 def pec_leaves_ranks_unequal(k: int, moe_layers: int, dp: int, ep: int) -> bool:
-    """MoC's eq. 9: whether the chosen experts cannot be shared out equally.
+    """MoC's eq. 9: whether the chosen experts cannot be sharded equally.
 
-    Either they do not divide over expert-parallel ranks, or what falls to one of these does not divide over the
+    Either they do not divide over expert-parallel ranks, or the experts of one such rank do not divide over the
     expert-parallel groups.
 
     Args:

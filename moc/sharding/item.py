@@ -1,4 +1,4 @@
-"""What is assigned: a range of bytes of one operator, and the ranks that hold a copy of it."""
+"""Items, the unit of assignment: a byte range of one operator, and the ranks that hold a copy of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The bytes [start, stop) of one kind of state of one operator.
+    """The bytes [start, stop) of one slot of one operator.
 
     Attributes:
-        operator: its name.
-        slot: what of it: ``weights`` (the compute copy), ``optimizer`` or, of that, ``master`` alone; ``gradients``.
-        slice: which of its tensor-parallel slices; None for what every tensor-parallel rank holds alike.
+        operator: name of the operator.
+        slot: ``weights`` (the compute copy), ``optimizer``, its part ``master`` alone, or ``gradients``.
+        slice: index of the tensor-parallel slice; None if every tensor-parallel rank holds the same.
         start: first byte.
-        stop: the byte after the last.
+        stop: one past the last byte.
         holders: the ranks that hold a copy, in ascending order; exactly one of them saves it.
     """
 
@@ -35,20 +35,20 @@ class Item:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to an expert that a router chooses."""
+        """Whether the item belongs to a routed expert."""
         return ".expert." in self.operator
 
 
-_ALIGNMENT = 4096  # bytes: pages stay whole, and so does every element
-_PIECES_PER_SHARE = 64  # small enough to level what whole layers leave uneven, large enough to write
+_ALIGNMENT = 4096  # bytes: keeps pages and elements whole
+_PIECES_PER_SHARE = 64  # small enough to level whole layers, large enough to write efficiently
 
 
 def cut_large(items: Sequence[Item]) -> list[Item]:
-    """Cuts items that are larger than an even share, so that no rank has to save more because of one of them.
+    """Cuts items larger than an even share, which would otherwise be the bottleneck of a rank.
 
-    Only what is not an expert and has several holders is cut; an even share is the bytes of all such items with
-    the same holders, divided by the number of these.  Layers are smaller than that in most models, so it is the
-    embedding that is cut: whole, it would be the bottleneck.  In pieces it fills the gaps between whole layers.
+    Only dense items with several holders are cut; an even share is the bytes of all such items with the same holders,
+    divided by the number of holders.  In most models, layers are smaller than a share, so only the embedding is cut:
+    whole, it would be the bottleneck; in pieces, it fills the gaps between whole layers.
     """
     of_holders: dict[tuple[int, ...], int] = defaultdict(int)
     for item in items:

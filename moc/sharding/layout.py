@@ -1,4 +1,4 @@
-"""Which rank stands where in tensor, expert, data and pipeline parallelism: arithmetic, without process groups."""
+"""Ranks in tensor, expert, data and pipeline parallelism: arithmetic without process groups."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 
 class LayoutError(ValueError):
-    """The sizes do not fit together; the message says which."""
+    """Parallel sizes are incompatible; the message names them."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of all dimensions, in ranks.  Ranks are numbered in megatron-core's order "tp-cp-ep-dp-pp".
+    """Sizes of all parallel dimensions in ranks, numbered in megatron-core's order "tp-cp-ep-dp-pp".
 
     Attributes:
-        world: all ranks.
-        tp: ranks that share each layer outside of experts.
+        world: number of ranks.
+        tp: tensor-parallel ranks of each dense layer.
         pp: pipeline stages.
-        ep: ranks over which the experts of a layer are spread.
-        expert_tp: ranks that share each expert; by default ``tp``.
-        vpp: virtual stages that each pipeline stage alternates between.
+        ep: ranks that the experts of a layer are distributed over.
+        expert_tp: tensor-parallel ranks of each expert; by default ``tp``.
+        vpp: virtual stages per pipeline stage.
     """
 
     world: int
@@ -40,12 +40,12 @@ class Layout:
 
     @property
     def etp(self) -> int:
-        """Ranks that share each expert."""
+        """Tensor-parallel ranks of each expert."""
         return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
     def dp(self) -> int:
-        """Replicas of what is not an expert (of its slice, with tensor parallelism): D_dp."""
+        """Replicas of each dense operator (of its slice, with tensor parallelism): D_dp."""
         return self.world // (self.tp * self.pp)
 
     @property
@@ -54,15 +54,15 @@ class Layout:
         return self.world // (self.etp * self.ep * self.pp)
 
     def rank(self, tp: int, dp: int, pp: int) -> int:
-        """The rank at these coordinates."""
+        """The rank at dense coordinates."""
         return tp + self.tp * (dp + self.dp * pp)
 
     def expert_rank(self, etp: int, ep: int, expert_dp: int, pp: int) -> int:
-        """The rank at these coordinates among experts."""
+        """The rank at expert coordinates."""
         return etp + self.etp * (ep + self.ep * (expert_dp + self.expert_dp * pp))
 
     def replicas(self, tp: int, pp: int) -> tuple[int, ...]:
-        """The ranks that hold one slice of one stage outside of experts, in data-parallel order."""
+        """The ranks that hold one slice of the dense operators of a stage, in data-parallel order."""
         return tuple(self.rank(tp, dp, pp) for dp in range(self.dp))
 
     def expert_replicas(self, etp: int, ep: int, pp: int) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class Layout:
         return rank // (self.world // self.pp)
 
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """The pipeline stage that computes a layer; with virtual stages they take turns."""
+        """The pipeline stage that computes a layer, interleaved with virtual stages."""
         chunks = self.pp * self.vpp
         if num_layers % chunks:
             raise LayoutError(f"{num_layers} layers are not a multiple of {chunks} pipeline stages")

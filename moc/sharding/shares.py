@@ -1,12 +1,12 @@
-"""From live fragments to the part of a checkpoint that each rank saves: the link between ``moc.state`` and the rules.
+"""Shares: the part of a checkpoint that each rank saves, from live fragments by the sharding rules.
 
-    told = describe(state.fragments(operators, detail), detail)     # for each detail that a policy may ask for
-    # once: all-gather pack(told) among the ranks of a pipeline stage, which are all that may hold copies
-    stage = Stage({rank: unpack(text) for rank, text in gathered.items()})
-    parts = shares(stage, {operator: detail, ...}, scheme)          # for each plan, without communication
+    told = describe(state.fragments(operators, detail), detail)     # per detail that a policy may plan
+    # once: all-gather pack(told) within the pipeline stage; only its ranks can hold copies
+    stage = StageHoldings({rank: unpack(text) for rank, text in gathered.items()})
+    parts = shares(stage, {operator: detail, ...}, scheme)          # per plan, without communication
     mine = share_of(state.fragments(...), parts.get(rank, []))
 
-Nothing here communicates, and nothing needs torch.
+Nothing here communicates or needs torch.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:  # which imports torch
 
 _OPTIMIZER = "optimizer"
 _SLOTS = {"param": "weights", "grad": "gradients"}
-"""How :class:`Item` calls the slots of fragments; all others are of the optimizer."""
+"""The :class:`Item` slot of each fragment slot; all others belong to the optimizer."""
 
 
 class Holding(NamedTuple):
-    """What one rank holds of one operator, as far as the others need to know it.
+    """What one rank holds of one operator, as told to the other ranks.
 
-    An operator makes one of these for what every tensor-parallel rank holds alike, one for this rank's slices, and one
-    for what it alone is to save, as far as it has any of them; and a router's biases make one more.
+    An operator has up to one holding for state that all tensor-parallel ranks share, one for this rank's slices, and
+    one for state that only this rank saves; a router's biases add one more.
 
     Attributes:
-        operator: its name.
+        operator: name of the operator.
         detail: value of the :class:`~moc.state.detail.Detail`.
         slot: as in :class:`~moc.sharding.item.Item`.
-        copy: names what it is: equal on those ranks that hold the same boxes of the same tensors in the same slots.
-            Empty for what this rank is to save whatever the rules say: its slices of ZeRO's optimizer state.
+        copy: identifier, equal on all ranks that hold the same boxes of the same tensors in the same slots.  Empty for
+            state that this rank saves regardless of the rules: its slices of ZeRO's optimizer state.
         nbytes: size in bytes.
-        total: bytes that the same slots of these tensors have in the unpartitioned model; 0 where ``copy`` is empty.
+        total: bytes of the same slots of these tensors in the unpartitioned model; 0 if ``copy`` is empty.
     """
 
     operator: str
@@ -62,7 +62,7 @@ class Holding(NamedTuple):
 
 
 class ByteRange(NamedTuple):
-    """The bytes [start, stop) of an operator's holding that is called ``copy``: see :class:`Holding`."""
+    """The bytes [start, stop) of the holding ``copy`` of an operator: see :class:`Holding`."""
 
     operator: str
     copy: str
@@ -71,34 +71,34 @@ class ByteRange(NamedTuple):
 
 
 def describe(fragments: Iterable[Fragment], detail: Detail) -> list[Holding]:
-    """This rank's candidates.
+    """This rank's holdings.
 
-    Of what has copies, those on the first stage that holds any are candidates: embeddings tied across stages are
-    saved where the embedding is.  Of what ZeRO shards, the first copy is saved, and there is nothing to choose; it is
-    described nevertheless, because it counts as load.
+    Of replicated state, only copies on the first stage that holds it are candidates: embeddings tied across stages are
+    saved with the embedding.  Of state that ZeRO shards, the first copy is always saved; it is described only because
+    it counts as load.
 
     Args:
-        fragments: all that live on this rank of some operators, of one detail.
+        fragments: all fragments of some operators on this rank, at one detail.
         detail: that detail.
 
     Returns:
-        At most four for each operator, however many tensors it has.
+        At most four holdings per operator, however many tensors it has.
     """
     return [group.holding(detail.value) for group in _groups(fragments)]
 
 
 def pack(holdings: Sequence[Holding]) -> bytes:
-    """Holdings for the wire: some 15 bytes for each.
+    """Serializes holdings, at about 15 bytes each.
 
-    A rank with 300 operators in two details (DeepSeek-MoE-16B in one stage, with 8 expert-parallel ranks) sends
-    about 9 kB, so 1,000 ranks of a stage gather some 9 MB, once for as long as model and layout stay.
+    A rank with 300 operators in two details (DeepSeek-MoE-16B in one stage, with 8 expert-parallel ranks) sends about 9
+    kB, so 1,000 ranks of a stage gather about 9 MB, once per model and layout.
     """
     copies, alone = (_deflated([h for h in holdings if bool(h.copy) == has_copies]) for has_copies in (True, False))
     return len(copies).to_bytes(4, "big") + copies + alone
 
 
 def unpack(text: bytes) -> list[Holding]:
-    """The holdings that :func:`pack` packed; what has copies comes first."""
+    """The inverse of :func:`pack`; holdings with copies come first."""
     middle = 4 + int.from_bytes(text[:4], "big")
     return [*_inflated(text[4:middle]), *_inflated(text[middle:])]
 
@@ -107,19 +107,19 @@ def _deflated(holdings: Sequence[Holding]) -> bytes:
     return zlib.compress(json.dumps(holdings, separators=(",", ":")).encode())
 
 
-@functools.lru_cache(maxsize=64)  # replicas tell the same of their copies, if they hold the same experts
+@functools.lru_cache(maxsize=64)  # replicas that hold the same experts describe their copies alike
 def _inflated(text: bytes) -> tuple[Holding, ...]:
     return tuple(Holding(*row) for row in json.loads(zlib.decompress(text)))
 
 
 class StageHoldings:
-    """What the ranks of one pipeline stage hold together.
+    """The holdings of all ranks of one pipeline stage.
 
     Args:
-        told: by rank, what :func:`describe` told there, of all details together; of every rank of the stage.
+        told: holdings of every rank of the stage, from :func:`describe`, all details together.
 
     Raises:
-        ShardingError: the holdings of an operator overlap, or some of it is missing.
+        ShardingError: the holdings of an operator overlap or are incomplete.
     """
 
     def __init__(self, told: Mapping[int, Sequence[Holding]]):
@@ -142,36 +142,36 @@ class StageHoldings:
                 self._copies[operator, detail, slot, number] = holding.copy or None
 
     def items(self, plan: Mapping[str, Detail]) -> list[Item]:
-        """What a checkpoint holds, before anything is cut; the same on every rank.
+        """The items of a checkpoint before any is cut; identical on every rank.
 
         Args:
-            plan: operators and how much of each; those that live on other stages are passed over.
+            plan: operators with their details; those of other stages are ignored.
         """
         wanted = {(operator, detail.value) for operator, detail in plan.items()}
         return [item for key, items in self._items.items() if key in wanted for item in items]
 
     def copy(self, item: Item, detail: Detail) -> str | None:
-        """What :class:`Holding` calls ``copy``, of an item of a plan with this detail, or of a piece of one.
+        """The ``copy`` of the :class:`Holding` behind an item, or a piece of one, of a plan with this detail.
 
         Returns:
-            None for what only one rank is to save.
+            None if only one rank can save it.
         """
         return self._copies[item.operator, detail.value, item.slot, item.slice]
 
 
 def shares(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> dict[int, list[ByteRange]]:
-    """What each rank of a stage saves of what has copies; the same on every rank, without communication.
+    """The shares of replicated state of each rank of a stage; identical on every rank, without communication.
 
-    Operators stay whole, as in MoC's section 4, but for those that are larger than an even share of their holders
+    Operators stay whole, as in MoC's section 4, except those larger than an even share of their holders
     (:func:`moc.sharding.cut_large`).
 
     Args:
-        stage: what its ranks hold.
-        plan: operators to save, and how much of each; those that live on other stages are passed over.
-        scheme: the rules.
+        stage: holdings of its ranks.
+        plan: operators to save with their details; those of other stages are ignored.
+        scheme: sharding rules.
 
     Returns:
-        Parts by rank; together they are every byte of every copy exactly once.
+        Byte ranges by rank, which together cover every byte of every copy exactly once.
 
     Raises:
         ShardingError: as :func:`moc.sharding.assign`.
@@ -186,7 +186,7 @@ def shares(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> 
 
 
 def heaviest(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> int:
-    """Bytes of the rank of a stage that saves the most of a plan; arguments as those of :func:`shares`."""
+    """Bytes of the busiest rank of a stage under a plan; arguments as in :func:`shares`."""
     items = cut_large(stage.items(plan))
     load: Counter[int] = Counter()
     for item, rank in zip(items, assign(items, scheme), strict=True):
@@ -195,17 +195,17 @@ def heaviest(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -
 
 
 def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange]) -> list[Fragment]:
-    """The fragments that this rank saves, as views of live memory; cut where an operator was cut.
+    """The fragments that this rank saves, as views of live memory, cut where an operator was cut.
 
     Args:
-        fragments: all that live on this rank of what the plan asks for, each operator at the plan's detail.
-        parts: what :func:`shares` found for this rank.
+        fragments: all fragments of the plan on this rank, each operator at the plan's detail.
+        parts: this rank's entry of :func:`shares`.
 
     Returns:
         Boxes of the unpartitioned model: the parts, and this rank's slices of ZeRO's optimizer state.
 
     Raises:
-        ShardingError: a part is of something that is not among the fragments.
+        ShardingError: a part is not among the fragments.
     """
     spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for part in parts:
@@ -244,13 +244,13 @@ class _Box:
 
     @property
     def name(self) -> list:
-        """What it is, for a hash."""
+        """Identity of the box, for hashing."""
         first = self.slots[0]
         sizes = [(fragment.slot, fragment.view.element_size()) for fragment in self.slots]
         return [first.name, first.region.offset, first.region.shape, sizes]
 
     def between(self, start: int, stop: int) -> Iterator[Fragment]:
-        """The elements which begin in the bytes [start, stop), if an element's slots lie beside each other."""
+        """The elements that begin within bytes [start, stop), with the slots of an element adjacent."""
         size, region = self.element_bytes, self.slots[0].region
         first, last = (min(max(-(-position // size), 0), region.numel) for position in (start, stop))
         if (first, last) == (0, region.numel):
@@ -268,7 +268,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _Group:
-    """What of an operator has the same holders: boxes behind each other, in an order that all of these agree upon."""
+    """The boxes of an operator with the same holders, in an order that these agree on."""
 
     operator: str
     slot: str
@@ -310,7 +310,7 @@ def _groups(fragments: Iterable[Fragment]) -> Iterator[_Group]:
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ranges, where those that touch are one."""
+    """Merges adjacent ranges."""
     current: tuple[int, int] | None = None
     for start, stop in sorted(spans):
         if current and current[1] == start:
@@ -324,7 +324,7 @@ def _joined(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _numbered(holdings: Sequence[Holding]) -> Iterator[tuple[int | None, Holding]]:
-    """The distinct holdings of a slot of an operator with the numbers of their slices, if they fit together."""
+    """The distinct holdings of an operator's slot with their slice numbers, if they are consistent."""
     alone = [holding for holding in holdings if not holding.copy]
     whole = [holding for holding in holdings if holding.copy and holding.nbytes == holding.total]
     slices = [holding for holding in holdings if holding.copy and holding.nbytes != holding.total]

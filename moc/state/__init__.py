@@ -1,1 +1,1 @@
-"""What is saved: the training state of a model in coordinates that no parallel layout has touched."""
+"""The training state of a model in the coordinates of the unpartitioned model, independent of any layout."""

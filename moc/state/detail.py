@@ -1,4 +1,4 @@
-"""How much of an operator is saved; here alone, so that plans can be made without torch."""
+"""Details: how much of an operator is saved; a module of its own, so that plans need no torch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from enum import Enum
 
 
 class Detail(Enum):
-    """How much of an operator."""
+    """How much of an operator is saved."""
 
     FULL = "full"
-    """Master weights and moments (fp32, or as their flags have it; with ZeRO-1 the slices of this rank), from which the
-    weights follow; and the biases of routers, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1 those of
-    the first data-parallel rank stand for all)."""
+    """Master weights and moments (fp32 or as set by flags; with ZeRO-1 the slices of this rank), from which the compute
+    weights follow; and router biases, which no optimizer owns, as slot ``param`` (fp32; with ZeRO-1
+    the first data-parallel rank's copy stands for all)."""
 
     MASTER = "master"
-    """The master weights of ``FULL`` and the biases of routers, without moments."""
+    """The master weights of ``FULL`` and the router biases, without moments."""
 
     MOMENTS = "moments"
-    """The moments of ``FULL`` alone: ``MASTER`` and ``MOMENTS`` together are ``FULL``, and nothing is in both."""
+    """The moments of ``FULL``: ``MASTER`` and ``MOMENTS`` are disjoint and together make ``FULL``."""
 
     COMPUTE = "compute"
-    """Slot ``param``: the weights that the model computes with (in its dtype; with ZeRO-1 those of which this rank has
-    the masters, though every data-parallel rank computes with all), and the biases of routers."""
+    """Slot ``param``: the weights that the model computes with (in its dtype; with ZeRO-1 those whose masters this rank
+    owns, although every data-parallel rank holds all weights), and the router biases."""
 
     GRAD = "grad"
-    """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 the slices of this rank,
-    outside of which megatron-core leaves what is not reduced), still multiplied by fp16's loss scale."""
+    """Slot ``grad``: the reduced gradients (in the dtype of their reduction; with ZeRO-1 only the slices of this rank,
+    outside of which megatron-core leaves gradients unreduced), still multiplied by fp16's loss scale."""
 
     def holds(self, slot: str) -> bool:
-        """Whether a slot of an operator's parameters, or of a router's biases, is part of it."""
+        """Whether this detail includes a slot of an operator's parameters or of a router's biases."""
         if self is Detail.FULL:
             return slot != "grad"
         if self is Detail.MOMENTS:

@@ -1,8 +1,8 @@
-"""Fragments: what lives on this rank, cut into boxes of the unpartitioned model.
+"""Fragments: the state on this rank, cut into boxes of the unpartitioned model.
 
-An engine says of each local tensor which boxes of the unpartitioned model it holds (:class:`Piece`), and of which
-range of it this rank owns the optimizer state (:class:`OwnedSlice`); :func:`fragments_of` cuts one by the other.  The
-arithmetic of ZeRO's shard boundaries, tensor and expert slices ends here; nobody else sees a flat buffer.
+For each local tensor, an engine gives the boxes of the unpartitioned model that it holds (:class:`Piece`), and the
+range whose optimizer state this rank owns (:class:`OwnedSlice`); :func:`fragments_of` intersects the two.  ZeRO's shard
+boundaries and tensor and expert slices are resolved here; no other module sees a flat buffer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from moc.state.region import Region, boxes_of_range
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous part of a local parameter, and where it belongs in the unpartitioned model.
+    """A contiguous part of a local parameter, and its place in the unpartitioned model.
 
     Attributes:
         name: name of the tensor in the unpartitioned model, with global layer and expert numbers.
         global_shape: shape of that tensor.
-        region: the box of that tensor which ``view`` holds.
-        view: the local values; shares memory with the parameter.
-        start: position of the first element of ``view`` in the flattened local parameter.
-        replica: number of this copy, (stage, tensor-parallel rank, data-parallel
-            rank); all zeros for the first copy.
-        padded: the global shape depends on the layout (vocabulary padded for tensor parallelism); what lies
-            beyond the smaller of two such shapes is padding.
+        region: box of that tensor held by ``view``.
+        view: local values, sharing memory with the parameter.
+        start: index of the first element of ``view`` in the flattened local parameter.
+        replica: index of this copy, (stage, tensor-parallel rank, data-parallel rank); all zeros for the first copy.
+        padded: the global shape depends on the layout (vocabulary padded for tensor parallelism); elements beyond the
+            smaller of two such shapes are padding.
     """
 
     name: str
@@ -46,14 +45,14 @@ class OwnedSlice:
     """The range [start, stop) of a flattened model parameter whose optimizer state lives on this rank.
 
     Attributes:
-        parameter: the model parameter, or a buffer that is saved like one.
+        parameter: model parameter, or a buffer saved like one.
         start: first element owned.
         stop: one past the last element owned.
-        slots: 1-D live tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``),
-            in the formats that flags give them; writing into them restores the optimizer.
-        sharded: whether the data-parallel peers own other ranges (ZeRO), rather than copies of this one.
-        counter: the dict whose ``step`` counts the updates that the moments have seen, if they are counted: the
-            parameter's own (torch), or its group's (Transformer Engine's and apex's fused Adam).
+        slots: live 1-D tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``), in
+            the formats set by flags; writing into them restores the optimizer.
+        sharded: data-parallel peers own other ranges (ZeRO) rather than copies of this one.
+        counter: dict whose ``step`` counts the updates of the moments, if counted: the parameter's own (torch), or its
+            group's (fused Adam of Transformer Engine and apex).
     """
 
     parameter: torch.Tensor
@@ -66,21 +65,21 @@ class OwnedSlice:
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """A box of one slot of one tensor of the unpartitioned model, and the live memory that holds it here.
+    """A box of one slot of one tensor of the unpartitioned model, and the live memory that holds it on this rank.
 
     Attributes:
         name: tensor name in the unpartitioned model.
-        slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), in the formats that flags
-            give them; ``param``, the values that the model computes with; ``grad``, the gradient.
+        slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), in the formats set by flags;
+            ``param``, the compute weights; ``grad``, the gradient.
         global_shape: shape of the whole tensor.
         region: the box.
         view: contiguous live values, ``region.numel`` of them.
-        first_copy: no other rank holds this fragment with a smaller replica number, so this one saves it.
+        first_copy: no other rank holds this fragment with a smaller replica index.
         padded: see :class:`Piece`.
-        tensor: the local parameter or buffer of the model that it belongs to.
-        start: position of its first element in that tensor, flattened.
-        replica: number of this copy: see :class:`Piece`.
-        sharded: the data-parallel peers hold other ranges (ZeRO), rather than copies of this one.
+        tensor: local parameter or buffer of the model.
+        start: index of the first element in the flattened ``tensor``.
+        replica: index of this copy: see :class:`Piece`.
+        sharded: data-parallel peers hold other ranges (ZeRO) rather than copies of this one.
     """
 
     name: str
@@ -97,16 +96,16 @@ class Fragment:
 
     @property
     def operator(self) -> str:
-        """The operator that it is part of; a ``ValueError`` if that is not known."""
+        """The operator of the tensor; raises ``ValueError`` if there is none."""
         return operator_of(self.name)
 
 
 def fragments_of(owned: OwnedSlice, pieces: list[Piece]) -> Iterator[Fragment]:
-    """Cuts a range of a local tensor into boxes of the unpartitioned model, and yields each of its slots.
+    """Cuts a range of a local tensor into boxes of the unpartitioned model, and yields one fragment per slot.
 
     Args:
-        owned: the range and its slots.
-        pieces: the places of the tensor in the unpartitioned model.
+        owned: range and its slots.
+        pieces: places of the tensor in the unpartitioned model.
     """
     for piece in pieces:
         start = max(owned.start, piece.start)

@@ -1,4 +1,4 @@
-"""The state that an engine trains, as fault tolerance sees it: what there is to save, load, freeze and activate."""
+"""The interface of an engine's training state to fault tolerance: save, load, freeze and activate."""
 
 from __future__ import annotations
 
@@ -12,71 +12,71 @@ from moc.state.fragments import Fragment
 
 
 class FreezingError(RuntimeError):
-    """Operators cannot be frozen; the message says why, and what to change."""
+    """Operators cannot be frozen; the message names the reason and the remedy."""
 
 
 class TrainingState(Protocol):
     """The state of this rank's part of the model and its optimizer, by operator.
 
-    Only :meth:`gather_weights` communicates.  All methods are called between iterations; gradients can be read from
+    Only :meth:`gather_weights` communicates.  All methods are called between iterations; gradients are readable after
     their reduction until the next iteration starts.
     """
 
     def operators(self) -> list[str]:
-        """Names of the operators of which this rank holds a part, in model order."""
+        """Names of the operators that this rank holds, at least in part, in model order."""
         ...
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
-        """Yields what lives on this rank of some operators, as views of live memory, in the same order each time.
+        """Yields this rank's fragments of some operators, as views of live memory, in a fixed order.
 
         Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.
 
         Args:
-            operators: names; those that live elsewhere are passed over.
-            detail: how much of them.
+            operators: names; operators of other ranks are ignored.
+            detail: how much of each operator.
         """
         ...
 
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:
         """Writes values into the live memory of a fragment, and keeps weights and masters consistent.
 
-        After all ranks have loaded, :meth:`gather_weights` follows.
+        After all ranks have loaded, :meth:`gather_weights` must be called.
 
         Args:
-            fragment: one that :meth:`fragments` gave, of any detail.
+            fragment: fragment from :meth:`fragments`, at any detail.
             values: ``fragment.region.numel`` elements in any shape, of the dtype of ``fragment.view``, on any device.
 
         Raises:
-            ValueError: another number of elements, or another dtype.
+            ValueError: number of elements or dtype differ.
         """
 
     def gather_weights(self) -> None:
-        """Collects what of the weights data-parallel peers have loaded for this rank; a collective call of them."""
+        """Gathers the weights that data-parallel peers have loaded; collective among them."""
 
     def steps(self) -> dict[str, int]:
-        """By operator, the updates that its moments have seen; operators without such a count are left out."""
+        """Number of updates of each operator's moments; operators without a count are absent."""
         ...
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
-        """Sets the number of updates of operators; those that live elsewhere are passed over."""
+        """Sets the number of updates by operator; operators of other ranks are ignored."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The operators that are frozen, whether they live on this rank or not."""
+        """The frozen operators, on this rank or not."""
         ...
 
     def freeze(self, operators: Iterable[str]) -> None:
-        """Freezes operators until they are activated; called with the same operators on all ranks.
+        """Freezes operators until activated; called with the same operators on all ranks.
 
-        A frozen operator computes forward and the gradients of its inputs, and takes no update; the gradients of all
-        other operators stay bit-identical.
+        A frozen operator computes its forward pass and input gradients, and takes no update; the gradients of all other
+        operators stay bit-identical.
 
         Raises:
-            FreezingError: they cannot be frozen; nothing has changed.
+            FreezingError: the operators cannot be frozen; nothing has changed.
         """
 
     def activate(self, operators: Iterable[str]) -> None:
-        """Lets frozen operators learn again, from the state that they have now; the others stay as they are.
+        """Unfreezes operators, which continue from their current state; the other operators are unaffected.
 
         Raises:
             FreezingError: as :meth:`freeze`.

@@ -1,4 +1,4 @@
-"""Operators: the parts of a model that are saved, frozen and replayed as wholes."""
+"""Operators: the parts of a model that are saved, frozen and replayed as a whole."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ class Operator:
     Attributes:
         name: ``embedding``, ``layers.N.attention``, ``layers.N.mlp`` (dense or shared expert), ``layers.N.router``,
             ``layers.N.expert.E`` or ``output``; global numbers, from 0.
-        kind: the word in its name that says what it is: ``embedding``, ``attention``, ``mlp``, ``router``,
-            ``expert`` or ``output``.
-        layer: its layer, None outside of the layers.
-        expert: its number in the layer, None unless it is an expert.
-        parameters: how many it has in the unpartitioned model.
-        unsliced: those of them that tensor parallelism does not slice but copies: norms, the router, learned
-            positions, biases that are added after the sum over slices.
+        kind: ``embedding``, ``attention``, ``mlp``, ``router``, ``expert`` or ``output``.
+        layer: global layer number; None outside of the layers.
+        expert: expert number in the layer; None unless it is an expert.
+        parameters: number of parameters in the unpartitioned model.
+        unsliced: number of those that tensor parallelism replicates rather than slices: norms, the router, learned
+            positions, biases added after the sum over slices.
     """
 
     name: str
@@ -32,7 +31,7 @@ class Operator:
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """Layer and number of an expert; None of all others."""
+        """Layer and number of an expert; None for any other operator."""
         return None if self.layer is None or self.expert is None else (self.layer, self.expert)
 
 
@@ -46,24 +45,24 @@ _INSIDE = (
     (re.compile(r"(?:input_layernorm|self_attention)\..+"), "attention"),
     (re.compile(r"mlp\.router\..+"), "router"),
     (re.compile(r"mlp\.experts\.experts\.(\d+)\..+"), "expert"),
-    # Only a dense layer's norm, but megatron-core's local layers name that of a layer with experts alike.
+    # pre_mlp_layernorm belongs to dense layers, but megatron-core's local layers use the name with experts too.
     (re.compile(r"(?:pre_mlp_layernorm|mlp\.linear_fc[12]|mlp\.shared_experts)\..+"), "mlp"),
 )
 
 
 @functools.cache
 def operator_of(parameter_name: str) -> str:
-    """The name of the operator that a parameter belongs to.
+    """The operator name of a parameter.
 
     A norm belongs to the operator that it feeds, the final norm to ``output``.  The norm before a router and its
-    experts feeds all of them; it belongs to ``layers.N.mlp``, which is nothing else where there is no shared
-    expert.  A weight that embedding and output share belongs to ``embedding``.
+    experts feeds all of them and belongs to ``layers.N.mlp``, which without shared experts holds nothing else.  A
+    weight shared by embedding and output belongs to ``embedding``.
 
     Args:
-        parameter_name: name in the unpartitioned model, as ``megatron.pretraining.model.parameters`` gives it.
+        parameter_name: name in the unpartitioned model, from ``megatron.pretraining.model.parameters``.
 
     Raises:
-        ValueError: the name fits no operator.
+        ValueError: the name matches no operator.
     """
     for pattern, name in _OUTSIDE:
         if pattern.fullmatch(parameter_name):

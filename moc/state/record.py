@@ -1,4 +1,4 @@
-"""What is known of an iteration beside its tensors: how far the run is, and what the iteration decided."""
+"""Step records and positions: the state of an iteration besides its tensors."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What an iteration decided; with the reduced gradients it makes the iteration repeatable.
+    """The decisions of an iteration, by which it can be replayed given its reduced gradients.
 
     Attributes:
-        iteration: number of the iteration, counted from 1 when it is complete.
+        iteration: iterations completed, this one included.
         loss: mean language-model loss over the tokens of the global batch.
         grad_norm: norm of the whole gradient before clipping; inf if the iteration was skipped.
-        loss_scale: factor that fp16's loss was multiplied by.
-        skipped: the norm was not finite, so no parameter moved.
-        tokens: tokens that the loss was averaged over.
-        learning_rate: rate of the update.
+        loss_scale: factor on the fp16 loss.
+        skipped: the norm was not finite, so no update was made.
+        tokens: tokens averaged in the loss.
+        learning_rate: learning rate of the update.
         samples: samples consumed by this iteration.
-        zeros: gradient elements that are zero, if counted.
-        params_norm: norm of all weights before the update, if wanted.
+        zeros: number of zero gradient elements, if counted.
+        params_norm: norm of all weights before the update, if requested.
         stop: a worker asked to stop after this iteration.
-        auxiliary: mean of each router loss over layers and micro batches.
+        auxiliary: each router loss, averaged over layers and micro batches.
     """
 
     iteration: int
@@ -40,32 +40,32 @@ class StepRecord:
 
 
 class Records:
-    """The step records of late, which replays of their iterations will need."""
+    """The most recent step records, kept for replay."""
 
     def __init__(self, most: int = 1024):
         self._most, self._records = most, {}
 
     def add(self, record: StepRecord) -> None:
-        """Keeps a record; the oldest go."""
+        """Adds a record, and drops the oldest beyond the limit."""
         self._records[record.iteration] = record
         self._records.pop(record.iteration - self._most, None)
 
     def iterations(self) -> list[int]:
-        """Of which there is a record."""
+        """The iterations that have a record, ascending."""
         return sorted(self._records)
 
     def of(self, iterations: Iterable[int]) -> list[StepRecord]:
-        """Those of some iterations.
+        """The records of some iterations.
 
         Raises:
-            KeyError: there is none of one of them.
+            KeyError: an iteration has no record.
         """
         return [self._records[iteration] for iteration in iterations]
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come; iterations and samples completed, and of these iterations those skipped."""
+    """Progress of a run: iterations completed, samples consumed, and iterations skipped among those completed."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -81,5 +81,5 @@ class Position:
 
 
 def mean_loss(sums: dict[str, float]) -> float:
-    """The mean over tokens, of sums over all workers."""
+    """Mean loss per token, from sums over all workers."""
     return sums["loss_sum"] / max(sums["loss_tokens"], 1.0)

@@ -1,7 +1,7 @@
-"""Boxes in the unpartitioned tensor: the one coordinate system in which layouts can meet.
+"""Boxes of unpartitioned tensors: the coordinate system shared by all layouts.
 
-Tensor, expert and pipeline parallelism cut a parameter into boxes; ZeRO cuts the flattened box at any element.
-Both become :class:`Region`, so that whoever saves or loads never sees a flat buffer or a shard boundary.
+Tensor, expert and pipeline parallelism cut a parameter into boxes; ZeRO cuts the flattened box at any element. Both
+become :class:`Region`, so that saving and loading never see a flat buffer or a shard boundary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Region:
-    """An axis-aligned box: ``shape`` elements from ``offset`` on, in elements of each axis."""
+    """An axis-aligned box of ``shape`` elements starting at ``offset``, in elements of each axis."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -24,12 +24,12 @@ class Region:
         return math.prod(self.shape)
 
     def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-        """Index of this box in a tensor whose first element stands at ``origin`` (default: at zero)."""
+        """Index of this box in a tensor whose first element is at ``origin`` (default: zero)."""
         origin = origin or (0,) * len(self.offset)
         return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, origin, self.shape, strict=True))
 
     def intersect(self, other: Region) -> Region | None:
-        """The common box, or None where there is none."""
+        """The intersection, or None if it is empty."""
         start = tuple(map(max, self.offset, other.offset))
         stop = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -39,7 +39,7 @@ class Region:
         return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def without(self, part: Region) -> Iterator[Region]:
-        """Boxes that cover all but a part of this one, each element once."""
+        """Disjoint boxes that cover this one except ``part``."""
         offset, shape = self.offset, self.shape
         for axis, (start, count) in enumerate(zip(part.offset, part.shape, strict=True)):
             stop, end = start + count, offset[axis] + shape[axis]
@@ -49,7 +49,7 @@ class Region:
             offset, shape = _with(offset, axis, start), _with(shape, axis, count)
 
     def cut(self, most: int) -> Iterator[Region]:
-        """Boxes of at most so many elements, at least one, that cover this one in the order of its elements."""
+        """Boxes of at most ``most`` elements (at least one) that cover this one in element order."""
         if self.numel <= most:
             yield self
             return
@@ -61,7 +61,7 @@ class Region:
             yield from Region(_with(self.offset, axis, start + first), shape).cut(most)
 
     def shifted(self, by: tuple[int, ...]) -> Region:
-        """The same box, moved by ``by``."""
+        """This box translated by ``by``."""
         return Region(tuple(map(sum, zip(self.offset, by, strict=True))), self.shape)
 
 
@@ -75,7 +75,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tu
     Each box is contiguous in the flattened tensor.  There are at most ``2 * len(shape) - 1`` of them.
 
     Yields:
-        (position of the box's first element in the flattened tensor, the box), in ascending order.
+        (index of the box's first element in the flattened tensor, box), ascending.
     """
     if start >= stop:
         return
@@ -84,7 +84,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tu
         return
     row = math.prod(shape[1:])
     first_whole, last_whole = -(-start // row), stop // row
-    if first_whole > last_whole:  # inside of one row
+    if first_whole > last_whole:  # within one row
         yield from _in_row(shape, start // row, start, stop)
         return
     yield from _in_row(shape, first_whole - 1, start, first_whole * row)  # nothing, if the range begins with a row

@@ -1,4 +1,4 @@
-"""The state of a plain PyTorch model that all workers hold alike, with an optimizer of torch."""
+"""The training state of a plain PyTorch model, replicated on all workers, with a torch optimizer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ReplicatedState:
-    """A :class:`moc.state.interface.TrainingState` of data-parallel replicas; nothing of it can be frozen.
+    """A :class:`moc.state.interface.TrainingState` of data-parallel replicas; operators cannot be frozen.
 
     Args:
-        parameters: by the names that checkpoints have, which are Megatron's: ``embedding.*``,
+        parameters: parameters by their names in checkpoints, which are Megatron's: ``embedding.*``,
             ``decoder.layers.N.self_attention.*``, ``decoder.layers.N.mlp.router.*``,
             ``decoder.layers.N.mlp.experts.experts.E.*``, ``output_layer.*`` (:func:`moc.state.operators.operator_of`).
-        optimizer: Adam or AdamW of torch.
-        rank: of this worker.
+        optimizer: torch's Adam or AdamW.
+        rank: rank of this worker.
 
     Raises:
-        ValueError: a parameter belongs to no operator that is known.
+        ValueError: a parameter belongs to no known operator.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Adam, rank: int):
         self._parameters, self._optimizer, self._rank = dict(parameters), optimizer, rank
         self._operators = {name: operator_of(name) for name in self._parameters}
-        for parameter in self._parameters.values():  # what torch makes in the first update is there before it
+        for parameter in self._parameters.values():  # torch would create this state only in the first update
             moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
             self._optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
@@ -48,7 +48,7 @@ class ReplicatedState:
         return [_operator(name, size) for name, size in sizes.items()]
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
-        """Yields master weights and moments, weights, or gradients of some operators; the first rank saves them."""
+        """Yields the slots of a detail of some operators; rank 0 holds the first copy."""
         wanted = set(operators)
         for name, parameter in self._parameters.items():
             if self._operators[name] in wanted:
@@ -63,7 +63,7 @@ class ReplicatedState:
         if detail is Detail.COMPUTE:
             slots = {"param": weights}
         elif detail is Detail.GRAD:
-            if parameter.grad is None:  # to be loaded
+            if parameter.grad is None:  # allocated for loading
                 parameter.grad = torch.zeros_like(parameter)
             slots = {"grad": parameter.grad}
         else:
@@ -75,7 +75,7 @@ class ReplicatedState:
         """Writes values into the live memory of a fragment.
 
         Raises:
-            ValueError: another number of elements, or another dtype.
+            ValueError: number of elements or dtype differ.
         """
         view = fragment.view
         if values.numel() != view.numel() or values.dtype != view.dtype:
@@ -83,14 +83,14 @@ class ReplicatedState:
         view.copy_(values.reshape(-1))
 
     def gather_weights(self) -> None:
-        """Does nothing: each worker loads all weights."""
+        """No-op: each worker loads all weights."""
 
     def steps(self) -> dict[str, int]:
-        """By operator, the updates that its moments have seen."""
+        """Number of updates of each operator's moments."""
         return {self._operators[name]: int(self._count(parameter)) for name, parameter in self._parameters.items()}
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
-        """Sets the number of updates of operators."""
+        """Sets the number of updates by operator."""
         for name, parameter in self._parameters.items():
             if self._operators[name] in steps:
                 self._count(parameter).fill_(steps[self._operators[name]])
@@ -100,20 +100,20 @@ class ReplicatedState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """None is."""
+        """Always empty."""
         return frozenset()
 
     def freeze(self, operators: Iterable[str]) -> None:
-        """Refuses: take a policy that freezes nothing.
+        """Always refuses: freezing is not supported.
 
         Raises:
-            FreezingError: there is something to freeze.
+            FreezingError: ``operators`` is not empty.
         """
         if frozen := list(operators):
             raise FreezingError(f"this model cannot freeze {frozen[0]}: take a policy without replay of windows")
 
     def activate(self, operators: Iterable[str]) -> None:
-        """Does nothing: all operators learn."""
+        """No-op: no operator is ever frozen."""
 
 
 def _operator(name: str, size: int) -> Operator:

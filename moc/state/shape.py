@@ -1,4 +1,4 @@
-"""The shape of a model in plain numbers, and the operators that it has: without a model, torch or a GPU."""
+"""The shape of a model in plain numbers, and its operators, without a model, torch or a GPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from moc.state.operators import Operator
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the number of parameters of each operator follows from.  Widths are in elements.
+    """The dimensions that determine the parameters of each operator; widths are in elements.
 
     Attributes:
-        expert_layers: one entry per layer: 1 where it holds experts, 0 where it is dense.
+        expert_layers: one entry per layer: 1 with experts, 0 dense.
         hidden_size: width of the residual stream.
         ffn_hidden_size: inner width of the dense feed-forward layers.
-        query_width: heads of queries times the width of one.
-        key_width: heads of keys (as many as of values) times the width of one.
+        query_width: query heads times head width.
+        key_width: key heads (equal to value heads) times head width.
         head_width: width of one head.
-        vocab_size: rows of the embedding, with padding where there is some.
-        positions: learned positions; 0 where positions are not learned.
-        num_experts: experts in each layer that holds some.
+        vocab_size: rows of the embedding, padding included.
+        positions: learned positions; 0 if positions are not learned.
+        num_experts: experts in each layer with experts.
         expert_ffn_hidden_size: inner width of an expert.
-        shared_ffn_hidden_size: inner width of the shared experts of a layer together; 0 for none.
+        shared_ffn_hidden_size: total inner width of the shared experts of a layer; 0 for none.
         gated: the feed-forward layers and experts have a gate (SwiGLU).
         linear_bias: linear layers have biases.
-        qkv_bias: the projection to queries, keys and values has one, even where the others have none.
+        qkv_bias: the QKV projection has a bias even if other linear layers have none.
         norm_bias: norms have biases (LayerNorm).
         qk_norm: queries and keys are normalised.
         tied: embedding and output layer share their weight.
@@ -101,7 +101,7 @@ def _experts(shape: ModelShape, layer: int) -> Iterator[Operator]:
 
 
 def _feed_forward(shape: ModelShape, width: int) -> tuple[int, int]:
-    """Parameters of a feed-forward layer: those that tensor parallelism slices, and the others."""
+    """Parameters of a feed-forward layer: sliced by tensor parallelism, and unsliced."""
     into = (2 if shape.gated else 1) * width
     return shape.hidden_size * (into + width) + into * shape.linear_bias, shape.hidden_size * shape.linear_bias
 

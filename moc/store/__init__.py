@@ -1,1 +1,1 @@
-"""Where saved state lives: files of named tensors in unpartitioned coordinates."""
+"""Storage of saved state: files of named tensors in the coordinates of the unpartitioned model."""

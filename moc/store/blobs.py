@@ -1,4 +1,4 @@
-"""Files that are read by ranges of bytes, wherever they are."""
+"""Files read by byte ranges, local or remote."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Protocol
 
 
 class Blob(Protocol):
-    """A file that does not change while it is read."""
+    """A file that is immutable while it is read."""
 
     name: str
-    """What to call it in a message."""
+    """Name in messages."""
     size: int
-    """Its bytes."""
+    """Size in bytes."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes [start, stop), writable without changing the file."""
+        """The bytes [start, stop); writing into them does not change the file."""
         ...
 
     def will_read(self, start: int, stop: int) -> None:
-        """Says that these bytes will be read soon."""
+        """Hints that the bytes [start, stop) will be read soon."""
 
 
 _PIECE = 4 << 20  # bytes read ahead at once
 
 
 class LocalBlob:
-    """A file of this machine, mapped: ranges are read without a copy.
+    """A memory-mapped local file: ranges are read without a copy.
 
     Args:
         path: the file.
-        in_memory: it is in memory anyway, so nothing is gained by reading ahead.
+        in_memory: the file is in a memory file system, so reading ahead is skipped.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, in_memory: bool = False):
         self.name, self._in_memory = str(path), in_memory
-        self._file = open(path, "rb", buffering=0)  # as long as anybody may want to read ahead
+        self._file = open(path, "rb", buffering=0)  # stays open for reading ahead
         self.size = os.fstat(self._file.fileno()).st_size
         self._bytes = memoryview(self._map() if self.size else b"")
 
@@ -49,9 +49,9 @@ class LocalBlob:
         return self._bytes[start:stop]
 
     def will_read(self, start: int, stop: int) -> None:
-        """Reads, so that the kernel has it in its cache; takes a while, but not the interpreter's lock.
+        """Reads the range into the page cache; blocks, but releases the GIL.
 
-        Advice to the kernel would be cheaper, but it reads less far ahead than a disk needs.
+        ``madvise`` would be cheaper, but reads less far ahead than a disk needs.
         """
         if self._in_memory:
             return
@@ -60,7 +60,7 @@ class LocalBlob:
             os.preadv(self._file.fileno(), [scratch[: stop - position]], position)
 
     def _map(self) -> mmap.mmap:
-        # private and writable: torch wants tensors to be, and nothing is copied unless somebody writes
+        # private and writable, as torch expects of tensors; pages are copied only on write
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_SEQUENTIAL)
         return mapped

@@ -1,4 +1,4 @@
-"""The header of a file of regions, read and checked without its values, and so without torch."""
+"""Reads and checks the header of a region file, without its values and without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moc.state.region import Region
 
 INDEX = "regions"
-"""The key of the metadata that says what each entry is."""
+"""Metadata key of the index of entries."""
 _LENGTH = 8  # a safetensors file starts with the length of its JSON header
 _NUMBER_FORMATS = {8: "F64 I64", 4: "F32 I32", 2: "F16 BF16 I16", 1: "F8_E4M3 I8 U8 BOOL"}  # by bytes of an element
 _ELEMENT_BYTES = {name: number for number, names in _NUMBER_FORMATS.items() for name in names.split()}
@@ -27,27 +27,27 @@ class StoredBox:
     region: Region
     nbytes: int
     start: int = 0
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
     digest: str | None = None
-    """xxh3-128 of its bytes in hex, where the file says it."""
+    """xxh3-128 of the bytes in hex, if the file records it."""
     dtype: str = ""
-    """As safetensors calls it."""
+    """safetensors' name of the dtype."""
 
 
 def read_boxes(
     file: str, size: int, read: Callable[[int, int], bytes | memoryview], slack: bool = True
 ) -> list[StoredBox]:
-    """What the header of a file describes, in the order of its index.
+    """The boxes that a file's header describes, in the order of its index.
 
     Args:
-        file: its name, which boxes get.
-        size: its bytes.
-        read: gives the bytes from one position to another.
-        slack: it may be longer than what it holds, as buffers are that are used again.
+        file: file name, recorded in each box.
+        size: file size in bytes.
+        read: returns the bytes [start, stop).
+        slack: the file may be longer than its contents, as reused buffers are.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: the header makes no sense, or the file does not hold what it describes.
+        OSError: the file cannot be read.
+        ValueError: the header is malformed, or does not match the file's contents.
     """
     length = int.from_bytes(read(0, _LENGTH), "little")
     begin = _LENGTH + length

@@ -1,4 +1,4 @@
-"""Host memory that snapshots and logs are copied into, made once and reused."""
+"""Host buffers for snapshots and logs, allocated once and reused."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from moc.store.slots import reserve
 
 
 class Buffer:
-    """Shared memory of a fixed size, all of it in place: whoever writes to it later cannot run out of memory.
+    """Shared memory of a fixed size, allocated up front, so that later writes cannot run out of memory.
 
     Args:
-        nbytes: its size.
-        path: a file in a memory file system, under which it outlives the process; without one it goes with the
-            process.
-        pin: lock its pages for the device (CUDA), so that copies run beside everything else.
-        purpose: what it is for, in the message where there is too little memory.
-        otherwise: how to do without it, there.
+        nbytes: size in bytes.
+        path: file in a memory file system, which outlives the process; None for anonymous memory, which does not.
+        pin: page-lock it for CUDA, so that copies run asynchronously.
+        purpose: what the buffer is for, in the error message.
+        otherwise: the remedy without a buffer, in the error message.
 
     Raises:
-        CheckpointError: there is not so much memory.
+        CheckpointError: memory is insufficient, or CUDA cannot lock it.
     """
 
     def __init__(
@@ -59,13 +58,13 @@ class Buffer:
         return self.values[start:stop].view(dtype)
 
     def close(self) -> None:
-        """Gives the memory back; views of it must not be used any more."""
+        """Frees the memory, which invalidates all views of it."""
         if self._pinned:
             _check(_cudart().cudaHostUnregister(self.values.data_ptr()))
             self._pinned = False
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-        # what is used after this raises
+        # use after close raises
         self.values = self.memory = self._map = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -73,7 +72,7 @@ def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
     if path is not None:
         descriptor = reserve(path, nbytes)
     else:
-        if nbytes > psutil.virtual_memory().available:  # nothing else bounds it but the kernel's killing
+        if nbytes > psutil.virtual_memory().available:  # otherwise only the OOM killer would limit it
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         descriptor = os.memfd_create("snapshot")
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
@@ -88,7 +87,7 @@ def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # torch does not declare what that is
+    return torch.cuda.cudart()  # untyped in torch
 
 
 def _check(status) -> None:

@@ -1,4 +1,4 @@
-"""In whose name something is published: which run, which launch of it, and which of its worlds."""
+"""Claims: the run, the launch and the term in whose name a worker publishes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TAG = re.compile(r"\.([0-9A-Za-z]{1,40})-(\d+)-(\d+)(?:\.|$)")
 
 @dataclass(frozen=True)
 class Claim:
-    """What a worker shows when it publishes.
+    """The identity under which a worker publishes.
 
     Attributes:
-        job: the launch; no other launch has the same.
-        term: controller epoch and generation.  Of one launch it only grows, and no two worlds have the same.
-        run: what the checkpoints are of, whichever launches train it; empty where nobody asks.
+        job: unique id of the launch.
+        term: controller epoch and generation; it only grows within a launch, and is unique to a membership.
+        run: the run that the checkpoints belong to, across launches; empty if not checked.
     """
 
     job: str
@@ -28,32 +28,32 @@ class Claim:
 
     @classmethod
     def of_process(cls) -> Claim:
-        """One that nobody else has, for a program that is no worker of a job."""
+        """A unique claim, for a program that is not a worker of a job."""
         return cls(secrets.token_hex(8))
 
     @property
     def tag(self) -> str:
-        """Job and term as a part of file names."""
+        """Job and term as used in file names."""
         return f"{_word(self.job)}-{self.term[0]}-{self.term[1]}"
 
     @property
     def generation(self) -> str:
-        """The term as messages tell it."""
+        """The term as shown in messages."""
         return f"{self.term[0]}.{self.term[1]}"
 
     def supersedes(self, name: str) -> bool:
-        """Whether a file's name has the tag of an older term, or of another launch; not so where it has none."""
+        """Whether a file name has the tag of an older term or of another launch; False without a tag."""
         tag = term_in(name)
         return tag is not None and (tag[0] != _word(self.job) or tag[1] < self.term)
 
     def made(self, name: str) -> bool:
-        """Whether a file's name has the tag of this launch, of whichever term."""
+        """Whether a file name has the tag of any term of this launch."""
         tag = term_in(name)
         return tag is not None and tag[0] == _word(self.job)
 
 
 def term_in(name: str) -> tuple[str, tuple[int, int]] | None:
-    """Job and term of the tag in a file's name; None where there is none."""
+    """Job and term of the tag in a file name; None without a tag."""
     found = _TAG.search(name)
     return found and (found[1], (int(found[2]), int(found[3])))
 

@@ -1,7 +1,7 @@
-"""A directory of dense checkpoints: each is published whole or not at all, and verified before it is used.
+"""A directory of dense checkpoints, each published atomically and verified before use.
 
-A checkpoint is written under a hidden name and renamed when it is complete.  Its ``manifest.json`` is written last
-and lists every file with size and hash; without one a directory is not a checkpoint of ours.
+A checkpoint is written under a hidden name and renamed when complete.  Its ``manifest.json`` is written last and lists
+every file with size and hash; a directory without one was not written by this program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNFINISHED = ".iter_*.incomplete*"
 
 
 def directory_of(root: str | Path, iteration: int) -> Path:
-    """Megatron's name for the checkpoint of an iteration, ``iter_0000100``."""
+    """Megatron's directory name for the checkpoint of an iteration, such as ``iter_0000100``."""
     return Path(root) / store.directory_of(iteration)
 
 
@@ -38,10 +38,10 @@ def saved_iterations(root: str | Path) -> list[int]:
 
 
 def latest_iteration(root: str | Path) -> int | None:
-    """The iteration that the tracker file names, or None where there is no tracker.
+    """The iteration in the tracker file, or None without a tracker.
 
     Raises:
-        CheckpointError: the tracker does not hold a number.
+        CheckpointError: the tracker does not contain a number.
     """
     tracker = Path(root) / TRACKER
     if not tracker.is_file():
@@ -53,10 +53,10 @@ def latest_iteration(root: str | Path) -> int | None:
 
 
 def read_manifest(directory: Path) -> dict | None:
-    """The manifest of a checkpoint, or None where it has none (stock Megatron-LM wrote it).
+    """The manifest of a checkpoint, or None without one (written by stock Megatron-LM).
 
     Raises:
-        CheckpointError: the directory or manifest is damaged.
+        CheckpointError: the directory is missing, or the manifest is missing, damaged or of another format.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} does not exist: check --load and --ckpt-step")
@@ -75,7 +75,7 @@ def read_manifest(directory: Path) -> dict | None:
 
 
 def damaged(what: str) -> CheckpointError:
-    """The refusal of a damaged checkpoint."""
+    """The error of a damaged checkpoint, with the remedy."""
     return CheckpointError(f"{what}; {_remedy()}")
 
 
@@ -84,18 +84,18 @@ def _remedy() -> str:
 
 
 def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
-    """Where the checkpoint of an iteration is written before it is published.
+    """The staging directory of a checkpoint, before it is published.
 
     Args:
         root: the ``--save`` directory.
         iteration: its iteration.
-        tag: of the claim in whose name it is written.
+        tag: tag of the writer's claim.
     """
     return Path(root) / f".iter_{iteration:07d}.{f'{tag}.' if tag else ''}incomplete"
 
 
 def describe(path: Path) -> dict:
-    """A file's entry in the manifest; the file is on disk when this returns."""
+    """Syncs a file to disk, and returns its entry in the manifest."""
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
@@ -103,15 +103,15 @@ def describe(path: Path) -> dict:
 
 
 def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
-    """Makes an empty staging directory, clearing what earlier, killed saves left behind.
+    """Makes an empty staging directory, and removes the leftovers of killed saves.
 
     Args:
         root: the ``--save`` directory.
         iteration: its iteration.
-        fence: in whose name it is saved; who was superseded completes nothing any more.
+        fence: fence of the directory, whose claim must not be superseded.
 
     Raises:
-        TakenError: another job saves there, or a newer generation of this one.
+        TakenError: another job, or a newer generation of this one, saves there.
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
@@ -126,16 +126,16 @@ def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
 
 
 def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fence | None = None) -> Path:
-    """Makes a staged checkpoint the newest one, atomically.
+    """Publishes a staged checkpoint atomically as the newest.
 
     Args:
         root: the ``--save`` directory.
         iteration: its iteration.
-        files: manifest entries of all files by path relative to the checkpoint.
-        fence: as of :func:`start`.
+        files: manifest entries of all files, by path relative to the checkpoint.
+        fence: as in :func:`start`.
 
     Raises:
-        SupersededError: a newer generation of the job saves there by now, or another job.
+        SupersededError: a newer generation of this job, or another job, saves there now.
     """
     root, staging, final = Path(root), staging_of(root, iteration, _tag(fence)), directory_of(root, iteration)
     author = {} if fence is None else {"job": fence.claim.job, "term": fence.claim.term}
@@ -148,7 +148,7 @@ def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fen
         _replace(staging, final, check)
         sync_directory(root)
         write_durably(root / TRACKER, str(iteration), _tag(fence), check)
-    except FileNotFoundError:  # whoever has superseded this one has taken away what it had not finished
+    except FileNotFoundError:  # a successor has removed the unfinished files
         if check is not None:
             check()
         raise
@@ -159,7 +159,7 @@ def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fen
 def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> None:
     if check is not None:
         check()
-    if final.exists():  # saved before at this iteration: keep the old one until the new one stands
+    if final.exists():  # saved at this iteration before: keep the old one until the new one is in place
         os.rename(final, _replaced(final))
     try:
         os.rename(staging, final)
@@ -177,7 +177,7 @@ def _tag(fence: Fence | None) -> str:
 
 
 def restore_replaced(root: str | Path) -> None:
-    """Ends a replacement that a kill cut in two: the old checkpoint comes back, or goes."""
+    """Completes a replacement interrupted by a kill: restores the old checkpoint, or removes it."""
     for replaced in Path(root).glob(".iter_*.replaced"):
         original = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if original.exists():
@@ -187,14 +187,14 @@ def restore_replaced(root: str | Path) -> None:
 
 
 def remove(root: str | Path, iteration: int) -> None:
-    """Deletes a checkpoint so that a kill midway leaves no half of it under its name."""
+    """Deletes a checkpoint; a kill midway leaves no partial one under its name."""
     doomed = staging_of(root, iteration)
     os.rename(directory_of(root, iteration), doomed)
     shutil.rmtree(doomed)
 
 
 def damage_in(directory: Path, files: dict[str, dict]) -> str | None:
-    """Names the first file that is missing, truncated or altered, or None where all are whole."""
+    """Describes the first file that is missing, truncated or altered; None if all are intact."""
     for name, entry in files.items():
         path = directory / name
         if not path.is_file():

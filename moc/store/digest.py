@@ -1,4 +1,4 @@
-"""The hash by which everything that is stored is compared when it is read."""
+"""The hash that verifies stored data when it is read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def digest_of(data) -> str:
 def digest_of_file(
     file: BufferedIOBase | RawIOBase, size: int, advance: Callable[[int], object] = lambda count: None
 ) -> str:
-    """xxh3-128 of the next bytes of a file, in hex.
+    """xxh3-128 of the next ``size`` bytes of a file, in hex.
 
     Args:
         file: an open file.
-        size: how many bytes; fewer where the file ends.
-        advance: is told how many were read, block by block.
+        size: number of bytes; fewer if the file ends first.
+        advance: called with the number of bytes of each block read.
     """
     hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
     while size and (count := file.readinto(block[: min(size, len(block))])):

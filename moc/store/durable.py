@@ -1,4 +1,4 @@
-"""Small files and names on a local disk, durable when the call returns."""
+"""Durable writes of small files and names on a local disk."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 
 def write_durably(path: Path, text: str, tag: str = "", check: Callable[[], None] | None = None) -> None:
-    """Replaces a small file atomically; it is on disk when this returns.  Arguments: :func:`write_parts_durably`."""
+    """Replaces a small file atomically and durably.  Arguments as in :func:`write_parts_durably`."""
     write_parts_durably(path, [text.encode()], tag=tag, check=check)
 
 
 def write_parts_durably(
     path: Path, parts: Iterable, name_too: bool = True, tag: str = "", check: Callable[[], None] | None = None
 ) -> None:
-    """Replaces a file by the concatenation of some buffers, atomically; it is on disk when this returns.
+    """Replaces a file atomically and durably by the concatenation of buffers.
 
-    Whoever else writes the same file meanwhile, each writes one of its own.  If that fails, the room is given back.
+    Concurrent writers of the same file use separate temporary files.  On failure, the temporary file is removed.
 
     Args:
         path: the file.
-        parts: what it is to hold.
-        name_too: without it, the name is on disk only when the directory is synced.
-        tag: of the claim in whose name it is written, in the name of the temporary file.
-        check: is called when all is written, right before the file gets its name, and may raise.
+        parts: buffers to write.
+        name_too: sync the directory too; without it, the name is durable only at the next sync.
+        tag: tag of the writer's claim, part of the temporary file's name.
+        check: called after the write, right before the rename; may raise.
     """
     temporary = temporary_of(path, tag)
     try:
@@ -46,13 +46,13 @@ def write_parts_durably(
 
 
 def temporary_of(path: Path, tag: str = "") -> Path:
-    """Where this thread writes a file before it gets its name."""
+    """The temporary path to which this thread writes a file before the rename."""
     own = f"{os.getpid()}-{threading.get_ident():x}.tmp"
     return path.with_name(f".{path.name}.{tag}.{own}" if tag else f".{path.name}.{own}")
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
+    """Syncs the names in a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,21 +1,21 @@
-"""What can be wrong with a checkpoint."""
+"""Errors of checkpoints and storage."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, incomplete, damaged, or does not fit; the message names what, and the remedy."""
+    """A checkpoint is missing, incomplete, damaged or incompatible; the message names the cause and the remedy."""
 
 
 class TakenError(CheckpointError):
-    """The place belongs to another job now: this one must not go on writing there."""
+    """Another job owns the place: this one must stop writing there."""
 
 
 class SupersededError(TakenError):
-    """Whoever asks has been superseded there, by a newer generation of its job or by another one."""
+    """The caller has been superseded in the place, by a newer generation of its job or by another job."""
 
 
 class MissingRegionError(RuntimeError):
-    """Files do not hold all of a tensor that is asked for; the message names it."""
+    """Files do not hold all of a requested tensor; the message names it."""
 
 
 class DamagedRegionError(MissingRegionError):
-    """Files hold it, but its bytes are not those that were written; the message names file and tensor."""
+    """Files hold the tensor, but its bytes were altered; the message names file and tensor."""

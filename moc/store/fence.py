@@ -1,15 +1,15 @@
-"""Who may publish in a directory: the newest term of the launch that has it.
+"""Fences: only the newest term of the launch that owns a directory may publish in it.
 
-No step waits for anybody of the same launch, and no lock has to be safe: a lock only tells another launch that the
-owner lives.  That nobody publishes who has been superseded follows from the order of the steps, on any file system
-of which all see the same:
+No step waits for a worker of the same launch, and safety does not depend on locks: a lock only shows another launch
+that the owner is alive.  That no superseded worker publishes follows from the order of the steps, on any file system
+with a consistent view:
 
     publishing      write a temporary file whose name has the term; read the fence; if it is not newer, rename
     beginning       write the fence, in the same way; then remove the temporary files of older terms; read it again
 
-A publisher that reads the fence before it is written has its temporary file there before that.  So either it renames
-before the file is removed, and whoever begins sees what it has published when it looks afterwards, or it finds the
-file gone, and its rename fails.
+A publisher that reads the fence before the new one is written has already created its temporary file.  So either it
+renames the file before its removal, and the new term sees what was published when it looks afterwards, or the file is
+gone and the rename fails.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _POLL_S = 0.05
 _REMEMBERED = 200  # launches
 
 _held: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
-"""Lock files of this process, by their real paths, as long as a fence has them; closing one gives the lock up."""
+"""Lock files of this process by real path, held as long as a fence uses them; closing one releases the lock."""
 
 _newest: dict[Path, TextIO] = {}
-"""By directory the lock file of a job's newest term: between two generations, too, it shows that the job lives."""
+"""Lock file of a job's newest term by directory: shows that the job is alive between generations too."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Whose a place is.
+    """The owner of a place.
 
     Attributes:
-        claim: in whose name.
-        host: where.
-        pid: which process.
-        before: launches that had the place before, and do not get it back.
+        claim: claim of the owner.
+        host: host of the owner.
+        pid: process of the owner.
+        before: launches that owned the place before and may not reclaim it.
     """
 
     claim: Claim
@@ -64,7 +64,7 @@ class Holder:
 
     @classmethod
     def this(cls, claim: Claim, before: tuple[str, ...]) -> Holder:
-        """This process."""
+        """This process as the owner."""
         return cls(claim, socket.gethostname(), os.getpid(), before)
 
     def to_json(self) -> str:
@@ -74,7 +74,7 @@ class Holder:
 
     @classmethod
     def from_json(cls, text: str) -> Holder:
-        """The inverse of :meth:`to_json`; KeyError, TypeError or ValueError if it is none."""
+        """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
         plain = json.loads(text)
         job = str(plain["job"])
         epoch, generation = plain.get("term", (0, 0))
@@ -83,15 +83,15 @@ class Holder:
 
 
 def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
-    """Returns if nothing newer than a claim has a place.
+    """Raises if a place is owned by a newer claim.
 
     Args:
-        claim: who asks.
-        now: who has it; None for nobody.
-        name: of the place.
+        claim: claim of the caller.
+        now: current owner; None without one.
+        name: name of the place.
 
     Raises:
-        SupersededError: a newer generation of the same launch has it, or another launch.
+        SupersededError: a newer generation of the same launch, or another launch, owns the place.
     """
     if now is None or (now.claim.job == claim.job and now.claim.term <= claim.term):
         return
@@ -107,10 +107,10 @@ def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
 
 
 def successors(claim: Claim, now: Holder | None, name: str) -> tuple[str, ...]:
-    """The launches that a claim comes after, if it may begin where somebody else was.
+    """The launches that a claim supersedes when it takes a place.
 
     Raises:
-        SupersededError: it may not, since it was superseded already.
+        SupersededError: the claim itself has been superseded.
     """
     if now is None:
         return ()
@@ -125,8 +125,8 @@ class Fence:
 
     Args:
         root: the directory.
-        claim: in whose name this process publishes there.
-        patience: seconds to wait for another launch, since it may still be dying.
+        claim: claim under which this process publishes.
+        patience: seconds to wait for another launch, which may still be exiting.
     """
 
     def __init__(self, root: Path, claim: Claim, patience: float = 10.0):
@@ -134,13 +134,13 @@ class Fence:
         self._lock_file: TextIO | None = None
 
     def take(self) -> None:
-        """Begins the term of the claim; what older ones have not published by now, they never will.
+        """Begins the term of the claim; from then on, older terms cannot publish.
 
         Raises:
-            TakenError: another launch has the directory, and lives.
+            TakenError: another launch owns the directory and is alive.
             CheckpointError: the fence cannot be read.
-            SupersededError: the claim was superseded already.
-            OSError: it cannot be written.
+            SupersededError: the claim has been superseded.
+            OSError: the fence cannot be written.
         """
         self._root.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self._patience
@@ -153,18 +153,18 @@ class Fence:
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Returns if nothing newer has begun.
+        """Raises if a newer claim has taken the directory.
 
         Raises:
-            SupersededError: something has.
+            SupersededError: a newer generation or another launch has taken it.
         """
         refuse_superseded(self.claim, self.read(), str(self._root))
 
     def read(self) -> Holder | None:
-        """Who has the directory; None if nobody ever had.
+        """The owner of the directory; None if it never had one.
 
         Raises:
-            CheckpointError: it does not say.
+            CheckpointError: the fence is unreadable.
         """
         try:
             return Holder.from_json((self._root / NAME).read_text())
@@ -176,11 +176,11 @@ class Fence:
             ) from None
 
     def _begins(self) -> bool:
-        """Whether the term has begun; not so if another launch lives, or was quicker."""
+        """Tries to begin the term; False if another launch is alive or was faster."""
         self._show_life()
         temporary = temporary_of(self._root / NAME, self.claim.tag)
         try:
-            with open(temporary, "w", encoding="utf-8") as file:  # before the fence is read: see above
+            with open(temporary, "w", encoding="utf-8") as file:  # must precede reading the fence: see above
                 now = self.read()
                 before = successors(self.claim, now, str(self._root))
                 if now is not None and now.claim.job != self.claim.job and self._lives(now):
@@ -190,13 +190,13 @@ class Fence:
                 os.fsync(file.fileno())
             os.rename(temporary, self._root / NAME)
             sync_directory(self._root)
-        except FileNotFoundError:  # somebody else has begun meanwhile
+        except FileNotFoundError:  # another term has begun meanwhile
             return False
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
         self._sweep()
-        self._show_life()  # a launch that had the directory may have swept that away
+        self._show_life()  # the previous owner may have swept the lock away
         now = self.read()
         return now is not None and now.claim == self.claim
 
@@ -216,7 +216,7 @@ class Fence:
                 yield self._root / name
 
     def _show_life(self) -> None:
-        """Holds a lock as long as this process lives; those that it forks do not inherit it."""
+        """Holds a lock for the lifetime of this process; forked children do not inherit it."""
         path = self._lock_path(self.claim)
         if _is_current(path):
             self._lock_file = _held[path]
@@ -242,14 +242,14 @@ class Fence:
 
 
 def lives(root: Path) -> Holder | None:
-    """The process that has a directory, if there is one; asks nothing of it."""
+    """The live owner of a directory, if there is one; does not contact it."""
     fence = Fence(root, Claim.of_process())
     now = fence.read()
     return now if now is not None and fence._lives(now) else None
 
 
 def _give_up(path: Path) -> None:
-    """Removes what is unfinished; a directory goes as a whole, so that nobody gives a part of it a name."""
+    """Removes an unfinished file or directory; a directory is renamed first, so that no part of it is published."""
     try:
         if not path.is_dir():
             path.unlink()
@@ -257,7 +257,7 @@ def _give_up(path: Path) -> None:
         doomed = path.with_name(f"{path.name}.given-up")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-    except FileNotFoundError:  # it has got its name
+    except FileNotFoundError:  # it was published
         pass
 
 
@@ -268,7 +268,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _is_current(path: Path) -> bool:
-    """Whether this process holds the lock file that is there now, and not one that was removed."""
+    """Whether this process holds the existing lock file, rather than a removed one."""
     held = _held.get(path)
     with contextlib.suppress(FileNotFoundError):
         return held is not None and os.path.samestat(os.fstat(held.fileno()), path.stat())
@@ -278,6 +278,6 @@ def _is_current(path: Path) -> bool:
 def _try_lock(lock_file: TextIO) -> bool:
     try:
         fcntl.lockf(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # systems differ in what they say
+    except (BlockingIOError, PermissionError):  # systems differ in the error
         return False
     return True

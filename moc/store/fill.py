@@ -1,4 +1,4 @@
-"""What a fragment of live memory takes from a checkpoint, whatever layout wrote it."""
+"""Values of live fragments from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moc.store.regions import MissingRegionError, RegionReader
 
 
 def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
-    """The values of a fragment, in the shape of its region, on the host; perhaps a view of a mapped file.
+    """The values of a fragment, in the shape of its region, on the host; possibly a view of a mapped file.
 
-    Vocabulary rows that only this layout pads with are zeros.
+    Vocabulary rows that are padding only in this layout are zeros.
 
     Raises:
-        MissingRegionError: the checkpoint does not hold all of it, or holds a tensor of another shape.
-        DamagedRegionError: what it holds does not match its hash.
+        MissingRegionError: the checkpoint holds the tensor only in part, or in another shape.
+        DamagedRegionError: stored bytes do not match their hash.
     """
     region, saved = fragment.region, reader.global_shape(fragment.name, fragment.slot)
     if saved == fragment.global_shape:
@@ -36,12 +36,12 @@ def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
 
 
 def reading_ahead(fragments: Sequence[Fragment], reader: RegionReader, lead: int = 64 << 20) -> Iterator[Fragment]:
-    """Yields fragments, while a thread has what they will take read in advance.
+    """Yields fragments while a thread reads the values of later ones ahead.
 
     Args:
-        fragments: in the order in which they will be filled.
-        reader: where from.
-        lead: bytes that may be read in advance, at most.
+        fragments: fragments in the order of filling.
+        reader: source of the values.
+        lead: maximum bytes read ahead.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
         asked, ahead = 0, 0

@@ -1,4 +1,4 @@
-"""What jobs have left in this machine's memory: whose it is, how much, and whether a process still uses it."""
+"""Leftovers of jobs in this machine's memory: their run, their size, and the processes that use them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Leftover:
     """One node's memory for a run.
 
     Attributes:
-        path: its directory.
-        run: what the run is called; None where the directory does not say.
-        address: where its checkpoints are, as the job saw it.
-        newest: iteration of the newest snapshot; None if there is none.
-        bytes: memory that it takes.
-        used_by: processes of this user that use it, as far as they can be seen from here.
+        path: directory.
+        run: name of the run; None if the directory does not record it.
+        address: address of its checkpoints, as seen by the job.
+        newest: iteration of the newest snapshot; None without one.
+        bytes: memory used.
+        used_by: processes of this user that use it, if visible from here.
     """
 
     path: Path
@@ -39,16 +39,16 @@ class Leftover:
 
 
 def leftovers(memory_dir: str | Path) -> list[Leftover]:
-    """All that this user's jobs have in a memory file system, those that run included.
+    """All memory of this user's jobs in a memory file system, running ones included.
 
     Raises:
-        CheckpointError: the directory belongs to somebody else.
+        CheckpointError: the directory cannot be made, or belongs to another user.
     """
     return [leftover(path) for path in sorted(memory_home(memory_dir).iterdir()) if path.is_dir()]
 
 
 def leftover(path: Path) -> Leftover:
-    """What there is to know of one directory."""
+    """Describes one directory."""
     place = LocalPlace(path, in_memory=True)
     try:
         run = run_of(place)
@@ -60,10 +60,10 @@ def leftover(path: Path) -> Leftover:
 
 
 def remove_leftover(one: Leftover) -> None:
-    """Gives the memory back.
+    """Removes a leftover.
 
     Raises:
-        CheckpointError: a process uses it.
+        CheckpointError: a process uses the memory.
         OSError: it cannot be removed.
     """
     if users := tuple(_users(one.path)):
@@ -72,26 +72,26 @@ def remove_leftover(one: Leftover) -> None:
 
 
 def give_back(run: Path, node: str) -> None:
-    """Removes what a run has left in a node's memory, where nobody needs it any more; not what a process uses.
+    """Removes a finished run's leftovers from a node's memory, except those that a process uses.
 
     Args:
-        run: as of :func:`moc.store.tiers.memory_of_run`.
-        node: the same as of :func:`moc.store.tiers.memory_of_node`.
+        run: as in :func:`moc.store.tiers.memory_of_run`.
+        node: as in :func:`moc.store.tiers.memory_of_node`.
 
     Raises:
-        CheckpointError: this is no memory of a run.
+        CheckpointError: the directory is not the memory of a run.
         OSError: it cannot be removed.
     """
     there = [path for path in memory_of_node(run, node) if path.is_dir()]
     if there and run.parent != memory_home(run.parent.parent):
         raise CheckpointError(f"{run} is no memory of a run")
     for path in there:
-        if not any(_users(path)):  # else the run goes on there already, or another node of this machine is not done
+        if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
             shutil.rmtree(path)
 
 
 def _bytes(path: Path) -> int:
-    """What its files take; one with several names counts once."""
+    """Bytes of its files; a file with several names counts once."""
     sizes = {}
     for file in path.rglob("*"):
         try:
@@ -104,9 +104,9 @@ def _bytes(path: Path) -> int:
 
 
 def _users(path: Path) -> Iterator[int]:
-    """Who has the place, and whoever has a buffer of it in its memory.
+    """Yields the owner of the place, and every process that maps one of its buffers.
 
-    The one that has the place may be lost just now, and its job go on; and in another container only its lock shows.
+    The owner may just have died while its job continues; in another container, only its lock is visible.
     """
     try:
         owner = lives(path)
@@ -121,5 +121,5 @@ def _users(path: Path) -> Iterator[int]:
         try:
             if inside in (process / "maps").read_text(errors="replace"):
                 yield int(process.name)
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # it has ended, or belongs to another user
             continue

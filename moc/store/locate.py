@@ -1,4 +1,4 @@
-"""Which place an address means."""
+"""Resolves an address to a place."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
 
 
 def place_of(address: str | Path, claim: Claim | None = None) -> Storage:
-    """The place that an address means; nothing is read, written or connected to.
+    """The place of an address; nothing is read, written or connected to.
 
     Args:
         address: a directory (a path or ``file:///path``), or ``s3://bucket/prefix``, ``gs://bucket/prefix``, or, for
-            tests, ``memory://prefix``, which ends with the process.
-        claim: in whose name files are written there.
+            tests, ``memory://prefix``, which lives in the process.
+        claim: claim under which files are written.
 
     Raises:
-        CheckpointError: it means none, or the library for it is not installed.
+        CheckpointError: the address is invalid, or its library is not installed.
     """
     address = str(address)
     match = _URL.match(address)
     if match is None:
         return LocalPlace(address, claim=claim)
-    if not match[2]:  # what pathlib makes of s3://; it would become a directory of that name
+    if not match[2]:  # pathlib turns s3:// into s3:/, which would become a directory
         raise CheckpointError(f"{address} is neither a path nor a URL: a URL has two slashes, as in s3://bucket/prefix")
     if match[1] != "file":
         return ObjectPlace(address, claim=claim)

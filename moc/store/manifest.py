@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint holds; written last, so that it makes the checkpoint."""
+"""``manifest.json``: the contents of a checkpoint; writing it, last, publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FORMAT = "moc-megatron checkpoint 1"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a rank's file has to be.
+    """Expected size and header hash of a rank's file.
 
     Attributes:
-        bytes: its size.
-        header_bytes: all before the data.
-        header_xxh3_128: hash of those, in hex; they hold the hashes of the data.
+        bytes: size of the file.
+        header_bytes: size of everything before the data.
+        header_xxh3_128: hash of the header in hex; the header holds the hashes of the data.
     """
 
     bytes: int
@@ -32,12 +32,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class OperatorEntry:
-    """What is saved of an operator.
+    """The saved state of an operator.
 
     Attributes:
-        detail: ``full`` or ``compute``.
-        step: updates that its moments have seen; None where nothing counts them.
-        elements: how many each slot has.
+        detail: value of the :class:`~moc.state.detail.Detail`.
+        step: number of updates of its moments; None if not counted.
+        elements: number of elements by slot.
     """
 
     detail: str
@@ -47,14 +47,14 @@ class OperatorEntry:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has written: its file, and what that holds of each operator.
+    """One rank's report: its file, and the contents of that by operator.
 
     Attributes:
-        name: of the file.
-        file: what it has to be.
-        operators: what it holds of each.
-        job: the launch that has written it, if it has a name.
-        term: its controller epoch and generation.
+        name: name of the file.
+        file: expected size and header hash.
+        operators: contents by operator.
+        job: launch that wrote the file; empty without a claim.
+        term: controller epoch and generation of the writer.
     """
 
     name: str
@@ -70,7 +70,7 @@ class RankReport:
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
-        """The inverse of :meth:`to_json`; KeyError, TypeError or ValueError if it is none."""
+        """The inverse of :meth:`to_json`; raises KeyError, TypeError or ValueError on other text."""
         plain = json.loads(text)
         parts = plain["name"], FileEntry(**plain["file"]), _operators(plain["operators"])
         return cls(*parts, plain.get("job", ""), _term(plain))
@@ -93,20 +93,20 @@ class Manifest:
 
     @property
     def complete(self) -> bool:
-        """Whether it names the files of all ranks that wrote; in a node's memory it may name only some."""
+        """Whether the manifest lists the files of all writers; in a node's memory it may list only some."""
         return len(self.files) == self.writers
 
     @property
     def bytes(self) -> int:
-        """Size of its files."""
+        """Total size of the files."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``; not indented, which takes a training process ten times as long."""
+        """The text of ``manifest.json``; not indented, since indenting takes ten times as long."""
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
         fields = {name: value for name, value in vars(self).items() if name not in ("run", "job", "term")}
         author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
-        plain = json.loads(json.dumps({"format": FORMAT, **fields, **described, **author}))  # as it will be read
+        plain = json.loads(json.dumps({"format": FORMAT, **fields, **described, **author}))  # as a reader will see it
         return json.dumps({**plain, "xxh3_128": _digest(plain)})
 
     @classmethod
@@ -114,11 +114,11 @@ class Manifest:
         """Reads a manifest.
 
         Args:
-            text: of the file.
-            name: what to call the file in a message.
+            text: contents of the file.
+            name: name of the file in messages.
 
         Raises:
-            CheckpointError: it is damaged, or of another format.
+            CheckpointError: the manifest is damaged or of another format.
         """
         try:
             plain = json.loads(text)
@@ -135,10 +135,10 @@ class Manifest:
 
 
 def merge(parts: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
-    """Files and operators of all parts together.
+    """Merges the files and operators of all reports.
 
     Raises:
-        CheckpointError: two ranks say different things of one operator, or were not of the same launch.
+        CheckpointError: two ranks disagree about an operator, or belong to different launches.
     """
     parts, files, operators = list(parts), {}, {}
     if len(jobs := {part.job for part in parts}) > 1:

@@ -1,4 +1,4 @@
-"""Object storage as a place: S3, and what speaks its protocol, and Google's, through fsspec."""
+"""Object storage as a place: S3, S3-compatible stores and Google Cloud Storage, through fsspec."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from moc.store.fence import Holder, refuse_superseded, successors
 from moc.store.storage import Storage
 
 PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
-"""What an address may begin with, and what pip has to have installed for it."""
+"""Supported URL schemes, and the package that each requires."""
 
 _OWNER = ".owner.json"
-_PART = 32 << 20  # S3 takes up to 10,000 parts of at least 5 MiB, so that files may have 312 GiB
+_PART = 32 << 20  # S3 takes up to 10,000 parts of at least 5 MiB: files of up to 312 GiB
 _CHUNK = 16 << 20
 _CHUNKS_AT_ONCE = 8
 _LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "requests", "s3fs"}
@@ -36,25 +36,25 @@ _REASONS = {  # by class of the error, or by S3's code for it
     "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY, or the profile",
 }
 
-# The thread that serves fsspec's connections does not exist in a forked process; older versions would wait for it.
+# fsspec's I/O thread does not survive a fork; older versions would wait for it.
 os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)
 
 
 class ObjectPlace(Storage):
     """The objects of a bucket whose names begin with a prefix.
 
-    It may be used by several threads, and by processes that are forked after it was used: connections are made by
-    each process for itself.  Where to connect to, credentials and the like are read from where fsspec and the
-    provider's library look for them (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, ``FSSPEC_S3_...``, profiles).
+    It is thread-safe and fork-safe: each process opens its own connections.  Endpoint, credentials and other settings
+    come from where fsspec and the provider's library look for them (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``,
+    ``FSSPEC_S3_...``, profiles).
 
     Args:
-        url: such as ``s3://bucket/prefix``; the bucket has to exist.
-        part_bytes: files of at least this size are sent in parts of it, and so are never in memory as a whole; at
+        url: URL such as ``s3://bucket/prefix``; the bucket must exist.
+        part_bytes: files of at least this size are uploaded in parts of it and never held in memory as a whole; at
             least 5 MiB, and a multiple of 256 KiB.
         claim: in whose name files are written there.
 
     Raises:
-        CheckpointError: the address is none, or the library for it is not installed.
+        CheckpointError: the URL is invalid, or its library is not installed.
     """
 
     def __init__(self, url: str, part_bytes: int = _PART, claim: Claim | None = None):
@@ -68,13 +68,13 @@ class ObjectPlace(Storage):
             raise CheckpointError(f"{url} needs a library that cannot be imported ({error}): {remedy}") from None
         self._root = rest.strip("/")
         self.name = f"{self._protocol}://{self._root}"
-        # fsspec's memory shows a file as soon as it is opened, so it gets every file in one piece
+        # fsspec's memory store exposes a file once it is opened, so every file is written in one piece
         self._part_bytes = sys.maxsize if self._protocol == "memory" else part_bytes
         self.claim, self._asks = claim, claim
         self._read_last: weakref.ref[ObjectBlob] | None = None
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
-        """See :class:`Storage`; whoever is killed while writing leaves the object as it was, or absent."""
+        """See :class:`Storage`; a kill during the write leaves the object unchanged or absent."""
         chunks = _chunks(parts, self._part_bytes)
         first = next(chunks)
         if len(first) < self._part_bytes:
@@ -84,7 +84,7 @@ class ObjectPlace(Storage):
             self._write_in_parts(path, itertools.chain([first], chunks))
 
     def create(self, path: str, parts: Iterable) -> bool:
-        """See :class:`Storage`; of two that do it at once, both may think to have been the first."""
+        """See :class:`Storage`; of two concurrent calls, both may return True."""
         try:
             self.read(path)
         except FileNotFoundError:
@@ -108,7 +108,7 @@ class ObjectPlace(Storage):
         return ObjectBlob(self, path, info["size"])
 
     def names(self, directory: str = "") -> list[str]:
-        """See :class:`Storage`; asked for anew each time."""
+        """See :class:`Storage`; never cached."""
         prefix = f"{self._key(directory)}/"
         try:
             with self._explained(directory):
@@ -124,7 +124,7 @@ class ObjectPlace(Storage):
         """See :class:`Storage`.
 
         Raises:
-            PermissionError: some of it is still there; S3 does not say so when many are removed at once.
+            PermissionError: some objects remain; S3 does not report this for bulk removals.
         """
         key = self._key(path)
         with self._explained(path):
@@ -134,20 +134,20 @@ class ObjectPlace(Storage):
                     raise PermissionError(f"{len(left)} objects could not be removed: allow it, or remove them")
 
     def discard(self, directory: str, first: str, mark: str) -> None:
-        """See :class:`Storage`; what is removed is gone at once, so that no mark is needed."""
+        """See :class:`Storage`; removals take effect at once, so no mark is needed."""
         self.remove(f"{directory}/{first}")
         self.remove(directory)
 
     def free_bytes(self) -> None:
-        """See :class:`Storage`: nobody knows."""
+        """See :class:`Storage`; always unknown."""
         return None
 
     def lock(self) -> None:
-        """Takes the place: from now on, :meth:`check_owner` stops whoever had it before.
+        """Takes the place: from now on, :meth:`check_owner` refuses the previous owner.
 
-        Object stores have no locks that go with a process, and a job that was killed must not keep its successor
-        out.  So the launch that starts last has the place, and it is the earlier one that is refused; for good, so
-        that none of its later generations takes the place back.
+        Object stores have no locks tied to a process, and a killed job must not block its successor.  So the launch
+        that starts last owns the place, and the earlier one is refused for good: none of its later generations can
+        reclaim the place.
         """
         claim = self._asks = self._asks or Claim.of_process()
         try:
@@ -159,7 +159,7 @@ class ObjectPlace(Storage):
         self.taken = True
 
     def check_owner(self) -> None:
-        """See :class:`Storage`; asks nothing if the place was never locked."""
+        """See :class:`Storage`; a no-op if the place was never locked."""
         if not self.taken:
             return
         try:
@@ -168,7 +168,7 @@ class ObjectPlace(Storage):
             raise TakenError(
                 f"{self.path(_OWNER)} does not say whose {self.name} is ({error}): start this job again"
             ) from None
-        assert self._asks is not None  # since it is taken
+        assert self._asks is not None  # the place is taken
         refuse_superseded(self._asks, now, self.name)
 
     def _owner(self) -> Holder:
@@ -176,7 +176,7 @@ class ObjectPlace(Storage):
 
     @property
     def _fs(self) -> fsspec.AbstractFileSystem:
-        # fsspec keeps one for each process; listings are not kept, since other processes write here too
+        # cached by fsspec per process; listings are not cached, since other processes write here too
         return fsspec.filesystem(self._protocol, use_listings_cache=False)
 
     def _key(self, path: str) -> str:
@@ -192,13 +192,13 @@ class ObjectPlace(Storage):
             with self._explained(path):
                 file.close()
         except BaseException:
-            file.closed = True  # or the garbage collector would close it, which makes an object of half a file
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+            file.closed = True  # otherwise the garbage collector would close it, and so publish a partial object
+            with contextlib.suppress(Exception):  # report the first error
                 file.discard()
             raise
 
     def _keeps_only(self, blob: ObjectBlob) -> None:
-        """Makes the blob that was read before this one forget its bytes."""
+        """Drops the kept bytes of the previously read blob."""
         before = self._read_last() if self._read_last is not None else None
         if before is not None and before is not blob:
             before._kept = None
@@ -221,7 +221,7 @@ class ObjectPlace(Storage):
 
     @contextlib.contextmanager
     def _explained(self, path: str) -> Iterator[None]:
-        """Makes an OSError of one sentence from whatever the libraries raise."""
+        """Converts the libraries' exceptions to an OSError of one sentence."""
         try:
             yield
         except Exception as error:
@@ -232,12 +232,12 @@ class ObjectPlace(Storage):
 
 
 class ObjectBlob:
-    """An object, of which ranges are fetched as they are asked for.
+    """An object whose ranges are fetched on demand.
 
     Args:
-        place: where it is.
-        path: its path there.
-        size: its bytes.
+        place: place of the object.
+        path: path in the place.
+        size: size in bytes.
     """
 
     def __init__(self, place: ObjectPlace, path: str, size: int):
@@ -248,8 +248,8 @@ class ObjectBlob:
     def read(self, start: int, stop: int) -> memoryview:
         """See :class:`Blob`; large ranges are fetched in several streams.
 
-        The last range is kept until another one of the place is read: an entry is read to compare it with its hash
-        and then to use it, perhaps for several boxes, and is fetched once.
+        The last range is kept until another range of the place is read: an entry is read to verify its hash and then to
+        use it, possibly for several boxes, but fetched once.
         """
         stop, kept = min(stop, self.size), self._kept
         if start >= stop:
@@ -260,11 +260,11 @@ class ObjectBlob:
         return memoryview(kept[2])
 
     def will_read(self, start: int, stop: int) -> None:
-        """Nothing: what comes before it is needed would have to be kept, without a bound."""
+        """No-op: reading ahead would have to keep an unbounded amount of data."""
 
 
 def _chunks(parts: Iterable, size: int) -> Iterator[bytearray]:
-    """The bytes of some buffers in chunks of a size; the last one is shorter, and may be empty."""
+    """The bytes of some buffers in chunks of ``size``; the last chunk is shorter, possibly empty."""
     chunk = bytearray()
     for part in parts:
         rest = memoryview(part)
@@ -279,7 +279,7 @@ def _chunks(parts: Iterable, size: int) -> Iterator[bytearray]:
 
 
 def _causes(error: BaseException) -> list[str]:
-    """Names of an error and of what led to it: classes, and S3's codes."""
+    """Class names and S3 codes of an error and its causes."""
     names, cause = [], error
     while cause is not None:
         names.append(type(cause).__name__)

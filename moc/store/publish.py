@@ -1,4 +1,4 @@
-"""From what every rank says that it has written to the manifest that makes it a checkpoint."""
+"""Assembles the manifest of a checkpoint from the reports of its ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def assemble(
     layout: Mapping[str, int],
     state: Mapping[str, object],
 ) -> Manifest:
-    """Makes a manifest of parts, and refuses one that would lack something.
+    """Builds a manifest from reports, and refuses an incomplete one.
 
     Args:
-        parts: of all ranks, or of those whose files are in one node's memory.
+        parts: reports of all ranks, or of those whose files are in one node's memory.
         iteration: iterations completed.
-        policy: its name.
-        writers: all ranks that write, over all nodes.
-        planned: the operators that the checkpoint is to hold; each of its slots must have all parameters.
+        policy: name of the policy.
+        writers: number of ranks that write, over all nodes.
+        planned: operators that the checkpoint must hold, with all parameters in each of their slots.
         layout: sizes of the layout.
-        state: what is not a tensor.
+        state: state that is not a tensor.
 
     Raises:
-        CheckpointError: an operator is missing or not whole, although the parts of all ranks are there.
+        CheckpointError: an operator is missing or partial although all ranks have reported, or reports contradict.
     """
     files, operators = merge(parts)
     manifest = Manifest(iteration, policy, writers, files, operators, layout, state)
@@ -45,14 +45,14 @@ def assemble(
 
 
 def joined(manifests: Sequence[Manifest]) -> Manifest:
-    """The manifest of a checkpoint of which the memory of each node has a part, by the manifests there.
+    """Merges the manifests of a checkpoint whose parts are in the memories of several nodes.
 
     Raises:
-        CheckpointError: two nodes say different things of one operator, or have the parts of different launches.
+        CheckpointError: two nodes disagree about an operator, or hold parts of different launches.
     """
     parts = []
     for manifest in manifests:
-        operators = [manifest.operators, *[{}] * (len(manifest.files) - 1)]  # those of all files, counted once
+        operators = [manifest.operators, *[{}] * (len(manifest.files) - 1)]  # covers all files, so count it once
         jobs = [manifest.job] * len(manifest.files)
         parts += map(RankReport, manifest.files, manifest.files.values(), operators, jobs)
     files, operators = merge(parts)
@@ -65,7 +65,7 @@ def _lack(operator: Operator, operators: Mapping[str, OperatorEntry]) -> str | N
         return operator.name
     alike = (other.elements for other in operators.values() if other.detail == entry.detail)
     slots = {slot for elements in alike for slot in elements if slot != _PARAM or entry.detail == "compute"}
-    for slot in sorted(slots):  # what one operator has at a detail, all have
+    for slot in sorted(slots):  # at one detail, all operators have the same slots
         missing = operator.parameters - entry.elements.get(slot, 0)
         if missing > 0 or (missing and slot != _PARAM):  # a router's biases are not among its parameters
             return f"{missing} of {operator.parameters} {slot} of {operator.name}"

@@ -1,8 +1,7 @@
 """safetensors files of regions: each entry is a box of a named tensor of the unpartitioned model, with its hash.
 
-Whoever wrote a file, under whatever layout, a reader asks for any box of any tensor and gets it put together from
-the entries that overlap it.  Nothing is unpickled, and only the bytes that are needed are read.  The format is
-described in ``docs/reference/format.md``.
+A reader assembles any box of any tensor from the entries that overlap it, independent of the layout that wrote them.
+Nothing is unpickled, and only the needed bytes are read.  The format is described in ``docs/reference/format.md``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from moc.store.digest import digest_of
 from moc.store.errors import DamagedRegionError, MissingRegionError
 from moc.store.manifest import FileEntry
 
-_PAGE = 4096  # the data begin at a multiple, so that they can be mapped and written by pages
+_PAGE = 4096  # the data start at a multiple of it, so that they can be mapped and written by pages
 _NO_DIGEST = "0" * 32
 _DTYPES = {
     "F64": torch.float64,
@@ -89,12 +88,12 @@ class RegionTensor:
 
 
 class FileLayout:
-    """Where each entry stands in a file, known before any of its bytes are.
+    """Offsets of the entries in a file, known before their bytes.
 
     Attributes:
-        entries: the entries, in the order of the file: wide dtypes first, so that all are aligned.
-        spans: the bytes [start, stop) of each, from the beginning of the file.
-        header_bytes: all before the data.
+        entries: entries in file order: wide dtypes first, for alignment.
+        spans: bytes [start, stop) of each entry, from the beginning of the file.
+        header_bytes: size of everything before the data.
         nbytes: size of the file.
     """
 
@@ -111,7 +110,7 @@ class FileLayout:
 
     @cached_property
     def _named(self) -> dict[str, list]:
-        """By number of the entry, what the index says of it, up to its hash."""
+        """Index rows by entry number, without the hash."""
         return {
             str(number): [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset)]
             for number, entry in enumerate(self.entries)
@@ -119,7 +118,7 @@ class FileLayout:
 
     @cached_property
     def _described(self) -> str:
-        """What safetensors wants to know of the entries: the rest of the header, from the first one on."""
+        """The safetensors part of the header: dtype, shape and offsets of each entry."""
         described, position = {}, 0
         for number, entry in enumerate(self.entries):
             ends = [position, position := position + entry.nbytes]
@@ -130,7 +129,7 @@ class FileLayout:
         """The bytes before the data.
 
         Args:
-            digests: xxh3-128 of the bytes of each entry, in hex.
+            digests: xxh3-128 of each entry's bytes, in hex.
         """
         index = {key: [*named, digest] for (key, named), digest in zip(self._named.items(), digests, strict=True)}
         text = f'{{"__metadata__": {json.dumps({INDEX: json.dumps(index)})}{self._described}'.encode()
@@ -139,19 +138,19 @@ class FileLayout:
 
 
 def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> FileEntry:
-    """Writes one file; its values are copied to the host one after the other."""
+    """Writes one file, copying one tensor at a time to the host."""
     tensors = sorted(tensors, key=lambda tensor: -tensor.values.dtype.itemsize)
     layout = FileLayout(tensor.entry for tensor in tensors)
     return write_layout(path, layout, (tensor.values.detach().cpu() for tensor in tensors))
 
 
 def write_layout(path: Path, layout: FileLayout, values: Iterable[torch.Tensor]) -> FileEntry:
-    """Writes one file durably; returns what a manifest says of it.
+    """Writes one file durably, and returns its manifest entry.
 
     Args:
         path: the file.
         layout: its entries.
-        values: of the entries, in the order of the layout, on the host.
+        values: values of the entries on the host, in the order of the layout.
     """
     digests = []
     with open(path, "wb") as file:
@@ -170,7 +169,7 @@ def write_layout(path: Path, layout: FileLayout, values: Iterable[torch.Tensor])
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor on the host, without a copy if it is contiguous."""
-    values: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # a buffer to Python, if not to typeshed
+    values: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()  # typeshed does not declare it a buffer
     return memoryview(values)
 
 
@@ -181,8 +180,8 @@ class Source:
     Attributes:
         blob: the file.
         entry: what it is.
-        start: its first byte in the file.
-        digest: xxh3-128 of its bytes in hex, None if the file does not say.
+        start: offset of its first byte in the file.
+        digest: xxh3-128 of its bytes in hex; None if not recorded.
     """
 
     blob: Blob
@@ -191,7 +190,7 @@ class Source:
     digest: str | None
 
     def damage(self) -> str | None:
-        """What is wrong with its bytes, if anything is."""
+        """Describes the damage of its bytes; None if they are intact."""
         if self.digest in (None, digest_of(self.data())):
             return None
         entry = self.entry
@@ -201,11 +200,11 @@ class Source:
         )
 
     def data(self) -> memoryview:
-        """Its bytes."""
+        """The bytes of the entry."""
         return self.blob.read(self.start, self.start + self.entry.nbytes)
 
     def values(self) -> torch.Tensor:
-        """Its values, in the shape of its box; they may be part of a mapped file."""
+        """The values in the shape of the box, possibly a view of a mapped file."""
         if not self.entry.region.numel:
             return torch.empty(self.entry.region.shape, dtype=self.entry.dtype)
         flat = torch.from_numpy(numpy.frombuffer(self.data(), dtype=numpy.uint8))
@@ -216,7 +215,7 @@ def read_sources(blob: Blob) -> list[Source]:
     """The entries of a file.
 
     Raises:
-        MissingRegionError: it is not a file of regions.
+        MissingRegionError: the file is not a region file.
     """
     try:
         return [_source(blob, box) for box in read_boxes(blob.name, blob.size, blob.read)]
@@ -230,15 +229,15 @@ def _source(blob: Blob, box: StoredBox) -> Source:
 
 
 class RegionReader:
-    """Answers for any box of any tensor in a set of files.
+    """Reads any box of any tensor from a set of files.
 
     Args:
-        files: what :func:`write_regions` or a snapshot made; together they hold each element at most once.
-        verify: whether to compare entries with their hashes before they are used.
-        lazy: open a file only when those before it do not hold all that is asked for.
+        files: files from :func:`write_regions` or a snapshot, which together hold each element at most once.
+        verify: verify the hash of each entry before use.
+        lazy: open a file only when the previous ones do not hold all requested data.
 
     Raises:
-        MissingRegionError: a file is not of this kind; with ``lazy``, when it is opened.
+        MissingRegionError: a file is not a region file; with ``lazy``, raised when it is opened.
     """
 
     def __init__(self, files: Iterable[Path | Blob], verify: bool = False, lazy: bool = False):
@@ -249,35 +248,35 @@ class RegionReader:
             self._open_all()
 
     def __contains__(self, tensor: tuple[str, str]) -> bool:
-        """Whether the files hold any of a slot of a tensor, given as (name, slot)."""
+        """Whether the files hold any part of (name, slot)."""
         while tensor not in self._sources and self._open_next():
             pass
         return tensor in self._sources
 
     def sources(self) -> Iterator[Source]:
-        """Every entry, in the order of the files."""
+        """Yields every entry of all files."""
         self._open_all()
         for sources in self._sources.values():
             yield from sources
 
     def global_shape(self, name: str, slot: str) -> tuple[int, ...]:
-        """Shape of a tensor as it was saved.
+        """The global shape of a saved tensor.
 
         Raises:
-            MissingRegionError: no file holds any of it.
+            MissingRegionError: no file holds any part of it.
         """
         if (name, slot) not in self:
             raise MissingRegionError(f"no file holds {slot} of {name}")
         return self._sources[name, slot][0].entry.global_shape
 
     def will_read(self, name: str, slot: str, region: Region) -> None:
-        """Says that a box will be read soon; what is known of it by now is read ahead."""
+        """Hints that a box will be read soon; its entries in open files are read ahead."""
         for source in list(self._sources.get((name, slot), ())):
             if region.intersect(source.entry.region) is not None:
                 source.blob.will_read(source.start, source.start + source.entry.nbytes)
 
     def get(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """A box of a tensor, on the host; a view of the file where one entry holds all of it.
+        """A box of a tensor, on the host; a view of the file if one entry holds all of it.
 
         Raises:
             MissingRegionError: the files do not hold all of the box.
@@ -309,7 +308,7 @@ class RegionReader:
             )
 
     def _overlapping(self, name: str, slot: str, region: Region) -> Iterator[tuple[Source, Region]]:
-        """Entries that hold some of a box, and what of it; opens files until all of it is found."""
+        """Yields entries that overlap a box, with the overlap; opens files until the box is covered."""
         seen, missing = 0, region.numel
         while missing:
             known = self._sources.get((name, slot), [])

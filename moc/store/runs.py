@@ -1,4 +1,4 @@
-"""What a run is called: made when a directory of checkpoints is first used, and kept there."""
+"""Names of runs: made when a checkpoint directory is first used, and stored there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAME = ".run.json"
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, whichever jobs train it.
+    """A training run, across jobs.
 
     Attributes:
-        run: its name, 16 hex digits.
-        address: of its checkpoints, as the job saw it that made the name.
-        made: when, in Unix seconds.
+        run: name of the run, 16 hex digits.
+        address: address of its checkpoints, as seen by the job that made the name.
+        made: creation time in Unix seconds.
     """
 
     run: str
@@ -29,7 +29,7 @@ class Run:
 
 
 def run_of(place: Storage) -> Run | None:
-    """The run of which checkpoints, or what memory has of them, are in a place; None where nobody has begun one.
+    """The run whose checkpoints, on storage or in memory, are in a place; None if no run has begun there.
 
     Raises:
         CheckpointError: the place does not say.
@@ -47,11 +47,11 @@ def run_of(place: Storage) -> Run | None:
 
 
 def begin_run(place: Storage, address: str) -> Run:
-    """The run of a place, which begins if there is none.
+    """The run of a place, begun if there is none.
 
     Args:
-        place: of checkpoints.
-        address: what the flags call it.
+        place: place of the checkpoints.
+        address: address given by the flags.
 
     Raises:
         CheckpointError: the place does not say.
@@ -61,6 +61,6 @@ def begin_run(place: Storage, address: str) -> Run:
 
 
 def record_run(place: Storage, run: Run) -> Run:
-    """Says in a place of which run it is, unless it is said already; what it says then."""
+    """Records the run of a place unless one is recorded, and returns the recorded one."""
     place.create(NAME, [json.dumps(vars(run)).encode()])
     return run_of(place) or run

@@ -1,4 +1,4 @@
-"""Files in a memory file system that are written again and again, so that no page is asked for anew."""
+"""Reusable files in a memory file system, whose pages are allocated once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def reserve(path: Path, nbytes: int) -> int:
-    """Makes a file of which all memory is in place: whoever writes to it later cannot run out.
+    """Makes a fully allocated file, so that later writes cannot run out of memory.
 
     Args:
-        path: it must not exist.
-        nbytes: its size.
+        path: path of the file, which must not exist.
+        nbytes: size in bytes.
 
     Returns:
-        A descriptor to read and write it.
+        A descriptor for reading and writing.
 
     Raises:
-        OSError: there is not so much memory; then there is no file either.
+        OSError: memory is insufficient; no file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -31,17 +31,17 @@ def reserve(path: Path, nbytes: int) -> int:
 
 
 def free_slot(directory: Path, name: str, nbytes: int) -> Path:
-    """A file that may be written to, of at least so many bytes: one that has no other name, or a new one.
+    """A free file of at least ``nbytes`` bytes: one without a second hard link, or a new one.
 
-    What is in it counts when the file gets another name, by which it is found; it is free again when that is removed.
+    A slot is in use while a second hard link publishes its contents, and free again once that link is removed.
 
     Args:
-        directory: of the slots.
-        name: what is written; slots of one name are written in turn.
-        nbytes: how much.
+        directory: directory of the slots.
+        name: name of the contents; slots of one name are used in turn.
+        nbytes: required size.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: memory is insufficient.
     """
     taken = set()
     for path in sorted(directory.glob(f"{name}.*")):

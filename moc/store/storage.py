@@ -1,4 +1,4 @@
-"""Where checkpoints live: a tree of files that are written whole and durably, on disk, in memory or elsewhere."""
+"""Storage of checkpoints: a tree of atomically and durably written files, on disk, in memory or elsewhere."""
 
 from __future__ import annotations
 
@@ -16,103 +16,103 @@ from moc.store.fence import Fence
 
 
 class Storage(ABC):
-    """A tree of files, of which paths are relative and use slashes.  All methods may raise OSError."""
+    """A tree of files; paths are relative and use slashes.  All methods may raise OSError."""
 
     name: str
-    """What to call it in a message."""
+    """Name in messages."""
     claim: Claim | None = None
-    """In whose name files are written; None where nobody asks."""
+    """Claim under which files are written; None if ownership is not checked."""
     taken = False
-    """It was locked for its claim."""
+    """Whether the place was locked for its claim."""
 
     @property
     def run(self) -> str:
-        """Of its claim, which it must have."""
+        """The run of the claim, which must be set."""
         assert self.claim is not None
         return self.claim.run
 
     @abstractmethod
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
-        """Writes a file that holds some buffers one after the other; it is durable, and there, only at the end.
+        """Writes the concatenation of buffers as a file, atomically and durably.
 
         Args:
             path: the file.
             parts: the buffers.
-            final: without it, a crash of the machine may take the file away again until a final one is written beside
-                it; that saves time.
+            final: without it, a machine crash may lose the file until a final one is written to the same directory;
+                faster.
 
         Raises:
-            SupersededError: somebody else has the place by now.
+            SupersededError: another claim has taken the place.
         """
 
     @abstractmethod
     def create(self, path: str, parts: Iterable) -> bool:
-        """The same, unless the file is there already; whether it was not."""
+        """Like :meth:`write`, unless the file exists; returns whether it was created."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """The content of a file; FileNotFoundError where there is none."""
+        """The contents of a file; raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def blob(self, path: str) -> Blob:
-        """A file to be read by ranges; FileNotFoundError where there is none."""
+        """A file for range reads; raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def names(self, directory: str = "") -> list[str]:
-        """Names of files and directories in a directory; none if it does not exist."""
+        """Names of the files and directories in a directory; empty if it does not exist."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Removes a file, or a directory and all that it holds; it need not exist."""
+        """Removes a file or a directory tree, if it exists."""
 
     @abstractmethod
     def discard(self, directory: str, first: str, mark: str) -> None:
-        """Removes a directory of files in a way in which somebody who was superseded does no harm.
+        """Removes a directory of files safely even if the caller has been superseded.
 
         Args:
-            directory: which; it need not exist.
-            first: the file that goes before all others.
-            mark: a file that is there before anything goes, and until all is gone.
+            directory: directory, which need not exist.
+            first: file to remove before all others.
+            mark: file that marks the removal from before the first deletion until the last.
 
         Raises:
-            SupersededError: somebody else has the place by now; nothing is removed.
+            SupersededError: another claim has taken the place; nothing is removed.
         """
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Room that is left; None where that is not known."""
+        """Free space in bytes; None if unknown."""
 
     def path(self, path: str) -> str:
-        """What to call a file in a message."""
+        """Name of a file in messages."""
         return f"{self.name}/{path}"
 
     @abstractmethod
     def lock(self) -> None:
-        """Takes the place for its claim; without one, for this process, as long as it lives.
+        """Takes the place for its claim; without one, for the lifetime of this process.
 
-        An older term of the same launch loses it at once, whatever has become of it; another launch keeps it.
+        An older term of the same launch loses the place at once, in any state; another launch keeps it.
 
         Raises:
-            TakenError: another launch has it, or a newer term.
+            TakenError: another launch, or a newer term, owns the place.
         """
 
     @abstractmethod
     def check_owner(self) -> None:
-        """Asks whether nobody else has taken the place, if it has a claim; before anything is made of it.
+        """Checks that no other claim has taken the place, if it has one; called before changes.
 
         Raises:
-            SupersededError: another launch has, or a newer term of this one.
+            SupersededError: another launch, or a newer term of this one, has taken it.
         """
 
 
 class LocalPlace(Storage):
-    """A directory of this machine.
+    """A local directory.
 
     Args:
-        root: the directory; made when something is written.
-        patience: seconds to wait for a lock, since the job before may still be dying.
+        root: the directory; created on the first write.
+        patience: seconds to wait for a lock, since the previous job may still be exiting.
         in_memory: it is in a memory file system.
-        claim: in whose name files are written there.
+        claim: claim under which files are written.
     """
 
     def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False, claim: Claim | None = None):
@@ -121,13 +121,13 @@ class LocalPlace(Storage):
         self._fence = claim and Fence(self.root, claim, patience)
 
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
-        """See :class:`Storage`; who has the place is asked when all is written (:mod:`moc.store.fence`)."""
+        """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.fence`)."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._noticing_losses():
             write_parts_durably(target, parts, name_too=final, tag=self._tag, check=self.check_owner)
         if final and target.parent != self.root:
-            sync_directory(self.root)  # of which the directory may be new
+            sync_directory(self.root)  # the directory may be new there
 
     def create(self, path: str, parts: Iterable) -> bool:
         """See :class:`Storage`."""
@@ -160,11 +160,11 @@ class LocalPlace(Storage):
         return []
 
     def remove(self, path: str) -> None:
-        """See :class:`Storage`; what begins it is durable."""
+        """See :class:`Storage`; the removal is durable."""
         target = self.root / path
         if target.is_dir():
             while target.exists():
-                with contextlib.suppress(FileNotFoundError):  # another worker removes what is its own there
+                with contextlib.suppress(FileNotFoundError):  # another worker removes its own files there
                     shutil.rmtree(target)
         elif target.exists():
             target.unlink()
@@ -175,8 +175,8 @@ class LocalPlace(Storage):
     def discard(self, directory: str, first: str, mark: str) -> None:
         """See :class:`Storage`.
 
-        The mark gets its name as publications do.  All else is done to the directory that was open before that, so
-        that it cannot concern another one that somebody has made of the same name since.
+        The mark is written like a publication.  Files are then removed through a descriptor opened before, so a
+        directory recreated under the same name is not affected.
         """
         path = self.root / directory
         try:
@@ -190,7 +190,7 @@ class LocalPlace(Storage):
                 _unlink_all(descriptor, first, mark)
         finally:
             os.close(descriptor)
-        with contextlib.suppress(OSError):  # it is gone, or somebody writes into it
+        with contextlib.suppress(OSError):  # it is gone, or another worker writes into it
             path.rmdir()
         sync_directory(self.root)
 
@@ -200,7 +200,7 @@ class LocalPlace(Storage):
         return shutil.disk_usage(existing).free
 
     def lock(self) -> None:
-        """See :class:`Storage`; that this process lives is not inherited by those that it forks."""
+        """See :class:`Storage`; forked children do not inherit the lock."""
         self._fence = self._fence or Fence(self.root, Claim.of_process(), self._patience)
         self._fence.take()
         self.taken = True
@@ -216,7 +216,7 @@ class LocalPlace(Storage):
 
     @contextlib.contextmanager
     def _noticing_losses(self):
-        """Who was superseded may find that its temporary file is gone."""
+        """Checks ownership if a temporary file is gone, as it is for a superseded writer."""
         try:
             yield
         except FileNotFoundError:
@@ -230,7 +230,7 @@ def _unlink_all(directory: int, first: str, last: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             try:
                 os.unlink(name, dir_fd=directory)
-            except (IsADirectoryError, PermissionError):  # systems differ in what they say
+            except (IsADirectoryError, PermissionError):  # systems differ in the error
                 _remove_directory(directory, name)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Format v1 in a place: begun, published, read and removed, so that each is whole or not there."""
+"""Checkpoints of Format v1 in a place: written, published, read and removed atomically."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ _REMOVED = f"{manifests.NAME}.removed"
 
 
 def directory_of(iteration: int) -> str:
-    """Megatron's name for the checkpoint of an iteration, ``iter_0000100``."""
+    """Megatron's directory name for the checkpoint of an iteration, such as ``iter_0000100``."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(name: str) -> int | None:
-    """The inverse of :func:`directory_of`; None where the name is another one."""
+    """The inverse of :func:`directory_of`; None for other names."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def file_of(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def is_of_rank(file: str) -> bool:
-    """Whether a file is one that a rank wrote: of what it saved, all is in it."""
+    """Whether a file name is that of a rank's file, which holds all that the rank saved."""
     return _RANK.fullmatch(file) is not None
 
 
 class Store:
     """The checkpoints in a place.
 
-    What is published and removed is so in the name of the place's claim, if it has one, and not without it.
+    If the place has a claim, checkpoints are published and removed only under it.
 
     Args:
-        place: where.
-        slack: files may be longer than what they hold, as buffers are that are used again.
+        place: place of the checkpoints.
+        slack: files may be longer than their contents, as reused buffers are.
     """
 
     def __init__(self, place: Storage, slack: bool = False):
@@ -61,13 +61,13 @@ class Store:
         self._before: set[int] = set()
 
     def take(self) -> None:
-        """Begins the term of the place's claim, once; what publishes or removes does it, if nobody has before.
+        """Begins the term of the place's claim, once; publishing and removing do so implicitly.
 
-        Who goes on from what is here has to do it before looking, so that nothing is published here afterwards by
-        those whom it supersedes.
+        A run that resumes from this place must call it before looking for checkpoints, so that superseded workers
+        publish nothing afterwards.
 
         Raises:
-            CheckpointError: another launch has the place, or a newer term.
+            CheckpointError: another launch, or a newer term, owns the place.
         """
         if self.place.claim is None:
             return
@@ -81,10 +81,10 @@ class Store:
         return [iteration for iteration in self._directories() if self._published(iteration)]
 
     def manifest(self, iteration: int) -> Manifest:
-        """What the checkpoint of an iteration holds.
+        """The manifest of an iteration's checkpoint.
 
         Raises:
-            CheckpointError: it is not there, or the manifest is damaged or another iteration's.
+            CheckpointError: the manifest is missing, set aside, damaged or of another iteration.
         """
         path = f"{directory_of(iteration)}/{manifests.NAME}"
         try:
@@ -99,29 +99,29 @@ class Store:
         return manifest
 
     def write_file(self, iteration: int, rank: int, parts: Iterable) -> None:
-        """Writes the file of a rank; its name is durable when the checkpoint is published."""
+        """Writes a rank's file; its name becomes durable when the checkpoint is published."""
         self.place.write(f"{directory_of(iteration)}/{file_of(rank)}", parts, final=False)
 
     def copy_files(self, manifest: Manifest, target: Store) -> None:
-        """Copies the files of a checkpoint to another place; it is for the caller to publish them there."""
+        """Copies the files of a checkpoint to another place, where the caller must publish them."""
         for name, entry in manifest.files.items():
             path = f"{directory_of(manifest.iteration)}/{name}"
             blob, starts = self.place.blob(path), range(0, entry.bytes, _CHUNK)
             target.place.write(path, (blob.read(i, min(i + _CHUNK, entry.bytes)) for i in starts), final=False)
 
     def report(self, iteration: int, rank: int, part: RankReport) -> None:
-        """Leaves word of what a rank has written, for the one that publishes."""
+        """Stores a rank's report for the publisher."""
         claim, path = self.place.claim, f"{directory_of(iteration)}/.rank_{rank:05d}.json"
-        if claim is not None:  # each term has its own, so that lives of a job do not write over one another's
+        if claim is not None:  # one file per term, so that generations do not overwrite each other's
             part = dataclasses.replace(part, job=claim.job, term=claim.term)
             path = f"{directory_of(iteration)}/.rank_{rank:05d}.{claim.tag}.json"
         self.place.write(path, [part.to_json().encode()], final=False)
 
     def reported(self, iteration: int, ranks: Iterable[int]) -> list[RankReport]:
-        """What ranks have written; of the place's launch alone, of which each term goes on where the last one was.
+        """Reports of ranks from the place's launch, the newest term of each; terms continue each other's saves.
 
         Raises:
-            CheckpointError: one of them has left no word, or its file is not what it says.
+            CheckpointError: a rank has not reported, its file does not match, or the checkpoint is being removed.
         """
         names = self.place.names(directory_of(iteration))
         if _REMOVED in names:
@@ -129,7 +129,7 @@ class Store:
         return [self._reported(iteration, rank, names) for rank in ranks]
 
     def has_all(self, iteration: int, ranks: Iterable[int]) -> bool:
-        """Whether a checkpoint is published, or could be, since all these ranks have left word."""
+        """Whether a checkpoint is published, or could be because all these ranks have reported."""
         if self._published(iteration):
             return True
         try:
@@ -138,11 +138,11 @@ class Store:
             return False
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes a checkpoint of what was written for an iteration, atomically; then removes what it does not name.
+        """Publishes the files of an iteration atomically; then removes files that the manifest does not list.
 
         Raises:
-            CheckpointError: somebody else has the place, and so it is with all that removes; or a file was written
-                over before the term began.
+            CheckpointError: another claim owns the place (as for every method that removes), or a file was overwritten
+                before the term began.
         """
         claim = self.place.claim
         if claim is not None:
@@ -150,35 +150,35 @@ class Store:
         self.rewrite(manifest)
 
     def rewrite(self, manifest: Manifest) -> None:
-        """The same for files that were published before, in whose name it was: what other nodes have belongs to it."""
+        """Like :meth:`publish`, but keeps the manifest's author, whose files other nodes hold too."""
         self._check()
         directory = directory_of(manifest.iteration)
-        if manifest.iteration in self._before:  # whoever was superseded may have written here until then
+        if manifest.iteration in self._before:  # superseded workers may have written here until the term began
             for name, entry in manifest.files.items():
                 if damage := self.damage_in_header(manifest.iteration, name, entry):
                     raise CheckpointError(f"{damage}: nothing is published")
-        there = self.place.names(directory)  # and not what others write from now on
+        there = self.place.names(directory)  # not what others write from now on
         self.place.write(f"{directory}/{manifests.NAME}", [manifest.to_json().encode()])
         for name in there:
             if name != manifests.NAME and name not in manifest.files:
                 self.place.remove(f"{directory}/{name}")
 
     def remove(self, iteration: int) -> None:
-        """Removes a checkpoint; its manifest first, so that a kill midway leaves none rather than half of one."""
+        """Removes a checkpoint, manifest first, so that a kill midway leaves no partial checkpoint."""
         self._check()
         self.place.discard(directory_of(iteration), manifests.NAME, _REMOVED)
 
     def move(self, iteration: int, target: Store) -> None:
-        """Moves a checkpoint to another place of the same file system, where it must not be yet."""
+        """Moves a checkpoint to another place of the same file system, where it must not exist."""
         self._check()
         directory = directory_of(iteration)
         os.makedirs(target.place.name, exist_ok=True)
         os.rename(self.place.path(directory), target.place.path(directory))
 
     def set_aside(self, iteration: int) -> None:
-        """Takes a checkpoint out of the row without deleting its files, which stay until they are written anew.
+        """Hides a checkpoint without deleting its files, which stay until overwritten.
 
-        What says so is a copy of its manifest: another one in its place counts at once.
+        The marker is a copy of its manifest, so publishing a different manifest takes effect at once.
         """
         self._check()
         directory, claim = directory_of(iteration), self.place.claim
@@ -186,23 +186,23 @@ class Store:
         self.place.write(f"{directory}/{_SET_ASIDE}{f'.{claim.tag}' if claim is not None else ''}", [text])
 
     def clear_unpublished(self) -> None:
-        """Removes what killed saves have left behind; of what was set aside, files and manifest stay."""
+        """Removes the leftovers of killed saves; files and manifests that were set aside stay."""
         for iteration in self._directories():
             self.give_up(iteration)
 
     def give_up(self, iteration: int) -> None:
-        """The same for one iteration, of which a save did not end well."""
+        """Like :meth:`clear_unpublished`, for one iteration whose save failed."""
         directory = directory_of(iteration)
         names = self.place.names(directory)
         if _REMOVED in names or not any(name.startswith(manifests.NAME) for name in names):
             self.remove(iteration)
         elif hidden := [name for name in names if name.startswith(".")]:
             self._check()
-            for name in hidden:  # words of what was written over it, and what nobody has finished
+            for name in hidden:  # reports of overwritten files, and unfinished files
                 self.place.remove(f"{directory}/{name}")
 
     def clear(self) -> None:
-        """Removes every checkpoint and all else that is here; at last what tells whose it is, and the place itself."""
+        """Removes all checkpoints and other files, and last the ownership files and the place itself."""
         self._check()
         for iteration in self.iterations():
             self.remove(iteration)
@@ -213,7 +213,7 @@ class Store:
         self.place.remove("")
 
     def damage_in_header(self, iteration: int, name: str, entry: FileEntry) -> str | None:
-        """What is wrong with size or header of a file, if anything is; its data are compared as they are read."""
+        """Describes damage of a file's size or header, if any; its data are verified when read."""
         try:
             self.blob(iteration, name, entry)
         except DamagedRegionError as damage:
@@ -221,10 +221,10 @@ class Store:
         return None
 
     def blob(self, iteration: int, name: str, entry: FileEntry) -> Blob:
-        """A file of which size and header are as they were written.
+        """A file whose size and header are verified.
 
         Raises:
-            DamagedRegionError: they are not.
+            DamagedRegionError: the file is unreadable, or its size or header is wrong.
         """
         path = f"{directory_of(iteration)}/{name}"
         try:
@@ -253,7 +253,7 @@ class Store:
         try:
             part = RankReport.from_json(self.place.read(path).decode())
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self.place.check_owner()  # who has taken the place has tidied it up
+            self.place.check_owner()  # a new owner may have removed it
             raise CheckpointError(f"{self.place.path(path)} cannot be read ({error}): nothing is published") from None
         if claim is not None and part.term != claim.term:
             if damage := self.damage_in_header(iteration, part.name, part.file):
@@ -268,7 +268,7 @@ class Store:
         return self._counts(iteration, self.place.names(directory_of(iteration)))
 
     def _counts(self, iteration: int, names: Iterable[str]) -> bool:
-        """Whether there is a manifest, of what is neither being removed nor set aside."""
+        """Whether there is a manifest, neither being removed nor set aside."""
         if manifests.NAME not in names or _REMOVED in names:
             return False
         asides = [name for name in names if name.startswith(_SET_ASIDE)]

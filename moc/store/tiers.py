@@ -1,4 +1,4 @@
-"""Where the tiers are: this node's memory and the storage of the job."""
+"""Locations of the memory tier: this node's directories of named shared memory."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def memory_place(
 ) -> LocalPlace:
     """This node's memory for a run: a directory of named shared memory, which outlives processes but not the machine.
 
-    Its name has the run's, so that nobody finds the memory of another run, be it that the directory of checkpoints was
-    removed and made anew, or that containers which share the memory call different directories by one path.
+    The directory name contains the run's, so that no job finds the memory of another run: the checkpoint directory may
+    have been recreated, and containers that share the memory may use one path for different directories.
 
     Args:
-        memory_dir: a memory file system, as a rule ``/dev/shm``.
-        job: the directory or URL of the checkpoints.
-        run: the name of the run that is there (:mod:`moc.store.runs`).
-        node: what tells nodes apart that share the file system; None where each machine is one.
-        claim: in whose name files are written there.
+        memory_dir: memory file system, usually ``/dev/shm``.
+        job: directory or URL of the checkpoints.
+        run: name of their run (:mod:`moc.store.runs`).
+        node: name of the node among those that share the file system; None if each machine is one node.
+        claim: claim under which files are written.
 
     Raises:
-        CheckpointError: it cannot be made, or belongs to somebody else.
+        CheckpointError: the directory cannot be made, or belongs to another user.
     """
     root = memory_of_run(memory_dir, job, run)
     return LocalPlace(root if node is None else _of_node(root, node), in_memory=True, claim=claim)
 
 
 def memory_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
-    """What all nodes call a run's memory, each its own; where several share the file system, the node is added.
+    """The path of a run's memory on every node; nodes that share a file system add their name.
 
     Args:
         memory_dir: as of :func:`memory_place`.
@@ -54,22 +54,22 @@ def memory_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
 
 
 def memory_of_node(run: Path, node: str) -> list[Path]:
-    """Where a node may have what a run needs, be it there or not.
+    """The possible directories of a run's memory on a node, existing or not.
 
     Args:
-        run: as of :func:`memory_of_run`.
-        node: what tells the node from others that share the file system.
+        run: path from :func:`memory_of_run`.
+        node: name of the node among those that share the file system.
     """
     return [run, _of_node(run, node)]
 
 
 def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
-    """What runs have left in this machine's memory of which the checkpoints were at the same address.
+    """The memory left on this machine by other runs with the same checkpoint address.
 
     Args:
         memory_dir: as of :func:`memory_place`.
         job: the same.
-        run: the one that is meant to be there.
+        run: name of the current run.
     """
     name = _common_name(job)
     found = sorted(path for path in memory_home(memory_dir).iterdir() if path.name.startswith(name))
@@ -77,7 +77,7 @@ def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Pat
 
 
 def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> LocalPlace:
-    """The memory of the run whose checkpoints are at an address, for a program that is not of the job.
+    """The memory of the run at a checkpoint address, for a program outside of the job.
 
     Args:
         memory_dir: as of :func:`memory_place`.
@@ -94,10 +94,10 @@ def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> L
 
 
 def memory_home(memory_dir: str | Path) -> Path:
-    """Where this user's jobs have their directories in a memory file system.
+    """The parent directory of this user's jobs in a memory file system.
 
     Raises:
-        CheckpointError: it cannot be made, or belongs to somebody else.
+        CheckpointError: the directory cannot be made, or belongs to another user.
     """
     home = Path(memory_dir) / f"moc-{os.geteuid()}"
     try:

@@ -1,4 +1,4 @@
-"""Rules by name.  Every file in this directory is imported, so a new rule is a new file and nothing else."""
+"""Sharding rules by name.  Every file in this directory is imported: adding a rule means adding one file."""
 
 import importlib
 import pkgutil

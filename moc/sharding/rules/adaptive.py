@@ -11,27 +11,26 @@ from moc.sharding.rules.registry import rule
 
 @rule("adaptive")
 def adaptive(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
-    """The largest item goes to the holder with the least to save so far, expert parts included.
+    """Each item, largest first, goes to its least loaded holder, counting expert parts.
 
-    MoC, section 4.3: so what is not an expert fills the gaps that partial experts checkpointing leaves.
+    MoC, section 4.3: dense items fill the gaps that partial experts checkpointing leaves.
     """
     return largest_to_least_loaded(items, load)
 
 
 def largest_to_least_loaded(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
-    """Greedy: items in descending size, each to the least loaded of its holders.
+    """Assigns items greedily in descending size, each to the least loaded of its holders.
 
-    Items of one size keep their order, and among equally loaded holders the lowest rank is taken.  Without loads
-    to start from, and where all items have the same m holders, the bottleneck is at most 4/3 - 1/(3m) times that
-    of the best assignment (Graham, 1969).
+    Items of equal size keep their order, and ties between holders go to the lowest rank.  Without initial loads, and if
+    all items have the same m holders, the bottleneck is at most 4/3 - 1/(3m) times the optimum (Graham, 1969).
 
     Args:
-        items: what to assign.
-        load: bytes that each rank has to save already; none where it is missing.
+        items: items to assign.
+        load: bytes already assigned to each rank; 0 if missing.
     """
     total = dict(load)
     saver = [0] * len(items)
-    heaps: dict[int, list[tuple[int, int]]] = {}  # by identity of the holders: hashing a thousand ranks takes long
+    heaps: dict[int, list[tuple[int, int]]] = {}  # by identity of the holders: hashing a thousand ranks is slow
     for index in sorted(range(len(items)), key=lambda i: -items[i].nbytes):
         item = items[index]
         heap = heaps.get(id(item.holders))
@@ -44,10 +43,9 @@ def largest_to_least_loaded(items: Sequence[Item], load: Mapping[int, int]) -> l
 
 
 def _least_loaded(heap: list[tuple[int, int]], total: Mapping[int, int]) -> int:
-    """The rank with the least load, the lowest of several; brings that part of the heap up to date.
+    """The least loaded rank, ties to the lowest; refreshes stale heap entries.
 
-    Loads only grow.  So what the heap has of a rank is at most its load, and where the top is up to date, no rank has
-    less.
+    Loads only grow, so a heap entry is a lower bound of its rank's load; once the top is up to date, no rank has less.
     """
     while True:
         seen, rank = heap[0]

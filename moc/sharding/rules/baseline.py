@@ -1,4 +1,4 @@
-"""What Megatron-DeepSpeed does."""
+"""Megatron-DeepSpeed's sharding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moc.sharding.rules.registry import rule
 
 @rule("baseline")
 def baseline(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
-    """The first holder saves: rank 0 what is not an expert, the first expert-parallel group experts.
+    """The first holder saves: rank 0 the dense operators, the first expert-parallel group the experts.
 
     MoC, section 4, Figure 7(a).
     """

@@ -1,4 +1,4 @@
-"""What a rule is, and where it is found."""
+"""The registry of sharding rules, and their signature."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from moc.sharding.item import Item
 
 Rule = Callable[[Sequence[Item], Mapping[int, int]], Sequence[int]]
-"""From items, and the bytes that each rank already has to save, to the rank that saves each of the items.
+"""Maps items, and the bytes already assigned to each rank, to the rank that saves each item.
 
-Every rank computes the rule by itself, so the result follows from the arguments alone, and ties are broken the same
-way everywhere.  A rank that is missing in the mapping has nothing to save yet.
+Every rank computes the rule by itself, so the result must depend on the arguments alone, with ties broken identically
+everywhere.  A rank missing from the mapping has no bytes assigned yet.
 """
 
 RULES: dict[str, Rule] = {}
 
 
 def rule(name: str) -> Callable[[Rule], Rule]:
-    """Registers the function below it as the rule of that name."""
+    """Registers the decorated function as the rule of that name."""
 
     def register(function: Rule) -> Rule:
         if name in RULES:
