@@ -90,7 +90,7 @@ PRESETS: dict[str, Preset] = {
             "num_experts": 16,
         },
         vocab_size=50257,
-            # These dimensions give 1.87e9, as in DeepSpeed-MoE; the table's "1.7G" counts in units of 2**30.
+        # These dimensions give 1.87e9, as in DeepSpeed-MoE; the table's "1.7G" counts in units of 2**30.
         total_parameters=1.7 * 2**30,
         chosen="feed-forward width (4 x hidden), which of the layers hold experts, top-1, GPT-2's vocabulary",
     ),
