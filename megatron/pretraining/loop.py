@@ -125,7 +125,7 @@ def plan_anew(run: TrainingRun) -> None:
 
 
 def collect_garbage_by_hand(run: TrainingRun) -> None:
-    """Freezes set-up's objects out of garbage collection; with ``--manual-gc``, disables automatic collection."""
+    """Exempts set-up's objects from garbage collection; with ``--manual-gc``, disables automatic collection."""
     gc.collect()
     gc.freeze()
     give_back_memory()
@@ -185,7 +185,7 @@ def secure(run: TrainingRun) -> None:
     """Writes the final state of this run to storage.
 
     Raises:
-        CheckpointError: on all workers, if neither ``--ckpt-dir`` nor ``--save``, as far as given, holds it.
+        CheckpointError: on all workers, if no configured place (``--ckpt-dir``, ``--save``) holds it.
     """
     progress("save")
     if run.auto is not None:

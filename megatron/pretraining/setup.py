@@ -178,7 +178,7 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
-    """Starts a generation: resumes all workers from the same recovery point.  A collective call.
+    """Starts a generation: resumes all workers from the same position.  A collective call.
 
     Raises:
         ConfigError, CheckpointError: something that the flags name is unusable.

@@ -91,7 +91,7 @@ class Checkpoints:
         """The iteration that :meth:`load` would resume from; None if it would start at 0 or find nothing.
 
         Args:
-            seconds: time limit for looking; None is returned when it is over.
+            seconds: time limit; None is returned when it expires.
         """
         checkpoint = self._config.checkpoint
         if checkpoint.load is None or checkpoint.finetune:
@@ -167,7 +167,7 @@ class Checkpoints:
             self._finalize(blocking=True)
 
     def poll(self) -> None:
-        """Publishes the checkpoint if all workers have finished writing it; never blocks."""
+        """Publishes the checkpoint if all workers have finished writing it; returns at once otherwise."""
         if self._queue.async_calls:
             with self._trying(self.last_saved):
                 self._finalize(blocking=False)

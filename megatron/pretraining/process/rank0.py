@@ -14,6 +14,6 @@ def is_first_worker() -> bool:
 
 
 def let_first_worker_speak() -> None:
-    """On every rank but 0, waits for rank 0 to report; an error of one worker alone is reported after the wait."""
+    """Waits, on all ranks but 0, until rank 0 can have reported; a worker alone with its error then reports it."""
     if not is_first_worker():
         time.sleep(PATIENCE)
