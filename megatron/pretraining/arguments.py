@@ -1,4 +1,4 @@
-"""The command line: flags, presets and YAML files become a ``Config``.  No argparse namespace leaves here."""
+"""The command line: flags, presets and YAML files become a ``Config``.  No argparse namespace leaves this module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.pretraining.config.flag import ConfigError, Flag, flags_of, refuse
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.process.rank0 import is_first_worker, let_first_worker_speak
 
-# Ways to say one thing: the word of a stronger source displaces all of these in the weaker ones.
+# Alternative flags: one given by a stronger source displaces all of its set in the weaker ones.
 _ALTERNATIVES = (
     {"moe_layer_freq", "expert_interval"},
     {"train_iters", "train_samples"},
@@ -25,11 +25,10 @@ _ALTERNATIVES = (
 
 
 def parse_config(argv: Sequence[str] | None = None) -> Config:
-    """Reads the flags; ``argv`` is by default that of the process.
+    """Reads the flags; ``argv`` defaults to that of the process.
 
-    Defaults give way to the ``--model`` preset, that to the ``--config`` files, those to the command line.
-    Leaves the process with exit code 2 and one sentence where the flags cannot work, and with 0 after
-    ``--help`` and ``--print-config``.
+    The ``--model`` preset overrides defaults, ``--config`` files the preset, and the command line the files.  Exits
+    with code 2 and one sentence if the flags are invalid, and with 0 after ``--help`` and ``--print-config``.
     """
     parser = build_parser()
     known, unknown = parser.parse_known_args(argv)
@@ -47,7 +46,7 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags.  It leaves flags that are not given out of its result."""
+    """The parser of all flags; its result omits flags that are not given."""
     parser = _Parser(
         usage="%(prog)s [--model NAME] [--config FILE.yaml] [flags]",
         description="Pre-trains a Mixture-of-Experts GPT.",
@@ -81,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Under a launcher all workers find the same mistake: the first one says it, and ends the job."""
+    """Reports an error by rank 0 alone: under a launcher all workers find the same one."""
 
     def error(self, message):
         let_first_worker_speak()
@@ -159,7 +158,7 @@ def _says_something(names: set[str], values: Mapping[str, object]) -> bool:
 
 
 def read_config_file(path: str | os.PathLike) -> dict[str, object]:
-    """Values by field name from a YAML file, and ``model`` where the file names one.
+    """Reads values by field name from a YAML file, and ``model`` if the file names one.
 
     Keys are spelled with dashes or underscores, as fields or as flags, flat or below the name of their group.
 
@@ -206,7 +205,7 @@ def _put(result: dict, key: object, value: object, path: str | os.PathLike) -> s
 
 
 def _file_keys() -> dict[str, tuple[str, bool]]:
-    """Every way to write a key: its field, and whether it says the opposite."""
+    """Maps every spelling of a key to its field, and to whether it negates the field."""
     keys = {"model": ("model", False)}
     for flag in all_flags().values():
         keys.update((_underscored(spelling), (flag.name, False)) for spelling in flag.on)

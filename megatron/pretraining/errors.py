@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: one sentence, and a non-zero exit code."""
+"""Ends a failed run with one sentence and a non-zero exit code."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ EXIT_FAILED = 1
 
 @contextlib.contextmanager
 def reported():
-    """Ends the process with a sentence where the cause is known, said by one of the workers that raise it."""
+    """Ends the process with one sentence if the cause is known; rank 0 speaks for all that raise it."""
     try:
         yield
     except (CheckpointError, NonFiniteError) as error:
         _end(str(error), EXIT_FAILED)
     except (ConfigError, SettingsError, TokenizerError) as error:
         _end(str(error), EXIT_FLAGS)
-    except (Aborted, Suspicion, dist.DistError) as error:  # whoever is called away by a loss goes on, and is not here
+    except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes and is not here
         _end(
             f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has not said that "
             "one was lost: look at what it has said last, and start the job again to go on",
@@ -41,7 +41,7 @@ def reported():
 
 
 def _end(sentence: str, code: int) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this at once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: the launcher may end this process at once
     let_first_worker_speak()
     rank = os.environ.get("RANK", "0")
     print(f"pretrain_gpt_moe.py: error (worker {rank}): {sentence}", file=sys.stderr, flush=True)

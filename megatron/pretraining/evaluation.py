@@ -15,12 +15,12 @@ def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: 
     """Mean loss over some global batches; a collective call.
 
     Args:
-        stepper: whose model is evaluated.
-        batches: for each global batch this worker's micro batches, or None on stages that read no data.
+        stepper: computes the losses with its model.
+        batches: for each global batch, this worker's micro batches; None on stages that read no data.
         stop: polled after every global batch.
 
     Returns:
-        The loss in nats a token, or None if a worker was asked to stop meanwhile.
+        The loss in nats per token, or None if a worker was asked to stop meanwhile.
     """
     for chunk in stepper.chunks:
         chunk.eval()

@@ -1,4 +1,4 @@
-"""The training loop: iterate, evaluate, save, tell, stop."""
+"""The training loop: iterate, evaluate, save, report, stop."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from moc.store.tiers import memory_of_run
 
 
 def pretrain(config: Config, providers: Providers) -> int:
-    """Trains until the iterations are done or somebody asks to stop, whatever workers are lost meanwhile.
+    """Trains until all iterations are done or a stop is requested, recovering from lost workers.
 
-    A worker is built once.  When another one is lost, it goes on with what it has: its state, if the plan says that it
-    keeps that, else what a snapshot holds (:mod:`moc.recovery.plan`).
+    A worker is built once.  When another worker is lost, it resumes from its live state if the recovery plan keeps
+    that, else from a snapshot (:mod:`moc.recovery.plan`).
 
     Args:
-        config: the flags in force.
-        providers: the model, the data and the forward step.
+        config: the flags.
+        providers: model, data and forward step.
 
     Returns:
-        The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state saved: start again).
+        The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state is saved; restart to resume).
     """
     stop, phases, job, parts = StopRequests(config), Phases(), join_job(), None
     inject_faults(config, job)
@@ -56,22 +56,22 @@ def pretrain(config: Config, providers: Providers) -> int:
         except PolicySwitched:
             loss = None
         except Exception as error:
-            loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
-        assert parts is not None  # of a job that is not built yet, no loss is survived
+            loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
+        assert parts is not None  # a loss before the worker is built is not survived
         parts.go_on_after(loss)
 
 
 def train(run: TrainingRun, stop: StopRequests) -> int:
-    """Runs the iterations that are left; returns the exit code."""
+    """Runs the remaining iterations; returns the exit code."""
     try:
         return train_iterations_left(run, stop)
     except NonFiniteError:
-        wait_for_saves(run)  # all workers are here alike: what is being saved is still good
+        wait_for_saves(run)  # all workers raise together; saves under way precede this iteration and are valid
         raise
 
 
 def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
-    """Iterates, evaluates and saves until the end, or until somebody asks to stop."""
+    """Iterates, evaluates and saves until the last iteration or a stop request."""
     collect_garbage_by_hand(run)
     run.log.skip_time()
     last = run.position.iteration if run.config.training.skip_train else run.train_iters
@@ -91,12 +91,12 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
 
 
 def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
-    """Computes, commits, protects and reports one iteration."""
+    """Computes, commits, snapshots and reports one iteration."""
     progress("step")
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
-    run.session.completed(record, begun)  # the commit: from here on a lost worker does not undo the iteration
+    run.session.completed(record, begun)  # the commit: from here on a lost worker cannot undo the iteration
     run.stepper.gather_weights()
     progress("save")
     run.session.take()
@@ -108,10 +108,10 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
 
 
 def plan_anew(run: TrainingRun) -> None:
-    """With ``--ckpt-policy auto``: begins again where another policy is to be in force, once all is saved.
+    """With ``--ckpt-policy auto``, secures the state and restarts the session if the policy is to change.
 
     Raises:
-        PolicySwitched: it is so, on all workers alike.
+        PolicySwitched: on all workers, once the last snapshot is in storage.
     """
     if run.auto is None or run.session.storage_fails or not run.auto.plans_anew(run.position.iteration):
         return
@@ -125,7 +125,7 @@ def plan_anew(run: TrainingRun) -> None:
 
 
 def collect_garbage_by_hand(run: TrainingRun) -> None:
-    """Spares the garbage collector what set-up made, and with ``--manual-gc`` the workers its untimely pauses."""
+    """Exempts set-up's objects from garbage collection; with ``--manual-gc``, disables automatic collection."""
     gc.collect()
     gc.freeze()
     give_back_memory()
@@ -134,9 +134,9 @@ def collect_garbage_by_hand(run: TrainingRun) -> None:
 
 
 def give_back_memory() -> None:
-    """Returns to the system what is free in C's heap, where the C library can (glibc).
+    """Returns free C heap memory to the system, where the C library can (glibc).
 
-    What each generation begins with leaves holes there that the next one's does not fit into: some MB every time.
+    Each generation leaves holes of some MB in the heap that the next generation's set-up cannot reuse.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -144,20 +144,20 @@ def give_back_memory() -> None:
 
 
 def due(interval: int | None, run: TrainingRun) -> bool:
-    """Whether something that happens every ``interval`` iterations happens now."""
+    """Whether an action with period ``interval`` iterations is due now."""
     return bool(interval) and run.position.iteration % interval == 0
 
 
 def validate(run: TrainingRun, stop: StopRequests) -> bool:
-    """Reports the validation loss; False if a worker was asked to stop meanwhile."""
+    """Reports the validation loss; returns False if a stop was requested meanwhile."""
     eval_iters, interval = run.config.validation.eval_iters, run.config.validation.eval_interval
-    assert eval_iters is not None and interval is not None  # it is due
+    assert eval_iters is not None and interval is not None  # validation is due
     earlier = run.position.iteration // interval - 1
     return report_loss(run, "valid", earlier * eval_iters * run.stepper.global_batch_size, stop)
 
 
 def report_loss(run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
-    """Evaluates a split that has data; False if a worker was asked to stop meanwhile."""
+    """Evaluates a split, if it has data; returns False if a stop was requested meanwhile."""
     iterations, batch = run.config.validation.eval_iters, run.stepper.global_batch_size
     if not iterations or split not in run.splits:
         return True
@@ -170,7 +170,7 @@ def report_loss(run: TrainingRun, split: str, first_sample: int, stop: StopReque
 
 
 def save(run: TrainingRun) -> None:
-    """Saves, unless there is no ``--save`` or this iteration is saved already."""
+    """Saves a dense checkpoint, unless ``--save`` is unset or this iteration is already saved."""
     if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
         return
     progress("save")
@@ -182,10 +182,10 @@ def save(run: TrainingRun) -> None:
 
 
 def secure(run: TrainingRun) -> None:
-    """The run ends here: all of its state goes to storage.
+    """Writes the final state of this run to storage.
 
     Raises:
-        CheckpointError: on all workers; it is in none of the places that were asked for.
+        CheckpointError: on all workers, if no configured place (``--ckpt-dir``, ``--save``) holds it.
     """
     progress("save")
     if run.auto is not None:
@@ -197,7 +197,7 @@ def secure(run: TrainingRun) -> None:
         raise CheckpointError(failed[0])
     if run.session.memory_is_free and not problems[0]:
         job, of_run = run.config.snapshot_dir, run.session.run
-        assert job is not None and of_run is not None  # there are snapshots in memory
+        assert job is not None and of_run is not None  # snapshots are in memory
         run.world.job.gives_back(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
     for problem in failed:
         run.log.message(
@@ -206,7 +206,7 @@ def secure(run: TrainingRun) -> None:
 
 
 def secured(run: TrainingRun) -> str:
-    """Why the last snapshot is not in storage; nothing if it is."""
+    """Flushes the last snapshot to storage; returns the problem, empty on success."""
     try:
         run.session.flush()
     except CheckpointError as error:
@@ -217,7 +217,7 @@ def secured(run: TrainingRun) -> str:
 
 
 def last_checkpoint(run: TrainingRun) -> str:
-    """Why there is no checkpoint of the last iteration in ``--save``; nothing if there is, or none is wanted."""
+    """Ensures that ``--save``, if given, has a checkpoint of the last iteration; returns the problem, or empty."""
     run.checkpoints.finish()
     for pause in LAST_TRIES_S:
         if run.config.checkpoint.save is None or run.checkpoints.last_saved == run.position.iteration:
@@ -229,13 +229,13 @@ def last_checkpoint(run: TrainingRun) -> str:
 
 
 def wait_for_saves(run: TrainingRun) -> None:
-    """Waits until all that is being saved is saved."""
+    """Waits for snapshots and checkpoints that are being written."""
     run.session.finish()
     run.checkpoints.finish()
 
 
 def leave(run: TrainingRun, stop: StopRequests) -> int:
-    """Ends before all iterations are done."""
+    """Stops before the last iteration; returns the exit code."""
     secure(run)
     signalled = stop.anybody_in(run.world)
     code = EXIT_REQUEUE if signalled else EXIT_DONE
@@ -246,7 +246,7 @@ def leave(run: TrainingRun, stop: StopRequests) -> int:
 
 
 def finish(run: TrainingRun, stop: StopRequests) -> int:
-    """All iterations are done, or none are wanted: save, and report the final losses."""
+    """Saves after the last iteration (or with ``--skip-train``), and reports the final losses."""
     save(run)
     secure(run)
     run.log.events.write("exit", iteration=run.position.iteration, reason="done", code=EXIT_DONE)

@@ -1,4 +1,4 @@
-"""Model shapes by name, for ``--model``: those of the papers, and tiny ones to try things with."""
+"""Model shapes by name, for ``--model``: the papers' models, and tiny ones to experiment with."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """Values of flags, and what the paper says about the model."""
+    """Values of flags, and the source's parameter counts."""
 
     source: str
     values: Mapping[str, object]
-    """By field name; each can be overridden by its flag."""
+    """By field name; a flag overrides its value."""
     vocab_size: int
-    """Of the tokenizer that the parameters are counted with; the real one follows from the tokenizer."""
+    """Vocabulary that the parameters are counted with; training takes the tokenizer's."""
     total_parameters: float | None = None
-    """By the source."""
+    """According to the source."""
     active_parameters: float | None = None
-    """By the source: those that one token passes through."""
+    """According to the source: parameters that one token passes through."""
     chosen: str = ""
-    """What was chosen here because the source leaves it out."""
+    """Values chosen here because the source leaves them out."""
 
 
-# The GPT-3-like models of DeepSpeed-MoE, which MoC-System takes over: learned positions, GELU, biases,
-# experts in every other layer, top-1 routing.  Its Table 1 gives layers, widths, heads and experts.
+# The GPT-3-like models of DeepSpeed-MoE, which MoC-System adopts: learned positions, GELU, biases, experts in every
+# other layer, top-1 routing.  MoC-System's Table 1 gives layers, widths, heads and experts.
 _GPT_3_LIKE = dict(
     seq_length=2048,
     expert_interval=2,
@@ -90,7 +90,7 @@ PRESETS: dict[str, Preset] = {
             "num_experts": 16,
         },
         vocab_size=50257,
-        # These dimensions give 1.87e9, as in DeepSpeed-MoE; the table's "1.7G" is that in units of 2**30.
+        # These dimensions give 1.87e9, as in DeepSpeed-MoE; the table's "1.7G" counts in units of 2**30.
         total_parameters=1.7 * 2**30,
         chosen="feed-forward width (4 x hidden), which of the layers hold experts, top-1, GPT-2's vocabulary",
     ),
@@ -142,7 +142,7 @@ PRESETS: dict[str, Preset] = {
             num_experts=64,
             moe_layer_freq=(0,) + (1,) * 27,
             moe_ffn_hidden_size=1408,
-            # DeepSeekMoE 16B has 2 x 1408, and with the table's top-8 3.3e9 active parameters, not its 3.7e9.
+            # DeepSeekMoE 16B has 2 x 1408; with the table's top-8 that gives 3.3e9 active parameters, not its 3.7e9.
             moe_shared_expert_intermediate_size=2 * 2816,
             moe_router_topk=8,
             moe_router_pre_softmax=True,

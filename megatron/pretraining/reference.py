@@ -109,7 +109,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    """Writes all pages; the exit code."""
+    """Writes all pages; returns the exit code."""
     for name, text in pages().items():
         with replacing(ROOT / name) as path:
             Path(path).write_text(text, encoding="utf-8")

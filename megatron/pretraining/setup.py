@@ -1,4 +1,4 @@
-"""Builds all parts of a worker, and leaves them where the last run stopped."""
+"""Builds the parts of a worker and restores the state to resume from."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from moc.state.record import Position
 
 @dataclass(frozen=True)
 class Providers:
-    """What a program hands to :func:`megatron.pretraining.loop.pretrain`.
+    """A program's arguments to :func:`megatron.pretraining.loop.pretrain`.
 
     Attributes:
         model: ``(config, core config, vocabulary size, virtual stage or None) -> bare model chunk``.
@@ -53,19 +53,19 @@ class Providers:
 
 @dataclass
 class WorkerParts:
-    """What a worker builds once, and keeps when others are lost.
+    """The parts of a worker that are built once and survive the loss of other workers.
 
     Attributes:
-        chunks: the model.
-        optimizer: its optimizer.
-        scheduler: its learning-rate schedule.
+        chunks: the model chunks.
+        optimizer: their optimizer.
+        scheduler: the learning-rate schedule.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
-        auto: what chooses the policy, with ``--ckpt-policy auto``.
-        session: of the last generation, once it has begun.
-        checkpoints: dense checkpoints of ``--save``, likewise.
-        remains: what it has left when another one is lost.
+        auto: chooses the policy, with ``--ckpt-policy auto``.
+        session: of the current generation, once it has started.
+        checkpoints: dense checkpoints of ``--save``, once the generation has started.
+        remains: state that this worker keeps when another worker is lost.
     """
 
     config: Config
@@ -84,13 +84,13 @@ class WorkerParts:
     remains: LocalRemains = field(default_factory=LocalRemains)
 
     def log_interruption(self, loss: Interruption | None) -> None:
-        """All workers are there again, if one was lost."""
+        """Logs the new generation, if a worker was lost; all workers have met again."""
         if loss is not None:
             self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
             self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
 
     def go_on_after(self, loss: Interruption | None) -> None:
-        """An iteration was cut off: brings everything but the state to where it is between two iterations."""
+        """Closes the interrupted session and resets everything but the state to between iterations."""
         self.log_interruption(loss)
         if self.checkpoints is not None:
             self.checkpoints.close()
@@ -102,12 +102,12 @@ class WorkerParts:
 
 @dataclass
 class TrainingRun:
-    """A worker's parts, and how far it has come.
+    """A worker's parts with the session that tracks its progress.
 
     Attributes:
         auto: as in :class:`WorkerParts`.
         streams: as in :class:`WorkerParts`.
-        splits: the splits that have data, the same on all workers.
+        splits: the splits with data, identical on all workers.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
     """
@@ -130,7 +130,7 @@ class TrainingRun:
         return self.session.position
 
     def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
-        """This worker's micro batches of a split from a position on; None on stages that read no data."""
+        """This worker's micro batches of a split, from a sample on; None on stages that read no data."""
         stream = self.streams[split]
         return stream.iteration(first_sample) if stream is not None else None
 
@@ -138,10 +138,10 @@ class TrainingRun:
 def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> WorkerParts:
     """Builds model, optimizer, data and logs.
 
-    A collective call where all workers begin together; one that takes the place of a lost one builds alone.
+    Collective when all workers start together; a replacement for a lost worker builds alone.
 
     Raises:
-        ConfigError, TokenizerError: something that the flags name cannot be used.
+        ConfigError, TokenizerError: something that the flags name is unusable.
         StopRequested: a worker was asked to stop.
     """
     batch, train_iters = global_batch_size(config, world.size), train_iterations(config, world.size)
@@ -178,12 +178,12 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
-    """Brings all workers to where the last run stopped; a collective call.
+    """Starts a generation: resumes all workers from the same position.  A collective call.
 
     Raises:
-        ConfigError, CheckpointError: something that the flags name cannot be used.
+        ConfigError, CheckpointError: something that the flags name is unusable.
         StopRequested: a worker was asked to stop.
-        NoRecoveryPoint: this worker has trained already, and there is no snapshot to bring it back to.
+        NoRecoveryPoint: this worker has trained already, and no snapshot can restore it.
     """
     config, world, log = parts.config, parts.world, parts.log
     stop.check_set_up(world)  # the first collective of a generation
@@ -211,7 +211,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     stepper = replace(stepper, participants=(session,))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.session, parts.checkpoints = session, checkpoints
-    parts.remains.trained = position.iteration > 0  # until set-up is over, a model as it was built may be built again
+    parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
     reach("loaded")
     stop.check_set_up(world)
     phases.done("load")
@@ -236,12 +236,12 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
 
 
 def set_up(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> TrainingRun:
-    """:func:`build` and :func:`start`."""
+    """Runs :func:`build` and :func:`start`."""
     return start(build(config, world, providers, stop, phases), stop, phases)
 
 
 def samples_wanted(config: Config, train_iters: int, batch: int) -> tuple[int, int, int]:
-    """Samples of the three splits that a whole run reads."""
+    """Samples of train, valid and test that the whole run reads."""
     eval_iters, eval_interval = config.validation.eval_iters, config.validation.eval_interval
     evaluations = train_iters // eval_interval + 1 if eval_interval else 1
     eval_iters = eval_iters or 0

@@ -1,1 +1,1 @@
-"""What checkpoints hold and whether they are whole, told without torch and without unpickling anything."""
+"""Inspects and verifies checkpoints, without torch and without unpickling anything."""

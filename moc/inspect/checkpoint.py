@@ -18,12 +18,12 @@ from moc.store.store import iteration_of
 
 SNAPSHOT, DENSE = "snapshot", "dense"
 OPTIMIZER = "optimizer"
-_PARTS = ("rank_", ".rank_", f"{MANIFEST}.")  # what there is of Format v1 before its manifest
+_PARTS = ("rank_", ".rank_", f"{MANIFEST}.")  # files of Format v1 before its manifest is written
 
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint says of itself, and what is wrong with it as far as that can be seen without reading it all."""
+    """A checkpoint's description of itself, and the problems that show without reading all of it."""
 
     directory: Path
     files: dict[str, dict]
@@ -32,20 +32,20 @@ class Checkpoint:
     """``snapshot`` for Format v1, or ``dense``."""
     iteration: int | None = None
     state: Mapping = field(default_factory=dict)
-    """What is no tensor: training_state.json, or in Format v1 part of the manifest; empty where it cannot be read."""
+    """Non-tensor state: training_state.json, or in Format v1 a part of the manifest; empty if unreadable."""
     policy: str | None = None
-    """What asked for it; None for dense ones."""
+    """The policy that planned it; None for dense ones."""
     layout: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the layout that wrote it, where it says them."""
+    """Sizes of the layout that wrote it, if stated."""
     operators: Mapping[str, OperatorEntry] | None = None
-    """What Format v1 promises of each operator; None for dense ones."""
+    """Format v1: the manifest's entry for each operator; None for dense ones."""
     broken: set[str] = field(default_factory=set)
-    """Files that are missing, of another size than listed, or otherwise found damaged."""
+    """Files that are missing, of another size than listed, or otherwise damaged."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def region_files(self) -> list[str]:
-        """Names of the listed files of regions: all of Format v1, and those with optimizer state of dense ones."""
+        """Names of the listed region files: all of Format v1, and those with optimizer state of dense checkpoints."""
         return sorted(name for name in self.files if self.format == SNAPSHOT or name.startswith(f"{OPTIMIZER}/"))
 
     @property
@@ -65,7 +65,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def format_of(directory: Path) -> str:
-    """``snapshot`` where the manifest says Format v1, ``dense`` otherwise."""
+    """``snapshot`` if the manifest is of Format v1, else ``dense``."""
     try:
         return SNAPSHOT if json.loads((directory / MANIFEST).read_text())["format"] == manifests.FORMAT else DENSE
     except (OSError, ValueError, LookupError, TypeError):
@@ -73,7 +73,7 @@ def format_of(directory: Path) -> str:
 
 
 def is_unpublished(directory: Path) -> bool:
-    """Whether a directory is what a save in Format v1 has written so far: without a manifest, it is no checkpoint."""
+    """Whether a directory holds an unpublished save in Format v1, which without a manifest is no checkpoint."""
     names = [path.name for path in directory.iterdir()]
     return MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
 
@@ -84,7 +84,7 @@ def saved_iterations(root: Path) -> list[int]:
 
 
 def choose(root: Path, iteration: int | None) -> Path:
-    """The checkpoint of an iteration in a directory; by default the tracker's, else the newest that is there.
+    """The checkpoint of an iteration in a directory; by default the tracker's, else the newest.
 
     Raises:
         CheckpointError: there is none.
@@ -109,10 +109,10 @@ def _tracked(root: Path) -> int | None:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Reads manifest and training state, and compares the directory with what the manifest lists.
+    """Reads manifest and training state, and compares the directory with the manifest.
 
     Raises:
-        CheckpointError: there is no manifest that could be read.
+        CheckpointError: there is no readable manifest.
     """
     if format_of(directory) == SNAPSHOT:
         return _read_snapshot(directory)
@@ -175,7 +175,7 @@ def _compare_names(checkpoint: Checkpoint) -> None:
         say(f"{MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {named}")
     found = _present(checkpoint.directory) - checkpoint.files.keys() - {MANIFEST}
     for name in sorted(found):
-        if checkpoint.format == DENSE or not name.startswith(".rank_"):  # of a kill after the manifest was written
+        if checkpoint.format == DENSE or not name.startswith(".rank_"):  # left by a kill after the manifest was written
             say(f"{name}: is not listed in {MANIFEST}")
 
 
@@ -202,7 +202,7 @@ def _compare_sizes(checkpoint: Checkpoint) -> None:
 def _read_state(checkpoint: Checkpoint) -> None:
     path = checkpoint.directory / STATE
     if STATE in checkpoint.broken or not path.is_file():
-        return  # said already
+        return  # reported already
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
@@ -221,9 +221,9 @@ def _read_state(checkpoint: Checkpoint) -> None:
 
 
 def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
-    """Boxes of all files of regions that can be read, and a problem for each of the other files.
+    """Boxes of all readable region files, and a problem for each other file.
 
-    Files that are missing are among the checkpoint's own problems.
+    Missing files are among the checkpoint's own problems.
     """
     boxes, problems = [], []
     for name in checkpoint.region_files:
@@ -237,10 +237,10 @@ def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
 
 
 def boxes_of(directory: Path, name: str) -> list[StoredBox]:
-    """What the header of a file of regions describes.
+    """The boxes that the header of a region file describes.
 
     Raises:
-        CheckpointError: the header makes no sense, or the file does not hold what it describes.
+        CheckpointError: the header is invalid, or the file does not hold what it describes.
     """
     try:
         with open(directory / name, "rb", buffering=0) as file:

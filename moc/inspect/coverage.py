@@ -1,4 +1,4 @@
-"""Whether boxes of tensors make up the whole state of a model: nothing is missing, nothing there twice."""
+"""Checks that boxes of tensors cover the whole state of a model exactly once."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
 
 SLOTS = {"adam": ("master", "exp_avg", "exp_avg_sq"), "sgd": ("master", "momentum_buffer")}
-"""What each optimizer keeps for every parameter."""
+"""The slots that each optimizer keeps for every parameter."""
 PARAM = "param"
-"""The slot of weights that a model computes with, and of router biases, which no optimizer owns."""
+"""The slot of compute weights, and of router biases, which no optimizer owns."""
 BUFFER = "router.expert_bias"
-"""How the names of the latter end."""
+"""Suffix of the names of router biases."""
 
 
 def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
-    """What is missing or there more than once, one sentence each.
+    """Missing and duplicate elements, one sentence each.
 
     Args:
         checkpoint: the checkpoint.
-        boxes: those of all its files of regions.
+        boxes: the boxes of all its region files.
     """
     state, operators = checkpoint.state, checkpoint.operators
     tensors: dict[str, dict[str, list[StoredBox]]] = defaultdict(lambda: defaultdict(list))
@@ -47,7 +47,7 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> lis
 
 
 def _broken_promises(tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry]):
-    """Format v1: what its manifest says of operators, and its files do not hold."""
+    """Format v1: differences between the manifest's element counts of operators and the files'."""
     held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, slots in tensors.items():
         for slot, boxes in slots.items():
@@ -63,17 +63,17 @@ def _broken_promises(tensors: Mapping[str, Mapping[str, list[StoredBox]]], opera
 def _missing_slots_of_details(
     tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry], optimizer: str | None
 ) -> Iterator[str]:
-    """Format v1: slots that a tensor must have by the detail in which its operator was saved."""
+    """Format v1: missing slots that a tensor must have at the detail of its operator."""
     for name in sorted(tensors):
         entry = operators.get(operator_or_other(name))
         if entry is None:
-            continue  # said already
+            continue  # reported already
         if missing := sorted(set(_slots_of(name, entry.detail, optimizer)) - tensors[name].keys()):
             yield f"{name}: has no {' and no '.join(missing)}"
 
 
 def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
-    """What a tensor has at least, in a detail of ``moc.state.detail``."""
+    """The slots that a tensor must have at a detail of ``moc.state.detail``."""
     if name.endswith(BUFFER):
         return () if detail == "moments" else (PARAM,)
     full = SLOTS.get(optimizer or "", ())
@@ -82,14 +82,14 @@ def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
 
 
 def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
-    """The operators of a model of which no tensor is there.
+    """The operators of a model that have no tensor among these.
 
     Args:
-        names: those of the tensors that are there.
-        shape: of the model, as training_state.json describes it.
+        names: names of the tensors.
+        shape: the model's shape, as in training_state.json.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the shape is invalid.
     """
     there = {operator_or_other(name) for name in names}
     try:
@@ -109,8 +109,8 @@ def _missing_operators(tensors: Iterable[str], shape: Any, where: str) -> list[s
 
 
 def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterator[str]:
-    """The operators that a model of this shape has."""
-    if isinstance(frequency, int):  # of every so many layers the first; else 0 or 1 for each
+    """The operators of a model of this shape."""
+    if isinstance(frequency, int):  # the first of every N layers; else 0 or 1 for each layer
         frequency = [int(experts > 0 and layer % frequency == 0) for layer in range(layers)]
     yield "embedding"
     for layer in range(layers):
@@ -122,7 +122,7 @@ def _operators(layers: int, experts: int, frequency: int | list[int]) -> Iterato
 
 
 def operator_or_other(name: str) -> str:
-    """The operator of a tensor; ``other`` where it belongs to none that is known."""
+    """The operator of a tensor; ``other`` if it belongs to no known operator."""
     try:
         return operator_of(name)
     except ValueError:
@@ -174,7 +174,7 @@ def _overlaps(boxes: list[StoredBox]) -> Iterator[tuple[StoredBox, StoredBox, Re
     if axis is None:  # scalars
         yield from ((boxes[0], other, other.region) for other in boxes[1:])
         return
-    open_boxes: list[StoredBox] = []  # those that reach beyond where the next one starts
+    open_boxes: list[StoredBox] = []  # boxes that reach beyond the start of the next one
     for box in sorted(boxes, key=lambda box: box.region.offset[axis]):
         start = box.region.offset[axis]
         open_boxes = [other for other in open_boxes if other.region.offset[axis] + other.region.shape[axis] > start]
@@ -192,7 +192,7 @@ def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region]:
 
 
 def _without(region: Region, cut: Region) -> Iterator[Region]:
-    """Boxes that together are a region less another one."""
+    """Boxes that together make up a region without another one."""
     common = region.intersect(cut)
     if common is None:
         yield region

@@ -15,7 +15,7 @@ from moc.store.leftovers import Leftover, leftovers, remove_leftover
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the tool; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", nargs="*", type=Path, help="only these directories, as the list shows them")
     parser.add_argument("--remove", action="store_true", help="remove them, unless a process uses them")

@@ -17,7 +17,7 @@ from moc.store.errors import CheckpointError
 
 _KINDS = ("embedding", "attention", "mlp", "router", "expert", "output", "other")
 _NUMBER = re.compile(r"(\d+)")
-_WIDE = 160  # columns where the output is no terminal
+_WIDE = 160  # columns without a terminal
 
 EPILOG = """\
 examples:
@@ -33,7 +33,7 @@ Only headers are read; tools/verify_checkpoint.py compares the content of files 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line parser."""
     parser = argparse.ArgumentParser(
         description="Show what a checkpoint holds.",
         epilog=EPILOG,
@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
-        The exit status: 0, or 1 where there is no checkpoint that could be read.
+        The exit status: 0, or 1 if there is no readable checkpoint.
     """
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass
 class Total:
-    """What the boxes of one operator, kind or file add up to."""
+    """Totals over the boxes of one operator, kind or file."""
 
     operators: set[str] = field(default_factory=set)
     elements: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -96,11 +96,11 @@ class Total:
     """By slot."""
 
     def add(self, box: StoredBox, operator: str) -> None:
-        """Takes in a box.
+        """Adds a box.
 
         Args:
-            box: One of this row's.
-            operator: The operator that it belongs to.
+            box: A box of this row.
+            operator: Its operator.
         """
         self.operators.add(operator)
         self.elements[box.slot] += box.region.numel
@@ -108,7 +108,7 @@ class Total:
 
     @property
     def parameters(self) -> int:
-        """Parameters that there is state of; each has an element in every slot of its operator's detail."""
+        """Parameters with state; each has an element in every slot of its operator's detail."""
         return max(self.elements.values(), default=0)
 
     @property
@@ -118,10 +118,10 @@ class Total:
 
 
 def group(boxes: list[StoredBox], by: str) -> dict[str, Total]:
-    """Adds boxes up, in the order of the forward pass or of the files' names.
+    """Groups boxes into rows, in the order of the forward pass or of file names.
 
     Args:
-        boxes: Those of all files.
+        boxes: The boxes of all files.
         by: ``operator``, ``kind`` or ``file``.
     """
     rows: dict[str, Total] = defaultdict(Total)
@@ -133,7 +133,7 @@ def group(boxes: list[StoredBox], by: str) -> dict[str, Total]:
 
 
 def _kind(operator: str) -> str:
-    """``expert`` for ``layers.3.expert.5``."""
+    """The kind of an operator, such as ``expert`` of ``layers.3.expert.5``."""
     return operator.split(".")[2] if operator.startswith("layers.") else operator
 
 
@@ -144,7 +144,7 @@ def _place_of_operator(operator: str) -> tuple:
 
 
 def rows_to_dict(rows: dict[str, Total], checkpoint: Checkpoint, by: str) -> list[dict]:
-    """For JSON."""
+    """The rows, for JSON."""
     told = []
     for name, row in rows.items():
         about = {"name": name, "operators": len(row.operators), "parameters": row.parameters, "bytes": row.total}
@@ -155,12 +155,12 @@ def rows_to_dict(rows: dict[str, Total], checkpoint: Checkpoint, by: str) -> lis
 
 
 def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -> dict:
-    """What is told about a checkpoint as a whole, in bytes.
+    """Facts about a checkpoint as a whole; sizes in bytes.
 
     Args:
         checkpoint: The checkpoint.
-        boxes: Those of its files of regions.
-        problems: What is wrong with it.
+        boxes: The boxes of its region files.
+        problems: Its problems.
     """
     state = checkpoint.state
     told = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
@@ -184,7 +184,7 @@ def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
 
 
 def loss_scale(state: Mapping) -> float | None:
-    """The loss scale that is saved: fp16's, where it is not fixed by a flag.
+    """The saved loss scale, of fp16 with a loss scale that adapts.
 
     Args:
         state: The content of training_state.json.
@@ -194,14 +194,14 @@ def loss_scale(state: Mapping) -> float | None:
 
 
 def show(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str], rows: dict[str, Total], by: str) -> None:
-    """Prints facts and table for people.
+    """Prints facts and table as text.
 
     Args:
         checkpoint: The checkpoint.
-        boxes: Those of its optimizer state.
-        problems: What is wrong with it.
-        rows: Of the table.
-        by: What the rows are.
+        boxes: The boxes of its region files.
+        problems: Its problems.
+        rows: The rows of the table.
+        by: The kind of rows.
     """
     from rich.console import Console
 
@@ -262,7 +262,7 @@ def _held(files_of_regions: dict) -> str:
 
 
 def _model(shape: dict) -> str:
-    """The numbers that say how large a model is; what is not set is left out."""
+    """The model's sizes, without those that are not set."""
     return ", ".join(f"{name} {value}" for name, value in shape.items() if value not in (None, False)) or "unknown"
 
 

@@ -43,7 +43,7 @@ exit codes: 0 all is whole, 1 something is damaged or missing (one line for each
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line parser."""
     parser = argparse.ArgumentParser(
         description="Verify checkpoints: files, sizes, hashes, and that no element of the state is missing.",
         epilog=EPILOG,
@@ -68,19 +68,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Verdict:
-    """What was found out about a checkpoint, or about a --save directory as such."""
+    """The findings on a checkpoint, or on a --save directory as such."""
 
     path: Path
     checkpoint: Checkpoint | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     hashed: int = 0
-    """Bytes that were read and hashed."""
+    """Bytes read and hashed."""
     tensors: int = 0
-    """Tensors in files of regions: those with optimizer state, and in Format v1 all."""
+    """Tensors in region files: those with optimizer state, and in Format v1 all."""
 
     def to_dict(self) -> dict:
-        """For JSON."""
+        """The verdict, for JSON."""
         return {
             "path": str(self.path),
             "format": self.checkpoint.format if self.checkpoint else None,
@@ -94,7 +94,7 @@ class Verdict:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The verdict, as text."""
         found = [f"  {problem}" for problem in self.problems] + [f"  note: {note}" for note in self.notes]
         count = len(self.problems)
         if count:
@@ -110,10 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
-        The exit status: 0 where all is whole, 1 where something is not.
+        The exit status: 0 if all is whole, else 1.
     """
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -148,12 +148,12 @@ def _print(verdicts: list[Verdict], seconds: float, as_json: bool) -> None:
 
 
 def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
-    """What can be told of a PATH without reading much: a verdict for each checkpoint, and one for their directory.
+    """Examines a PATH without reading much: a verdict for each checkpoint, and one for their directory.
 
     Args:
         path: The PATH.
-        iteration: Only the checkpoint of this iteration.
-        every: All checkpoints of a --save directory.
+        iteration: Examine only the checkpoint of this iteration.
+        every: Examine all checkpoints of a directory.
     """
     if is_checkpoint(path):
         return [_opened(path)]
@@ -181,7 +181,7 @@ def _opened(directory: Path) -> Verdict:
 
 
 def tracker_problem(root: Path) -> str | None:
-    """What is wrong with the tracker file of a --save directory, if anything is; Format v1 has none."""
+    """The problem with the tracker file of a --save directory, or None; Format v1 has no tracker."""
     saved = saved_iterations(root)
     try:
         tracked = dense_files.latest_iteration(root)
@@ -196,7 +196,7 @@ def tracker_problem(root: Path) -> str | None:
 
 
 def leftovers(root: Path) -> list[str]:
-    """What a save that was killed, or still goes on, has left in a directory; all of it is harmless."""
+    """Remains of killed or unfinished saves in a directory, as notes; all are harmless."""
     unpublished = [dense_files.directory_of(root, iteration) for iteration in dense_files.saved_iterations(root)]
     unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_unpublished, unpublished)]
     notes = [f"{path.name}: a save that has not ended; the next one clears it" for path in unfinished]
@@ -213,18 +213,18 @@ def check_hashes(verdicts: list[Verdict], workers: int) -> None:
     """Compares every file that has its listed size with its hash or hashes.
 
     Args:
-        verdicts: Those of all checkpoints; they get the problems.
+        verdicts: The verdicts of all checkpoints; problems are added to them.
         workers: Number of threads.
     """
     there = [(verdict, verdict.checkpoint) for verdict in verdicts if verdict.checkpoint]
     jobs = [(verdict, one, name) for verdict, one in there for name in one.files.keys() - one.broken]
-    jobs.sort(key=lambda job: (-job[1].files[job[2]]["bytes"], job[2]))  # large ones first: threads end alike
+    jobs.sort(key=lambda job: (-job[1].files[job[2]]["bytes"], job[2]))  # large files first, to balance the threads
     total = sum(one.files[name]["bytes"] for _, one, name in jobs)
     with progress(total) as advance, ThreadPoolExecutor(workers) as pool:
         results = list(pool.map(lambda job: _hash_problems(job[1], job[2], advance), jobs))
     for (verdict, one, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][2]):
         verdict.hashed += one.files[name]["bytes"]
-        if problems:  # and what was said of its content before is idle
+        if problems:  # they replace earlier problems with the file's content
             before = [said for said in verdict.problems if not said.startswith(f"{name}: ")]
             verdict.problems = [*before, *(f"{name}: {problem}" for problem in problems)]
             one.broken.add(name)
@@ -244,7 +244,7 @@ def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], N
 
 
 def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callable[[int], None]) -> list[str]:
-    """Of Format v1: the manifest has the hash of the header, and the header those of all that follows."""
+    """Format v1: the manifest has the header's hash, and the header has those of all boxes."""
     entry = checkpoint.files[name]
     if digest_of_file(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
         return ["its header does not match its hash: it is damaged"]
@@ -262,10 +262,10 @@ def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callabl
 
 
 def check_coverage(verdict: Verdict) -> None:
-    """Checks that files of regions hold every element exactly once, and all that there should be.
+    """Checks that region files hold every element of the state exactly once.
 
     Args:
-        verdict: That of a checkpoint; it gets the problems.
+        verdict: The verdict of a checkpoint; problems are added to it.
     """
     checkpoint = verdict.checkpoint
     if not checkpoint:

@@ -1,1 +1,1 @@
-"""What a run was like, from its events.jsonl."""
+"""Reports on a run, from its events.jsonl."""

@@ -1,4 +1,4 @@
-"""Where the wall clock of a run went, and what its recoveries were like, from its events; pure functions."""
+"""Accounts for the wall clock of a run, and describes its recoveries, from its events; pure functions."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from moc.simulate.recoveries import is_kill, recovered, stretches
 
 Event = Mapping
-"""One of ``events.jsonl``, in its order: clocks of several nodes differ."""
+"""One event of ``events.jsonl``, in file order, since clocks of nodes differ."""
 
 _PAUSES = ("evaluation", "save", "exit")
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of the wall clock, which is their sum.
+    """Seconds of the wall clock by use; they add up to the whole.
 
     Attributes:
-        useful_s: iterations that count, each for as long as one takes that nothing disturbs.
-        stalls_s: they have waited for snapshots.
-        slower_s: by which they were slower for other reasons: copies beside them, the first ones after a start. Below 0
-            where most were faster than the median.
-        again_s: iterations that were lost by a recovery, and those that it computed again to have a state.
-        recoveries_s: the rest of recoveries: noticing, building and connecting anew, loading, a slow first iteration.
-        stopped_s: a killed job was not there, until it was started again.
-        start_up_s: from the first worker's begin, at first or after an orderly end, and where another policy was put
-            in force.
-        pauses_s: evaluation, dense checkpoints, and what is saved at an orderly end.
+        useful_s: iterations that count, each at the duration of an undisturbed one.
+        stalls_s: training waited for snapshots.
+        slower_s: other slowdown of iterations: copies beside them, warm-up after a start.  Negative if most were faster
+            than the median.
+        again_s: iterations lost by a recovery, and iterations replayed to restore a state.
+        recoveries_s: the rest of recoveries: detection, rebuilding and reconnecting, loading, a slow first iteration.
+        stopped_s: a killed job was down until it was restarted.
+        start_up_s: start-up from the launch of rank 0's process, at first or after an orderly exit, and changes of
+            policy.
+        pauses_s: evaluation, dense checkpoints, and saving at an orderly exit.
         other_s: the rest.
     """
 
@@ -44,28 +44,28 @@ class Spent:
 
     @property
     def wall_s(self) -> float:
-        """All of it."""
+        """The whole wall clock."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class RecoveryTimes:
-    """A recovery, with all losses that came while it was under way.
+    """A recovery, including all losses during it.
 
     Attributes:
-        time: Unix seconds, when training went on.
-        reasons: what was lost, as the launcher said it; without one, nothing is said.
-        newest: iteration that was complete when it was heard of.
-        iteration: that training went on from.
-        detect_s: from the loss, or the news of it, until those that were left had stopped; None if that is not known.
-        outside_s: outside of useful work, with what was computed in vain and again.
-        workers: of the job.
-        kept: of them, that kept their state.
-        stages: pipeline stages that computed again while others waited; none if all did, or nothing was computed.
-        undone: complete iterations that were given up, and computed again in training.
-        replayed: iterations that were computed again to have a state.
-        exact: whether all of both had the loss again that they had had; None if that is not known of any.
-        lost_tokens: share of their tokens that experts lost; 0 with policies that lose none.
+        time: when training resumed, in Unix seconds.
+        reasons: the launcher's descriptions of the losses; empty without a launcher's.
+        newest: the last iteration completed before the loss became known.
+        iteration: the iteration that training resumed from.
+        detect_s: from the loss, or the report of it, until the survivors had stopped; None if unknown.
+        outside_s: time outside of useful work, including lost and replayed iterations.
+        workers: workers of the job.
+        kept: workers that kept their state.
+        stages: pipeline stages that replayed while others waited; empty if all replayed, or none.
+        undone: completed iterations that were given up, and trained again.
+        replayed: iterations replayed to restore a state.
+        exact: whether all undone and replayed iterations reproduced their loss; None if none could be compared.
+        lost_tokens: share of their tokens that experts lost; 0 with exact policies.
     """
 
     time: float
@@ -84,17 +84,17 @@ class RecoveryTimes:
 
     @property
     def again(self) -> int:
-        """Iterations computed again, one way or the other."""
+        """Iterations computed again: undone and replayed."""
         return self.undone + self.replayed
 
 
 @dataclass(frozen=True)
 class Undone:
-    """What a ``start`` has given up.
+    """The iterations that a ``start`` gave up.
 
     Attributes:
-        newest: iteration that was complete before it.
-        iterations: events of those beyond the one that it goes on from.
+        newest: the last iteration completed before it.
+        iterations: events of the iterations after the one that it resumes from.
     """
 
     newest: int
@@ -102,7 +102,7 @@ class Undone:
 
 
 def history(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, Undone]]:
-    """Iterations that count, by number; and by the ``id`` of each ``start``, what it has given up."""
+    """Iterations that count, by number; and the iterations that each ``start`` gave up, by its ``id``."""
     counted: dict[int, Event] = {}
     undone = {}
     for event in events:
@@ -116,11 +116,11 @@ def history(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, Undone
 
 
 def wall_clock(events: Sequence[Event], usual_s: float) -> tuple[Spent, tuple[RecoveryTimes, ...]]:
-    """Where the time went, and all recoveries.
+    """The uses of the wall clock, and all recoveries.
 
     Args:
-        events: of a run, at least one.
-        usual_s: seconds of an iteration that nothing disturbs.
+        events: events of a run, at least one.
+        usual_s: seconds of an undisturbed iteration.
     """
     walk = _Walk(events, usual_s)
     recoveries = tuple(walk.recoveries())
@@ -128,7 +128,7 @@ def wall_clock(events: Sequence[Event], usual_s: float) -> tuple[Spent, tuple[Re
 
 
 def began(events: Sequence[Event]) -> float:
-    """Unix seconds, when the first worker's process began; without a ``start``, the first event."""
+    """Start of rank 0's process in Unix seconds; without a ``start``, the time of the first event."""
     first = next((event for event in events if event["type"] == "start"), None)
     return min([events[0]["time"], *([] if first is None else [_process_began(first)])])
 
@@ -138,7 +138,7 @@ def _process_began(start: Event) -> float:
 
 
 class _Walk:
-    """Goes through the events, and says of the time between two of them what it went to."""
+    """Walks through the events and assigns the time between them to its uses."""
 
     def __init__(self, events: Sequence[Event], usual_s: float):
         self.spent: dict[str, float] = defaultdict(float)
@@ -147,13 +147,13 @@ class _Walk:
         self._final, self._counted = counted, {id(event) for event in counted.values()}
         lost = list(stretches(events))
         self._stretch_of = {id(event): stretch for stretch in lost for event in stretch}
-        self._mark = began(events)  # what was before is accounted for
-        self._since: list[Event] = []  # events after it
-        self._fresh, self._ended = True, False  # a start that follows is no recovery; the job was not there before it
+        self._mark = began(events)  # all time before it is accounted for
+        self._since: list[Event] = []  # events after the mark
+        self._fresh, self._ended = True, False  # the next start is no recovery; the job was down before it
         self._stalled_s, self._workers = 0.0, 1
 
     def recoveries(self) -> Iterator[RecoveryTimes]:
-        """Those that are over; afterwards all time is accounted for."""
+        """Yields finished recoveries; afterwards all time is accounted for."""
         for event in self._events:
             self._since.append(event)
             self._workers = event.get("world_size", self._workers)
@@ -169,14 +169,14 @@ class _Walk:
         self._mark, self._since = until, []
 
     def _outside(self, event: Event) -> None:
-        """An event that belongs to no recovery, or to one that is not over."""
+        """Handles an event outside of any finished recovery."""
         kind, time = event["type"], event["time"]
         if kind == "iteration":
             self._pass("other_s", time - event["elapsed_s"])
             self._trained(event)
             self._mark = time
         elif kind == "start":
-            if self._ended:  # how long it was away says nothing of it
+            if self._ended:  # the downtime after an orderly exit does not count
                 self._mark, self._ended = max(self._mark, _process_began(event)), False
             self._pass("start_up_s" if self._fresh else "recoveries_s", time)
         elif kind in _PAUSES:
@@ -188,7 +188,7 @@ class _Walk:
         elif _is_loss(event):
             self._fresh = self._ended = False
         elif kind == "resume" and event.get("tier") == "live" and not any(map(_is_loss, self._since)):
-            self._fresh = True  # another policy
+            self._fresh = True  # a change of policy
 
     def _trained(self, event: Event) -> None:
         stalled_s, self._stalled_s, self._fresh = self._stalled_s, 0.0, False
@@ -241,13 +241,13 @@ class _Walk:
         )
 
     def _seconds(self, event: Event) -> float:
-        """That an iteration is worth: within a recovery, whatever is more belongs to that."""
+        """The duration booked for an iteration; in a recovery, any excess belongs to the recovery."""
         stretch = self._stretch_of.get(id(event))
         usual = stretch is not None and (id(event) in self._counted or event is stretch[-1])
         return self._usual_s if usual else event["elapsed_s"]
 
     def _stopped_s(self, window: Sequence[Event]) -> float:
-        """For how long no worker was there, where no launcher told of a new generation."""
+        """Seconds without any worker, before starts that no launcher announced as a new generation."""
         seconds, newest, regrouped = 0.0, self._mark, False
         for event in window:
             regrouped |= event["type"] == "generation"
@@ -260,7 +260,7 @@ class _Walk:
 
 
 def _same(event: Event, again: Event) -> bool:
-    """Whether an iteration that was computed again came out as before, as far as events tell."""
+    """Whether a repeated iteration reproduced its result, as far as events show."""
     return all(event.get(name) == again.get(name) for name in ("loss", "grad_norm"))
 
 

@@ -1,4 +1,4 @@
-"""What a run was like, in figures, from its events; pure functions."""
+"""Computes the figures of a run from its events; pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several values: what is usual, and the most."""
+    """Median, mean and maximum of several values."""
 
     median: float
     mean: float
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Trend:
-    """Of a value over iterations that count."""
+    """A value over the iterations that count."""
 
     first: float
     last: float
@@ -38,24 +38,24 @@ class Trend:
 
 @dataclass(frozen=True)
 class Saving:
-    """What protecting the run took; seconds are means over workers and over what they are about.
+    """The cost of snapshots; seconds are means over workers and snapshots, unless noted.
 
     Attributes:
         tier: where snapshots were safe.
-        snapshots: that were taken.
-        snapshot_bytes: of them all together.
+        snapshots: snapshots taken.
+        snapshot_bytes: of all snapshots.
         copy_s: from the device to host memory.
         hash_s: hashing.
-        stall_s: that training has waited for snapshots, of all together.
-        replicated: snapshots of which all copies were made.
+        stall_s: total time that training waited for snapshots.
+        replicated: snapshots with all copies made.
         replicated_bytes: between nodes.
-        replicate_s: that a node's copying took.
-        persisted: snapshots that were written to storage.
+        replicate_s: copying by a node.
+        persisted: snapshots written to storage.
         persisted_bytes: to storage.
-        write_s: writing, fsync included.
+        write_s: writing, including fsync.
         publish_s: publishing.
-        restored: snapshots of lost nodes that came back from others.
-        survival: by number of nodes that are lost at once, how probably their state is left.
+        restored: snapshots of lost nodes restored from replicas.
+        survival: by number of nodes lost at once, the probability that their state survives.
     """
 
     tier: str
@@ -77,19 +77,19 @@ class Saving:
 
 @dataclass(frozen=True)
 class Recoveries:
-    """All recoveries together.
+    """Summary of all recoveries.
 
     Attributes:
-        count: how many there were.
-        injected: faults that were injected, by action.
+        count: number of recoveries.
+        injected: injected faults, by action.
         detect_s: see :class:`RecoveryTimes`.
         outside_s: see :class:`RecoveryTimes`.
         kept: workers that kept their state.
-        alone: recoveries in which some stages computed again while others waited.
-        stages: how many stages these were.
-        again: iterations that were computed again.
-        exact: recoveries of which all that was computed again, and could be compared, was as it had been.
-        not_exact: something was not, or experts have lost tokens.
+        alone: recoveries in which some stages replayed while others waited.
+        stages: number of these stages.
+        again: iterations computed again.
+        exact: recoveries in which every repeated iteration that could be compared was reproduced.
+        not_exact: recoveries with a difference, or in which experts lost tokens.
     """
 
     count: int
@@ -106,13 +106,13 @@ class Recoveries:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a tuner chose.
+    """A tuner's choice.
 
     Attributes:
-        iteration: after which.
-        chosen: by name.
-        cause: why it looked; None where it always looks.
-        reason: why this.
+        iteration: the iteration after which it was made.
+        chosen: the chosen values, by name.
+        cause: why the tuner reconsidered; None if it always does.
+        reason: why it chose these values.
     """
 
     iteration: int
@@ -123,33 +123,33 @@ class Choice:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run was like.
+    """The figures of a run.
 
     Attributes:
-        name: of the run.
-        workers: at the end.
-        first: iteration that counts.
-        last: iteration that counts.
-        iterations: that count, each once.
-        skipped: of them, in which nothing was updated.
-        computed: iterations, with those that were computed again in training.
-        tokens: that were trained on.
-        iteration_s: of an iteration that nothing disturbs; the median.
-        began: Unix seconds.
-        wall_s: of the job, without the time between an orderly end and the next start.
-        ettr: useful work, as a share of the wall clock.
+        name: the run's name.
+        workers: workers at the end.
+        first: first iteration that counts.
+        last: last iteration that counts.
+        iterations: iterations that count, each once.
+        skipped: of these, iterations without an update.
+        computed: iterations computed in training, including repeated ones.
+        tokens: tokens trained on.
+        iteration_s: median seconds of an undisturbed iteration.
+        began: start of the run, in Unix seconds.
+        wall_s: duration of the job, without the time between an orderly exit and the next start.
+        ettr: effective training time ratio.
         tokens_per_s: by the wall clock.
-        spent: where the wall clock went.
+        spent: the uses of the wall clock.
         loss: training loss.
-        validation: the newest, by split.
-        ended: why the run ended; None if it did not in good order.
-        recoveries: all together.
-        each: recovery.
-        saving: what it took; None where nothing was saved.
-        gauges: what changed over time.
+        validation: the newest validation loss, by split.
+        ended: why the run ended; None without an orderly exit.
+        recoveries: summary of all recoveries.
+        each: every recovery.
+        saving: the cost of snapshots; None if nothing was saved.
+        gauges: values over time.
         plt_by_layer: after the newest recovery that lost tokens.
-        choices: of tuners.
-        not_written: by what could not be, or not in time, how often.
+        choices: choices of tuners.
+        not_written: number of writes that failed or were too late, by kind.
     """
 
     name: str
@@ -179,14 +179,14 @@ class Report:
 
 
 def report(name: str, events: Sequence[Event]) -> Report:
-    """What a run was like.
+    """Computes the figures of a run.
 
     Args:
-        name: of the run.
-        events: all of them, as they were written.
+        name: the run's name.
+        events: all its events, in file order.
 
     Raises:
-        ValueError: there is no iteration among them.
+        ValueError: there is no iteration event.
     """
     counted, _ = history(events)
     if not counted:
@@ -228,7 +228,7 @@ def report(name: str, events: Sequence[Event]) -> Report:
 def _usual_s(events: Sequence[Event], counted: Mapping[int, Event]) -> float:
     try:
         return profile_of(events).iteration_s
-    except ValueError:  # a short run: its first iterations have to do
+    except ValueError:  # a run too short to leave out its first iterations
         return median(event["elapsed_s"] for event in counted.values())
 
 
@@ -273,7 +273,7 @@ def _saving(events: Sequence[Event]) -> Saving | None:
 
 
 def _not_written(events: Sequence[Event]) -> dict[str, int]:
-    """Saves that failed, snapshots for which storage was too slow, and times for which logs could not be written."""
+    """Counts failed saves, snapshots skipped since storage was too slow, and times when logs could not be written."""
     told = [event["what"] for event in of_kind("save_failed", events)]
     told += ["skipped"] * len(of_kind("save_skipped", events))
     told += ["log"] * len(of_kind("log_failed", events))

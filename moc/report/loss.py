@@ -26,7 +26,7 @@ validation loss; a light vertical line marks where a run was resumed."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line parser."""
     parser = argparse.ArgumentParser(
         description="Draw training and validation loss over iterations as a PNG.",
         epilog=EPILOG,
@@ -53,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
-        The exit status: 0, or 1 where something is wrong.
+        The exit status: 0, or 1 on an error.
     """
     args = build_parser().parse_args(argv)
     try:
@@ -81,7 +81,7 @@ def _event_files(args: argparse.Namespace) -> list[Path]:
 
 @dataclass
 class LossCurve:
-    """What one events.jsonl tells, by iteration."""
+    """The contents of one events.jsonl, by iteration."""
 
     name: str
     train: dict[int, dict] = field(default_factory=dict)
@@ -90,11 +90,11 @@ class LossCurve:
     resumed: list[int] = field(default_factory=list)
 
     def between(self, start: int, end: int | None) -> LossCurve:
-        """The part of the run from iteration `start` to `end`, which is the last one.
+        """The part of the run from iteration `start` to `end`, inclusive.
 
         Args:
             start: The first iteration of the part.
-            end: The last one, None for the run's own.
+            end: The last one; None for the run's own.
         """
         stop = math.inf if end is None else end
         return LossCurve(
@@ -105,7 +105,7 @@ class LossCurve:
         )
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of one field, without those that are no finite number.
+        """Iterations and values of one field, without missing and non-finite values.
 
         Args:
             key: Name of the field in the iteration events.
@@ -115,7 +115,7 @@ class LossCurve:
         return [i for i, _ in points], [value for _, value in points]
 
     def add(self, event: dict) -> None:
-        """Takes in the next event; what a resumed run does again replaces what it had done.
+        """Adds the next event; iterations repeated by a resumed run replace the earlier ones.
 
         Args:
             event: One line of events.jsonl.
@@ -135,7 +135,7 @@ class LossCurve:
     def _rewind(self, iteration: int) -> None:
         if iteration > 0:
             self.resumed.append(iteration)
-        # iterations beyond the checkpoint are undone, even where the new ones have not come that far yet
+        # iterations after the checkpoint are undone, even if the resumed run has not reached them yet
         self.train = {i: event for i, event in self.train.items() if i <= iteration}
         self.valid = {i: loss for i, loss in self.valid.items() if i <= iteration}
         self.resumed = [i for i in self.resumed if i <= iteration]
@@ -146,10 +146,10 @@ def _is_finite(value) -> bool:
 
 
 def read_run(path: Path) -> LossCurve:
-    """Reads an events.jsonl; lines that a killed writer left torn are passed over.
+    """Reads an events.jsonl; lines torn by a killed writer are skipped.
 
     Args:
-        path: The file. The run goes by the name of its directory.
+        path: The file. The run is named after its directory.
     """
     run = LossCurve(path.resolve().parent.name)
     with open(path, encoding="utf-8", errors="replace") as lines:
@@ -164,11 +164,11 @@ def read_run(path: Path) -> LossCurve:
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """The mean of every value and its neighbours, as many on one side as on the other.
+    """The moving average of values, with as many neighbours on one side as on the other.
 
     Args:
-        values: What to smooth.
-        width: The most neighbours on each side; towards the ends there are fewer.
+        values: The values to smooth.
+        width: The largest number of neighbours on each side; fewer towards the ends.
     """
     sums = [0.0, *itertools.accumulate(values)]
     means = []
@@ -182,8 +182,8 @@ def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
     """Draws the runs and returns the figure.
 
     Args:
-        runs: What to draw, in one colour each.
-        title: Above the picture.
+        runs: The runs, one colour each.
+        title: Title above the picture.
         smoothing: See `smooth`; 0 for none.
         extra: Keys of `EXTRA`, at most two, for a second panel.
     """

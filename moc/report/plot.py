@@ -1,4 +1,4 @@
-"""A report as a picture: how far runs came, where their time went, and how unequal experts were."""
+"""Draws a report: progress of runs, uses of their time, and imbalance of experts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -
     """Draws runs into a PNG.
 
     Args:
-        path: of it; it is replaced as a whole.
-        runs: what they were like.
-        events: of each.
+        path: the PNG, which is replaced atomically.
+        runs: the reports.
+        events: the events of each run.
     """
     import matplotlib
 
@@ -57,7 +57,7 @@ def _parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> 
 
 
 def _drawn(run: Report, name: str) -> float:
-    """Seconds; iterations that were faster than the median took less than what is counted as useful."""
+    """Seconds to draw; a negative ``slower_s`` is taken off the useful time."""
     faster_s = min(0.0, run.spent.slower_s) if name == "useful_s" else 0.0
     return getattr(run.spent, name) + faster_s
 

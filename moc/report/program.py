@@ -23,7 +23,7 @@ disturbs. The lines below it are all parts of the wall clock; docs/how-to/read-a
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line parser."""
     parser = argparse.ArgumentParser(
         description="Say what a run was like: time, faults and recoveries, snapshots, experts, choices.",
         epilog=EPILOG,
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
         The exit status: 0, or 1 where something is wrong.

@@ -1,4 +1,4 @@
-"""A report for people: runs side by side."""
+"""Prints reports as a table, runs side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = {
     "pauses_s": "evaluation, saves",
     "other_s": "other",
 }
-"""Of :class:`moc.report.clock.Spent`, in the order of the wall clock's."""
+"""Fields of :class:`moc.report.clock.Spent`, in order of the wall clock."""
 
 _SETTINGS = {
     "sparse_window": "window W",
@@ -26,7 +26,7 @@ _SETTINGS = {
     "k_persist": "K in storage",
     "snapshot_interval": "interval",
 }
-_WIDE = 160  # columns, where there is no terminal
+_WIDE = 160  # columns without a terminal
 
 Cell = Callable[[Report], "str | None"]
 
@@ -45,7 +45,7 @@ def show(runs: Sequence[Report]) -> None:
 
 
 def rows(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
-    """By section: lines, each with a cell for each run. What no run has anything of is left out."""
+    """Sections of lines, each with a cell for each run; lines without any value are left out."""
     for section, lines in _SECTIONS.items():
         told = ((name, [cell(run) for run in runs]) for name, cell in lines.items())
         filled = [(name, [cell or "" for cell in cells]) for name, cells in told if any(cells)]
@@ -81,7 +81,7 @@ def _chosen(one: Choice) -> str:
 
 
 def seconds(value: float | None) -> str | None:
-    """A time for people; None of None."""
+    """A readable time; None for None."""
     if value is None:
         return None
     if abs(value) >= 3600:
@@ -102,7 +102,7 @@ def _part(name: str) -> Cell:
 
 
 def _spread(spread: Spread | None, text: Callable[[float], str | None]) -> str | None:
-    """Median and worst."""
+    """Median and maximum."""
     return spread and f"{text(spread.median)}, {text(spread.most)}"
 
 

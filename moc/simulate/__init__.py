@@ -1,1 +1,1 @@
-"""The policies on a model clock: what checkpoints, failures and recovery cost on a cluster that is not at hand."""
+"""Simulates the policies: what checkpoints, failures and recovery cost on a cluster that is not available."""

@@ -1,4 +1,4 @@
-"""ETTR by formula, and the checkpoint interval that is best by it (MoEvement, section 2.4 and Appendix C)."""
+"""ETTR in closed form, and the checkpoint interval that maximizes it (MoEvement, section 2.4 and Appendix C)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from moc.simulate.policy_costs import PolicyCosts
 
 
 def recovery_s(saving: PolicyCosts) -> float:
-    """E[R]: seconds from a failure until the run is where it was, in the mean.
+    """E[R]: mean seconds from a failure until the run has regained its position.
 
-    A failure comes anywhere between two checkpoints, so that half of an interval is replayed, and the lag: I / 2 for
-    dense checkpoints, 3/2 W for a sparse window (section 3.6).
+    A failure falls uniformly between two checkpoints, so half an interval and the lag are replayed: I / 2 for dense
+    checkpoints, 3/2 W for a sparse window (section 3.6).
     """
     return saving.restart_s + saving.replay_total_s(saving.lag + saving.interval / 2)
 
 
 def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> float:
-    """The share of time that is useful: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
+    """The useful share of time: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
 
-    It takes failures for rare enough that none hits a recovery.
+    Assumes that failures are rare enough that none falls into a recovery.
 
     Args:
-        saving: the policy.
+        saving: the policy's costs.
         iteration_s: seconds of an iteration without checkpoints.
-        mtbf_s: mean seconds from one failure to the next; infinity for none.
+        mtbf_s: mean seconds between failures; infinity for none.
     """
     overhead = saving.per_iteration_s() / iteration_s
     recovery = 0.0 if math.isinf(mtbf_s) else recovery_s(saving) / mtbf_s
@@ -36,10 +36,10 @@ def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_lea
     """The interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
 
     Args:
-        saving: the policy, at any interval; one where everybody rolls back.
+        saving: the costs, at any interval, of a policy with global rollback.
         iteration_s: seconds of an iteration without checkpoints.
-        mtbf_s: mean seconds from one failure to the next.
-        at_least: shorter is not possible, because a checkpoint takes so long.
+        mtbf_s: mean seconds between failures.
+        at_least: shortest possible interval, limited by the duration of a checkpoint.
     """
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / iteration_s
     if not math.isfinite(young):
@@ -48,7 +48,7 @@ def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_lea
     def ettr(interval: int) -> float:
         return expected_ettr(at_interval(saving, interval, iteration_s), iteration_s, mtbf_s)
 
-    # 1 / ETTR is a + b n + c / n + d / n^2 with positive coefficients: it falls, and then it rises.
+    # 1 / ETTR is a + b n + c / n + d / n^2 with positive coefficients: it falls, then rises.
     low, high = at_least, max(at_least, math.ceil(4 * young))
     while low < high:
         middle = (low + high) // 2
@@ -57,18 +57,18 @@ def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_lea
 
 
 def at_interval(saving: PolicyCosts, interval: int, iteration_s: float) -> PolicyCosts:
-    """The same policy at another interval; where everybody replays, what is saved on the way takes its time too."""
+    """The same policy at another interval; with global rollback, checkpoints during replay also take their time."""
     slower = saving.replay_s / (iteration_s + saving.per_iteration_s())
     replay_s = slower * (iteration_s + saving.stall_s / interval)
     return dataclasses.replace(saving, interval=interval, replay_s=replay_s)
 
 
 def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
-    """The interval with the least overhead of those that keep to a limit on lost tokens, which grow with it.
+    """The interval with the least overhead that keeps to a limit on lost tokens, which grow with the interval.
 
     Args:
-        least: the shortest that is possible; taken where even that passes the limit.
-        best: the one with the least overhead of all.
+        least: shortest possible interval; returned if even this exceeds the limit.
+        best: the interval with the least overhead without the limit.
         plt_of_one: expected proportion of lost tokens at an interval of one iteration.
         limit: on this proportion.
     """
@@ -76,13 +76,13 @@ def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
 
 
 def capped_interval(stall_s: float, iteration_s: float, cap: float, at_least: int = 1) -> int:
-    """CheckFreq's: the shortest interval whose stalls are at most a share of the time between (MoEvement, section 5.2).
+    """CheckFreq's rule: the shortest interval whose stalls stay within a share of the time (MoEvement, section 5.2).
 
     Args:
-        stall_s: of one checkpoint.
-        iteration_s: of one iteration.
-        cap: such as 0.03.
-        at_least: shorter is not possible.
+        stall_s: stall of one checkpoint.
+        iteration_s: seconds of an iteration.
+        cap: the share, such as 0.03.
+        at_least: shortest possible interval.
     """
     if not cap > 0:
         raise ValueError(f"a cap of {cap} on the overhead leaves no interval: give one above 0, such as 0.03")

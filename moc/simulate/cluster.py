@@ -1,4 +1,4 @@
-"""Clusters in plain numbers: what computes, what carries bytes, and how long it takes to come back."""
+"""Clusters in numbers: compute, bandwidths, and times to recover."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Cluster:
     """Machines of one kind.  Bandwidths are in bytes per second, times in seconds.
 
     Attributes:
-        name: of the preset.
-        gpus: of the job.
-        gpus_per_node: that fail together and share a network card.
+        name: the preset's name.
+        gpus: GPUs of the job.
+        gpus_per_node: GPUs that fail together and share a network card.
         flops: peak of one GPU in 16-bit arithmetic, operations per second.
-        utilisation: share of it that a stage reaches while it computes, pipeline bubbles not counted.
-        memory_bandwidth: of a GPU's own memory; the update of the optimizer is bound by it.
-        intra_bandwidth: of a GPU to others of its node.
+        utilisation: share of the peak that a stage reaches while it computes, without pipeline bubbles.
+        memory_bandwidth: of a GPU's own memory, which bounds the optimizer's update.
+        intra_bandwidth: of a GPU to others in its node.
         inter_bandwidth: of a node to other nodes.
         latency_s: alpha, of one message or one step of a collective.
-        host_bandwidth: from one GPU to host memory beside the computation, as pinned copies reach it.
+        host_bandwidth: from one GPU to host memory during computation, with pinned copies.
         storage_bandwidth: of the whole job to storage.
-        detect_s: from a fault until everybody has stopped and groups can be built again.
-        restart_s: that a global rollback takes more than that, until replay begins: processes, groups, loading.
-        replay_slowdown: time of a replayed iteration by that of an ordinary one, where everybody rolls back.
+        detect_s: from a fault until all workers have stopped and groups can be rebuilt.
+        restart_s: additional time of a global rollback until replay starts: processes, groups, loading.
+        replay_slowdown: duration of a replayed iteration relative to an ordinary one, in a global rollback.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Of the job; the last may have fewer GPUs."""
+        """Nodes of the job; the last may have fewer GPUs."""
         return -(-self.gpus // self.gpus_per_node)
 
 
 # MoEvement (NSDI '26), section 5.1: NC96ads_A100_v4, 600 GB/s NVLink, 80 Gbps between nodes, 40 Gbps to Blob Storage.
-# Pinned copies reach 25 of the 32 GB/s of PCIe 4 x16.  No hardware says the utilisation, nor restart_s, which is what
-# a recovery of that paper took: measure yours.
+# Pinned copies reach 25 of the 32 GB/s of PCIe 4 x16.  No data sheet gives the utilisation or restart_s (here that of
+# the paper's recoveries): measure yours.
 _A100 = Cluster(
     name="a100-80gb",
     gpus=96,
@@ -75,7 +75,7 @@ _A100 = Cluster(
     storage_bandwidth=5e9,
 )
 
-# The same, section 5.7: 900 GB/s NVLink, 200 Gbps InfiniBand; 50 of the 64 GB/s of PCIe 5 x16.
+# The same paper, section 5.7: 900 GB/s NVLink, 200 Gbps InfiniBand; 50 of the 64 GB/s of PCIe 5 x16.
 _H100 = Cluster(
     name="h100-80gb",
     gpus=128,
@@ -97,7 +97,7 @@ _H100_MOC = dataclasses.replace(
     _H100, name="h100-moc", gpus=256, utilisation=0.2, inter_bandwidth=200e9, host_bandwidth=2e9
 )
 
-# No hardware: these reproduce the figures of MoEvement's tables (docs/results/papers.md, "What is calibrated").
+# Not hardware: fitted to reproduce the figures of MoEvement's tables (docs/results/papers.md, "What is calibrated").
 _A100_FITTED = dataclasses.replace(
     _A100, name="a100-moevement-fitted", utilisation=0.56, host_bandwidth=0.24e9, restart_s=155.0
 )
@@ -111,23 +111,23 @@ _H100_FITTED = dataclasses.replace(
 )
 
 FITTED: Mapping[str, Cluster] = {c.name: c for c in (_A100_FITTED, _H100_FITTED)}
-"""By name: what reproduces a paper's figures, and predicts nothing of a real cluster."""
+"""By name: clusters fitted to a paper's figures, which predict nothing of a real cluster."""
 
 CLUSTERS: Mapping[str, Cluster] = {c.name: c for c in (_A100, _H100, _A800_MOC, _H100_MOC)} | FITTED
-"""By name."""
+"""All presets by name."""
 
 EXPLAINED = (
     f"{_A100.name} and {_H100.name} have the hardware's figures, {_A800_MOC.name} and {_H100_MOC.name} those that "
     f"MoC-System simulates, {' and '.join(FITTED)} bandwidths fitted to MoEvement's tables, for no real cluster"
 )
-"""What the presets are, for ``--help``."""
+"""Description of the presets, for ``--help``."""
 
 
 def cluster_named(text: str) -> Cluster:
-    """The cluster that a flag names: ``NAME`` or ``NAME:GPUS``.
+    """The cluster of a flag's value: ``NAME`` or ``NAME:GPUS``.
 
     Raises:
-        ValueError: there is no such preset, or the number of GPUs is none.
+        ValueError: the preset does not exist, or the number of GPUs is invalid.
     """
     name, colon, gpus = text.partition(":")
     if name not in CLUSTERS:

@@ -1,4 +1,4 @@
-"""How long an iteration takes: computation, communication and the pipeline (MoEvement, Appendix C)."""
+"""The duration of an iteration: computation, communication and the pipeline (MoEvement, Appendix C)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _UPDATE_BYTES = 34  # per parameter: gradient, master and moments read, the latt
 
 @dataclass(frozen=True)
 class Work:
-    """What an iteration computes.
+    """The work of an iteration.
 
     Attributes:
         global_batch: sequences.
-        micro_batch: sequences of a micro batch of one pipeline, over all of its data- or expert-parallel ranks.
-        seq_length: tokens of a sequence.
+        micro_batch: sequences per micro batch of one pipeline, over all of its data- or expert-parallel ranks.
+        seq_length: tokens per sequence.
         hidden_size: elements of a token between layers.
-        topk: experts that a token is sent to.
-        pipelines: that run beside each other; 0 for as many as there are data-parallel ranks.  Where expert parallelism
-            runs over data-parallel ranks, a pipeline may be as wide as ``ep`` and a micro batch is divided among them,
-            as in MoEvement (section 5.1).
-        overlap: share of the gradients' reduction that hides behind the backward pass.
+        topk: experts that each token is routed to.
+        pipelines: pipelines in parallel; 0 for as many as data-parallel ranks.  If expert parallelism runs over
+            data-parallel ranks, a pipeline may be as wide as ``ep`` and a micro batch is divided among them, as in
+            MoEvement (section 5.1).
+        overlap: share of the gradients' reduction that the backward pass hides.
     """
 
     global_batch: int = 512
@@ -49,16 +49,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Timing:
-    """An iteration, in seconds.
+    """The duration of an iteration, in seconds.
 
     Attributes:
-        iteration_s: all of it.
-        pipeline_s: forward and backward of all micro batches, bubbles included.
-        sync_s: of the reduction of gradients, what nothing hides.
+        iteration_s: the whole iteration.
+        pipeline_s: forward and backward of all micro batches, including bubbles.
+        sync_s: exposed time of the gradients' reduction.
         update_s: the optimizer's step.
-        micro_batches: M, of a pipeline.
-        stages: S.
-        slowest_s: max t_s, of one micro batch in the slowest stage.
+        micro_batches: M, micro batches per pipeline.
+        stages: S, pipeline stages.
+        slowest_s: max t_s, one micro batch in the slowest stage.
     """
 
     iteration_s: float
@@ -71,30 +71,30 @@ class Timing:
 
     @property
     def forward_backward_s(self) -> float:
-        """Before the update: what a snapshot can hide in."""
+        """Time before the update, which can hide a snapshot's copy."""
         return self.iteration_s - self.update_s
 
     @property
     def without_bubbles(self) -> float:
-        """Share of an iteration that a stage alone needs: M of M + S - 1 (MoEvement, section 3.4)."""
+        """Share of an iteration that a stage needs alone: M of M + S - 1 (MoEvement, section 3.4)."""
         return self.micro_batches / (self.micro_batches + self.stages - 1)
 
 
 def measured_timing(iteration_s: float, micro_batches: int = 1, stages: int = 1) -> Timing:
-    """An iteration that was measured; nothing is known of its parts."""
+    """The timing of a measured iteration, whose parts are unknown."""
     if not (math.isfinite(iteration_s) and iteration_s > 0):
         raise ValueError(f"an iteration cannot take {iteration_s} s: give what was measured")
     return Timing(iteration_s, iteration_s, micro_batches=micro_batches, stages=stages)
 
 
 def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -> float:
-    """A collective, or a message: alpha(p) + beta(p) m (Appendix C).
+    """Seconds of a collective or a message: alpha(p) + beta(p) m (Appendix C).
 
     Args:
-        cluster: where.
-        nbytes: m, of one rank, there and back where it goes both ways.
+        cluster: the cluster.
+        nbytes: m, bytes of one rank, counting both directions.
         ranks: p; alpha grows with its logarithm.
-        across_nodes: the ranks of a node then share its network card.
+        across_nodes: whether the ranks span nodes; those of a node then share its network card.
     """
     if ranks < 2:
         return 0.0
@@ -103,20 +103,20 @@ def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -
 
 
 def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work) -> Timing:
-    """An iteration of plain or interleaved 1F1B, from sizes alone.
+    """The timing of an iteration of plain or interleaved 1F1B, from sizes alone.
 
-    T_pipeline = (M + S - 1) max t_s (Appendix C); with v virtual stages the warm-up is v times shorter, so that it is
-    M + (S - 1) / v (Narayanan et al., SC '21, section 2.2.2).  Then what is not hidden of the gradients' reduction, and
-    the update.
+    T_pipeline = (M + S - 1) max t_s (Appendix C); with v virtual stages the warm-up is v times shorter, which gives
+    M + (S - 1) / v (Narayanan et al., SC '21, section 2.2.2).  The exposed part of the gradients' reduction and the
+    update are added.
 
     Args:
-        operators: of the unpartitioned model.
-        layout: where the ranks stand.
-        cluster: what they are.
-        work: what an iteration computes.
+        operators: operators of the unpartitioned model.
+        layout: the parallel layout.
+        cluster: the cluster.
+        work: the work of an iteration.
 
     Raises:
-        ValueError: the batch is not a whole number of micro batches for each pipeline.
+        ValueError: the batch is not a whole number of micro batches per pipeline.
     """
     stages = split_stages(operators, layout.pp)
     pipelines = work.pipelines or layout.dp
@@ -150,13 +150,13 @@ def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: 
     sent = 2 * tokens / wide * work.hidden_size  # bytes of a rank's tokens, 16-bit
     all_to_all_s = message_s(cluster, sent * work.topk, layout.ep, layout.ep * layout.etp > cluster.gpus_per_node)
     here_s = compute_s + _ALL_TO_ALLS * layers * all_to_all_s
-    # What crosses to the next stage and comes back does so while the next micro batch is computed.
+    # communication with the next stage overlaps with the next micro batch's computation
     border_s = cluster.latency_s + 2 * sent / (cluster.inter_bandwidth / cluster.gpus_per_node)
     return here_s if layout.pp == 1 else max(here_s, border_s)
 
 
 def _active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
-    """Parameters that a token passes through; the embedding is looked up."""
+    """Parameters that a token uses; the embedding is only looked up."""
     experts: dict[int | None, int] = {}
     for operator in stage:
         if operator.kind == "expert":

@@ -1,4 +1,4 @@
-"""A run from event to event: failures, replacements and recoveries; between them time passes in one step."""
+"""A discrete-event simulation of a run: failures, replacements and recoveries; one step from event to event."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from moc.simulate.result import Result
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """What runs, and for how long.
+    """The job to simulate, and for how long.
 
     Attributes:
         iteration_s: seconds of an iteration without checkpoints.
-        samples: sequences in it.
-        nodes: that it needs.
-        stages: pipeline stages, of which local recovery replays some.
+        samples: sequences per iteration.
+        nodes: nodes that the job needs.
+        stages: pipeline stages, some of which a local recovery replays.
         wall_s: seconds to simulate.
-        spares: further nodes that wait; None: as many as it takes.
-        repair_s: until a lost node is back among the spares.
-        available: nodes at the start, where a trace says how many there are; None where nodes and spares do.
-        seed: of everything random.
-        parts: into which the course of the run is divided.
+        spares: spare nodes; None for unlimited.
+        repair_s: seconds until a lost node is a spare again.
+        available: nodes at the start according to a trace; None to use nodes and spares.
+        seed: seed of all random numbers.
+        parts: number of equal parts of the run for values over time.
 
     Raises:
         ValueError: a value that must be positive is not.
@@ -53,15 +53,15 @@ class SimulatedJob:
 
 
 def simulate(job: SimulatedJob, faults: Faults, strategy: Strategy | PolicyCosts) -> Result:
-    """Runs a job against failures.
+    """Simulates a job with failures.
 
-    Time and memory follow from the number of failures alone, not from ranks or iterations.  The same arguments give
-    the same result; a strategy remembers, so take a new one for each run.
+    Time and memory depend only on the number of failures, not on ranks or iterations.  The same arguments give the same
+    result; a strategy has state, so pass a new one for each run.
 
     Args:
-        job: what runs.
-        faults: what happens to it.
-        strategy: what it does about that.
+        job: the job.
+        faults: the source of failures.
+        strategy: the policy.
     """
     if isinstance(strategy, PolicyCosts):
         strategy = Strategy(strategy)
@@ -77,15 +77,15 @@ class _Run:
         self.rng = random.Random(job.seed)
         self.events: Iterator[Event] = faults.events(random.Random(self.rng.random()))
         self.event = next(self.events, None)
-        self.returns: list[tuple[float, int]] = []  # when lost nodes are back, and how many
+        self.returns: list[tuple[float, int]] = []  # when lost nodes return, and how many
         self.now = self.exposed = self.event_at = 0.0
         self.up = _at_the_start(job)
         self.used = self._usable()
         self.waits = self.used == 0
-        self.done = 0.0  # iterations, and how much of the next
-        self.way, self.base = strategy.saving, 0  # how a recovery goes, and from which iteration
+        self.done = 0.0  # iterations, including the fraction of the current one
+        self.way, self.base = strategy.saving, 0  # costs of the recovery, and the iteration that it restores
         self.replay_starts = self.ends = self.failed_at = 0.0
-        self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they are through
+        self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they finish
         self.useful = self.saving = self.slower = self.recovery = self.idle = self.longest = 0.0
         self.failures = self.replayed = 0
         self.saves = Traffic()
@@ -93,14 +93,14 @@ class _Run:
         self.plts, self.ks = [0.0] * job.parts, [0] * job.parts
 
     def step(self) -> None:
-        """To the next thing that happens."""
+        """Advances to the next event."""
         event_s = self._event_s()
         back_s = self.returns[0][0] if self.returns else math.inf
         until = min(self.job.wall_s, event_s, back_s, self.ends if self._recovers() else math.inf)
         self._pass(until)
         if until == event_s:
             event, self.event, self.event_at = self.event, next(self.events, None), self.now
-            assert event is not None  # it has a time
+            assert event is not None  # an event was due
             if event.gained:
                 self._gain(event.gained)
             if event.lost:
@@ -143,7 +143,7 @@ class _Run:
         self._spread(iterations, start, until)
 
     def _book(self, iterations: float) -> float:
-        """Seconds of iterations, negative to undo them; useful is what all nodes take, not what fewer take longer."""
+        """Books iterations (negative to undo), returns their seconds; useful time is that of the full job's nodes."""
         useful, saving = iterations * self.job.iteration_s, iterations * self.strategy.saving.per_iteration_s()
         slower = (useful + saving) * (self.job.nodes / self.used - 1)
         self.useful, self.saving, self.slower = self.useful + useful, self.saving + saving, self.slower + slower
@@ -181,7 +181,7 @@ class _Run:
             self._fail(nodes)
 
     def _hit(self, nodes: int) -> bool:
-        """Whether the job loses something: an MTBF is the job's own, a trace knows nothing of it."""
+        """Whether the loss hits the job: an MTBF is the job's own, a trace also has nodes that it does not use."""
         if self.up is None or not self.faults.trace:
             return True
         return any(self.rng.random() * max(1, self.up - lost) < self.used for lost in range(nodes))
@@ -192,12 +192,12 @@ class _Run:
         self._drop_unfinished()
         if not again:
             self.failed_at = self.now
-        elif not self.way.local:  # what is replayed is saved again, and what was restored is still there
+        elif not self.way.local:  # replayed iterations are saved again, and the restored checkpoint still exists
             oldest, at = self.base, self._replayed()
         self.strategy.failed(int(at))
         saving = self.strategy.saving
         way = saving.way_back(nodes, self.rng.random() if saving.copies else 0.0)
-        if not (again and way.local):  # where everybody replays, the stages of one more failure do so too
+        if not (again and way.local):  # during a global rollback, another failure's stages roll back globally, too
             self.way = way
         self.base = max(oldest, self.way.restored(at))
         self.used = self._usable()
@@ -206,7 +206,7 @@ class _Run:
             self._recover(again)
 
     def _drop_unfinished(self) -> None:
-        """The iteration that was cut short was not useful."""
+        """Moves the time of the interrupted iteration from useful to recovery."""
         whole = math.floor(self.done + 1e-9)
         part = max(0.0, self.done - whole)
         seconds, self.done = -self._book(-part), float(whole)
@@ -214,7 +214,7 @@ class _Run:
         if self.faults.trace:
             self.exposed -= seconds
         last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
-        for place in range(last, -1, -1):  # where it was counted
+        for place in range(last, -1, -1):  # the parts that counted it
             taken = min(part, self.iterations[place])
             self.iterations[place] -= taken
             part -= taken
@@ -222,7 +222,7 @@ class _Run:
                 break
 
     def _replayed(self) -> float:
-        """The iteration that a recovery which is under way has come to, and how much of the next."""
+        """The iteration, with its fraction, that the current recovery has replayed up to."""
         seconds = (self.now - self.replay_starts) * self.used / self.job.nodes
         return min(self.done, self.base + self.way.replayed(seconds)) if seconds > 0 else self.base
 
@@ -236,7 +236,7 @@ class _Run:
         self.longest = max(self.longest, self.ends - self.failed_at)
 
     def _join(self, again: bool) -> None:
-        """A stage beside one that replays joins it; others replay at the same time (MoEvement, Appendix A)."""
+        """Adds a stage to a neighbouring segment that replays; others replay in parallel (MoEvement, Appendix A)."""
         stage = self.rng.randrange(self.job.stages)
         segment, apart = {stage}, []
         for stages, through in self.segments if again else ():
@@ -256,14 +256,14 @@ class _Run:
             return
         if self._recovers():
             self.base = int(self._replayed())
-        elif not self.waits:  # everybody stops for that, and nothing is lost but the iteration under way
+        elif not self.waits:  # all workers stop to regroup, which costs the current iteration
             self._drop_unfinished()
             self.way, self.base, self.failed_at = self.strategy.saving, int(self.done), self.now
         self.used, self.waits = after, False
         self._recover(again=False)
 
     def _usable(self) -> int:
-        """Nodes that compute; 0: there are too few."""
+        """Nodes that compute; 0 if there are too few."""
         if self.up is None or self.up >= self.job.nodes:
             return self.job.nodes
         multiple = self.strategy.saving.elastic

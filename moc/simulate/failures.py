@@ -1,4 +1,4 @@
-"""When nodes are lost and come back: by chance, evenly, or as a recorded trace says."""
+"""Loss and return of nodes: random, evenly spaced, or from a recorded trace."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Event:
-    """A change of what is there.
+    """A change in the number of nodes.
 
     Attributes:
         at_s: seconds since the start.
-        lost: nodes that are gone.
-        gained: nodes that are there again.
-        after_s: where that is known, not ``at_s``: seconds since the event before, whatever happens meanwhile.
+        lost: nodes lost.
+        gained: nodes returned.
+        after_s: seconds since the previous event, which then replaces ``at_s``.
     """
 
     at_s: float
@@ -31,19 +31,19 @@ class Event:
 
 @dataclass(frozen=True)
 class Faults:
-    """Where failures come from.
+    """The source of failures.
 
     Attributes:
-        mtbf_s: mean seconds from one failure of the job to the next; None where a trace says when.
-        evenly: exactly so many seconds, as failures that are injected on purpose, instead of a Poisson process.
+        mtbf_s: mean seconds between failures of the job; None with a trace.
+        evenly: one failure in each MTBF, as for injected faults, instead of a Poisson process.
         together: nodes that a failure takes at once, such as those behind one switch.
-        trace: events of :func:`read_trace`; it ends where the trace does.
-        while_training: time runs for failures only while training advances, as in the closed form (MoEvement, section
-            2.4), so that none hits a recovery but by ``after_s``.  What a failure cuts short has its time again where a
-            trace says when: its moments are places in the run.
+        trace: events of :func:`read_trace`; failures end with the trace.
+        while_training: failure time advances only while training does, as in the closed form (MoEvement, section 2.4),
+            so that only events with ``after_s`` fall into a recovery.  With a trace, the time of an interrupted
+            iteration counts again, since the trace's times are positions in the run.
 
     Raises:
-        ValueError: there is neither, or both.
+        ValueError: neither MTBF nor trace is given, or both.
     """
 
     mtbf_s: float | None = None
@@ -61,10 +61,10 @@ class Faults:
             raise ValueError(f"a failure takes at least one node, not {self.together}")
 
     def events(self, rng: random.Random) -> Iterator[Event]:
-        """In order of time; without end unless a trace says when."""
+        """The events in order of time; endless unless they come from a trace."""
         if self.trace:
             return iter(self.trace)
-        assert self.mtbf_s is not None  # or there is a trace
+        assert self.mtbf_s is not None  # given if there is no trace
         return self._drawn(rng, self.mtbf_s)
 
     def _drawn(self, rng: random.Random, mtbf_s: float) -> Iterator[Event]:
@@ -72,7 +72,7 @@ class Faults:
         if math.isinf(mtbf_s):
             return
         if self.evenly:
-            # Failures at a fixed distance would meet every checkpoint interval that divides it at the same place.
+            # failures at a fixed distance would hit every checkpoint interval that divides it at the same point
             for number in itertools.count():
                 yield Event((number + rng.random()) * mtbf_s, self.together)
         while True:
@@ -82,12 +82,12 @@ class Faults:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a recorded trace tells.
+    """A recorded trace.
 
     Attributes:
-        nodes: at the start.
-        events: how they change.
-        doubt: a sentence on lines that are not in order of time; empty where all are.
+        nodes: nodes at the start.
+        events: changes in the number of nodes.
+        doubt: a sentence on lines out of order; empty if there are none.
     """
 
     nodes: int
@@ -96,20 +96,20 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A trace of spot instances.
+    """Reads a trace of spot instances.
 
-    Two formats are known by their content (Bamboo, NSDI '23): lines ``milliseconds,add|remove,node``, and lines
+    Two formats are recognized by content (Bamboo, NSDI '23): lines ``milliseconds,add|remove,node``, and lines
     ``date, time, instances alive``.  Times count from the earliest line.
 
-    Where time steps back, lines of the first format are sorted: each is a change of its own.  In the second one each
-    says how many there are, and the later line is right: Bamboo's recorder wrote what it saw for minutes ahead, and
-    began anew when it saw something else before they had passed.  What stood there of times from there on is dropped.
+    If time steps back, lines of the first format are sorted, since each is a change of its own.  A line of the second
+    format gives a total, and the later line is right: Bamboo's recorder wrote its observation for minutes ahead, and
+    started over when it observed a change before they had passed.  Earlier lines about later times are dropped.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Raises:
-        ValueError: a line is of neither format; the message names it.
+        ValueError: a line has neither format; the message names it.
     """
     with open(path, encoding="utf-8") as lines:
         rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(csv.reader(lines), 1) if row]
@@ -168,7 +168,7 @@ def _by_count(rows: Rows) -> Trace:
 
 
 def _doubt(rows: Sequence[tuple], done: str) -> str:
-    """A sentence on the lines that are earlier than the one before them, and on what was done about it."""
+    """A sentence on lines that are earlier than the line before them, and how they were handled."""
     back = [number for (_, before, _), (number, at, _) in itertools.pairwise(rows) if at < before]
     if not back:
         return ""

@@ -1,4 +1,4 @@
-"""What chooses how many experts to save, and how often, and says why."""
+"""Chooses how many experts to save, and how often, and explains the choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEASURED = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--explain-k`` and what it needs."""
+    """Adds ``--explain-k`` and the flags that it needs."""
     group = parser.add_argument_group("--explain-k: how many experts, and how often (MoC, sections 5.3 and 6.2.5)")
     group.add_argument("--explain-k", action="store_true", help="choose from what was measured, sharded by EE+AN")
     for name, text in _MEASURED.items():
@@ -27,14 +27,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
-    """What the flags say.
+    """The measurements given by the flags.
 
     Args:
         args: the parsed flags.
         busiest: bytes of the busiest rank by K.
 
     Raises:
-        ValueError: a flag is missing or not possible.
+        ValueError: a flag is missing or invalid.
     """
     missing = [_flag(name) for name in _MEASURED if getattr(args, name) is None]
     if missing:
@@ -55,7 +55,7 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
 
 
 def explained(choice: TunedSettings) -> str:
-    """The choice, for people."""
+    """The choice, as text."""
     return (
         f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations\n"
         + choice.reason.replace(". ", ".\n")

@@ -1,7 +1,7 @@
-"""What each policy would cost a run that trains, from what that run has measured: ``--ckpt-policy auto``.
+"""Predicts each policy's cost for a live run from the run's own measurements: ``--ckpt-policy auto``.
 
-These are the program's own ways: snapshots go where ``--ckpt-tier`` says, and all workers come back together.  What it
-takes to notice a fault and to start again is left out, since it is the same whatever is chosen.
+The recoveries are the program's own: snapshots go to ``--ckpt-tier``, and all workers roll back together.  The time to
+detect a fault and to restart is left out, since it is the same for every choice.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from moc.state.operators import Operator
 
 _BUFFERS = {"disk": 2, "memory": 3, "peers": 4}
 _COPIES = 3
-"""Of each node that a node keeps copies of: the newest safe one, one on its way, one that is about to be given up."""
+"""Copies on a node of each node that it replicates: the newest safe one, one in transfer, one about to be dropped."""
 
 NAMES = tuple(POLICIES)
-"""The policies that can be reckoned with."""
+"""The policies that can be priced."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that the rank saves which saves the most.
+    """Bytes that the busiest rank saves.
 
     Attributes:
         full: of everything.
-        by_k: with K experts of each layer, by K; the largest is all of them; empty without experts.
+        by_k: with K experts of each layer, by K; the largest K is all experts; empty without experts.
         stages: of each operator, by pipeline stage, in the order in which sparse snapshots save them.
     """
 
@@ -53,21 +53,21 @@ class Saved:
 
 @dataclass(frozen=True)
 class Running:
-    """A run, as far as snapshots are concerned.  Rates are in bytes per second.
+    """A live run, in terms of its snapshots.  Rates are in bytes per second.
 
     Attributes:
         tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
-        nodes: of the job.
-        ranks: of a node.
+        nodes: nodes of the job.
+        ranks: ranks per node.
         saved: sizes.
         iteration_s: seconds of an iteration.
-        forward_backward_s: of these, before the update; a copy can hide in them.
+        forward_backward_s: the part of it before the update, which can hide a copy.
         copy_rate: from a rank to host memory.
-        write_rate: of a rank to storage, when all write; reading is taken to be as fast.
-        replicate_rate: of a node from other nodes; with peers only.
+        write_rate: of a rank to storage while all ranks write; reading is assumed to be as fast.
+        replicate_rate: of a node from other nodes; only for the tier ``peers``.
 
     Raises:
-        ValueError: something that must be positive is not.
+        ValueError: a value that must be positive is not.
     """
 
     tier: str
@@ -88,18 +88,18 @@ class Running:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
 
     def iterations(self, seconds: float) -> int:
-        """That pass in so many seconds, rounded up; at least one, since what was saved counts with a vote."""
+        """Iterations in this many seconds, rounded up; at least one, since a vote decides when a snapshot counts."""
         return max(1, math.ceil(seconds / self.iteration_s))
 
     def safe_s(self, nbytes: float, replicas: int) -> float:
-        """Seconds from the copy of a rank's bytes until they outlive what the tier promises."""
+        """Seconds from the copy of a rank's bytes until they are safe in the tier."""
         if self.tier == "peers":
             return replicas * self.ranks * nbytes / self.replicate_rate
         return nbytes / self.write_rate if self.tier == "disk" else 0.0
 
     @cached_property
     def machine(self) -> Machine:
-        """What policies are priced for; snapshots hide that are copied beside an iteration, and written if need be."""
+        """The machine that policies are priced for; a snapshot hides if copy (and, on disk, write) fit an iteration."""
         rate, ranks = self.copy_rate, self.ranks * self.nodes
         if self.tier == "disk":
             rate = min(rate, self.write_rate * self.iteration_s / self.forward_backward_s)
@@ -114,7 +114,7 @@ class Running:
         )
 
     def price(self, name: str, options: Options) -> Price:
-        """Of a policy."""
+        """The price of a policy."""
         return POLICIES[name].price(self.machine, options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
@@ -125,7 +125,7 @@ class Running:
                 yield options.with_settings(settings)
 
     def weighed(self, name: str, options: Options) -> Weighed:
-        """As :meth:`moc.simulate.planner.Priced.weighed`, with the persist interval too."""
+        """As :meth:`moc.simulate.planner.Priced.weighed`, including the persist interval."""
         if POLICIES[name].replays:
             saving, plt = _windows(self, name, options), 0.0
         else:
@@ -139,11 +139,11 @@ class Running:
 
 
 def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Saved:
-    """What the sharding rules give, for a model that is not at hand.
+    """Sizes by the sharding rules, for a model that is not loaded.
 
     Args:
-        operators: of the unpartitioned model.
-        layout: where the ranks stand.
+        operators: operators of the unpartitioned model.
+        layout: the parallel layout.
         state: bytes of each parameter.
     """
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)
@@ -159,17 +159,17 @@ def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBy
 
 
 def host_bytes(tier: str, ranks: int, full: float, replicas: int, window: float | None = None) -> float:
-    """Bytes of a node's memory for snapshots.
+    """Bytes of a node's memory that snapshots take.
 
-    Buffers are made for a snapshot of everything.  Of windows, memory has one of these, the newest whole window and
-    the one under way.
+    Buffers are sized for a full snapshot.  With windows, memory holds one such buffer, the newest complete window and
+    the current one.
 
     Args:
         tier: as in :class:`Running`.
-        ranks: of the node.
-        full: bytes of everything that a rank saves.
+        ranks: ranks of the node.
+        full: bytes of a rank's full snapshot.
         replicas: other nodes that keep copies of each node's snapshots.
-        window: bytes of all snapshots of a window of a rank, if there are windows.
+        window: bytes of all snapshots of a rank's window; None without windows.
     """
     if window is not None and tier != "disk":
         return ranks * (full + (2 + _COPIES * replicas) * window)
@@ -177,10 +177,10 @@ def host_bytes(tier: str, ranks: int, full: float, replicas: int, window: float 
 
 
 def flags_of_candidate(found: Candidate) -> dict[str, object]:
-    """The flags of training that give it, by their names with underscores."""
+    """The training flags of a candidate, by name with underscores."""
     options, kind = found.options, POLICIES[found.saving.name]
     flags: dict[str, object] = {"ckpt_policy": kind.name}
-    if not kind.replays:  # a window is what its interval is
+    if not kind.replays:  # a window's interval is its length
         flags["snapshot_interval"] = str(options.interval)
     kinds = {flag.name: flag.kind for flag in kind.flags}
     for name, value in options.settings.items():
@@ -208,7 +208,7 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
 
 
 def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
-    """Everything, or some experts of each layer, every so many iterations; and the PLT to expect."""
+    """Full snapshots, or some experts of each layer, at an interval; and the expected PLT."""
     price = run.price(name, options)
     nbytes, k, most = price.size.busiest, price.k, max(run.saved.by_k)
     fewer = k is not None and k < most
@@ -228,7 +228,7 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
     interval = options.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
     if k is None or not fewer:
         return at_interval(saving, interval, run.iteration_s), 0.0
-    # Whatever memory is lost: all experts of a snapshot go on to storage, so that has them as new.
+    # whichever memory is lost: every snapshot's experts are also written to storage, which is as recent
     rate = run.iteration_s / options.mtbf_s
     of_one = uniform_plt(most, rate, 1.0, k, k, 1)
     if not options.interval:
@@ -237,18 +237,18 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
 
 
 def shortest_interval(run: Running, name: str, options: Options) -> int:
-    """Iterations until the next snapshot can begin, of a policy whose snapshots are no windows."""
+    """Iterations until the next snapshot can start, for a policy without windows."""
     price = run.price(name, options)
     nbytes = price.size.busiest
     copy_s, write_s, safe_s = nbytes / run.copy_rate, nbytes / run.write_rate, run.safe_s(nbytes, options.replicas)
     if run.tier == "disk":
         return run.iterations(copy_s + write_s)
-    # of fewer experts, what goes to memory goes on to storage too, where the others are
+    # with fewer experts, snapshots in memory are also written to storage, which holds the other experts
     return run.iterations(safe_s if price.k is None else max(safe_s, write_s))
 
 
 def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
-    """Each operator once in a window, some of them in each iteration; all workers replay (MoEvement, section 3.3)."""
+    """Each operator once per window, some in each iteration; all workers replay (MoEvement, section 3.3)."""
     price = run.price(name, options)
     window, snapshots, nbytes = price.length, price.snapshots, price.size.busiest
     copying_s = sum(max(0.0, one / run.copy_rate - run.forward_backward_s) for one in snapshots)
@@ -275,12 +275,12 @@ def _traffic(run: Running, price: Price, replicas: int) -> Traffic:
 
 
 def _of_rank(run: Running, saving: PolicyCosts) -> float:
-    """Bytes of a checkpoint of one rank; of a window, of all of its snapshots."""
+    """Bytes of a rank's checkpoint; for a window, of all its snapshots."""
     return saving.traffic.host / (run.ranks * run.nodes)
 
 
 def _persist_interval(run: Running, saving: PolicyCosts) -> int | None:
-    """With a tier above storage: snapshots go there as often as it can follow."""
+    """With a tier in memory: the shortest persist interval that storage sustains."""
     if run.tier == "disk":
         return None
     every = run.iterations(_of_rank(run, saving) / run.write_rate)
@@ -288,7 +288,7 @@ def _persist_interval(run: Running, saving: PolicyCosts) -> int | None:
 
 
 def _from_storage(run: Running, saving: PolicyCosts, every: int | None) -> PolicyCosts | None:
-    """How the run comes back where memory is lost; None where it always comes back from storage."""
+    """Costs of recovery from storage if memory is lost; None if it is always from storage."""
     if every is None:
         return None
     write_s = run.saved.full / run.write_rate

@@ -1,4 +1,4 @@
-"""Which policy to use on a cluster: what the closed form expects of every one that keeps to the limits."""
+"""Chooses a policy for a cluster by the closed form's expectation of every candidate within the limits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
 from moc.simulate.policy_costs import PolicyCosts
 
 NEAR = 1e-3
-"""Of ETTR; what is so near counts as equal."""
+"""ETTR difference within which candidates count as equal."""
 
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """What a choice must keep to.
+    """Limits on the choice.
 
     Attributes:
-        exact_only: after a recovery, the run must be what it would have been.
-        host_bytes: of a node's memory for checkpoints and logs; None for any.
-        plt: the expected proportion of lost tokens must not be above it (MoC, section 3.1.2).
-        policies: that may be chosen.
-        replicas: numbers of copies in peers' memory that may be chosen.
+        exact_only: only exact policies, after whose recovery the run is bit-identical.
+        host_bytes: bytes of a node's memory for checkpoints and logs; None for no limit.
+        plt: highest expected proportion of lost tokens (MoC, section 3.1.2).
+        policies: the policies to choose from.
+        replicas: the numbers of copies in peers' memory to choose from.
     """
 
     exact_only: bool = False
@@ -46,11 +46,11 @@ class Candidate:
     """A policy with its settings.
 
     Attributes:
-        options: that give it.
-        saving: how it saves.
-        ettr: expected.
-        plt: expected.
-        host_bytes: in a node's memory.
+        options: its settings.
+        saving: its costs.
+        ettr: expected ETTR.
+        plt: expected proportion of lost tokens.
+        host_bytes: bytes in a node's memory.
     """
 
     options: Options
@@ -61,12 +61,12 @@ class Candidate:
 
     @property
     def survives(self) -> float:
-        """Nodes that may be lost at once without another way back than the usual one."""
+        """Simultaneous node losses that the normal recovery survives."""
         return math.inf if self.saving.beyond is None else self.saving.survives
 
     @property
     def name(self) -> str:
-        """The policy with what was chosen for it."""
+        """The policy with its chosen settings."""
         kind = REGISTERED.get(self.saving.name)
         if kind is not None and kind.replays:
             how = [f"window {self.saving.interval}"]
@@ -78,30 +78,30 @@ class Candidate:
 
 
 class Priced(Protocol):
-    """A cluster (:class:`~moc.simulate.policies.Setup`) or a run that trains (:mod:`moc.simulate.live_costs`)."""
+    """A cluster (:class:`~moc.simulate.policies.Setup`) or a live run (:mod:`moc.simulate.live_costs`)."""
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of an iteration in which nothing is saved."""
+        """Seconds of an iteration without a snapshot."""
         ...
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
-        """The settings of a policy that are worth looking at, with each number of replicas that has a meaning here."""
+        """The candidate settings of a policy, with each number of replicas that applies here."""
         ...
 
     def weighed(self, name: str, options: Options) -> Weighed:
-        """A policy with some settings."""
+        """The costs of a policy with these settings."""
         ...
 
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """What to use.
+    """The chosen policy.
 
     Attributes:
-        best: the candidate to take.
-        others: the best of each other policy, in order.
-        reason: why, in a few sentences.
+        best: the chosen candidate.
+        others: the best candidate of each other policy, by descending ETTR.
+        reason: the reason, in a few sentences.
     """
 
     best: Candidate
@@ -114,11 +114,11 @@ def plan(setup: Setup, mtbf_s: float, limits: PlanLimits | None = None) -> Polic
 
     Args:
         setup: model and cluster.
-        mtbf_s: mean seconds from one failure of the job to the next.
-        limits: what to keep to; by default the limit on lost tokens alone.
+        mtbf_s: mean seconds between failures of the job.
+        limits: limits on the choice; by default only that on lost tokens.
 
     Raises:
-        ValueError: nothing keeps to the limits.
+        ValueError: no candidate keeps to the limits.
     """
     limits = limits or PlanLimits()
     return best_of(every_candidate(setup, mtbf_s, limits), setup.timing.iteration_s, mtbf_s, limits)
@@ -127,17 +127,17 @@ def plan(setup: Setup, mtbf_s: float, limits: PlanLimits | None = None) -> Polic
 def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, limits: PlanLimits) -> PolicyChoice:
     """The candidate with the highest expected ETTR.
 
-    Of those within a tenth of a point an exact one is taken first, then the one that survives the loss of most nodes,
-    then the one that is expected to lose fewest tokens, then the one that leaves most host memory.
+    Among those within a tenth of a percentage point, exact ones are preferred, then those that survive the most lost
+    nodes, then those expected to lose the fewest tokens, then those that take the least host memory.
 
     Args:
-        candidates: that there are.
-        iteration_s: seconds of an iteration in which nothing is saved.
-        mtbf_s: mean seconds from one failure of the job to the next.
-        limits: what to keep to.
+        candidates: the candidates.
+        iteration_s: seconds of an iteration without a snapshot.
+        mtbf_s: mean seconds between failures of the job.
+        limits: limits on the choice.
 
     Raises:
-        ValueError: nothing keeps to the limits.
+        ValueError: no candidate keeps to the limits.
     """
     every = [found for found in candidates if keeps_to(found, limits)]
     if not every:
@@ -158,12 +158,12 @@ def _rank(found: Candidate) -> tuple:
 
 
 def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[Candidate]:
-    """All settings of all policies that the limits name, whether or not they keep to the other limits.
+    """All settings of all policies in the limits, whether or not they keep to the other limits.
 
     Args:
-        on: what they are priced on: a cluster, or a run that trains.
-        mtbf_s: mean seconds from one failure of the job to the next.
-        limits: policies and numbers of replicas; intervals keep to the limit on lost tokens where they can.
+        on: the cluster or live run to price them on.
+        mtbf_s: mean seconds between failures of the job.
+        limits: policies and numbers of replicas; intervals keep to the limit on lost tokens if they can.
     """
     for name in limits.policies:
         for options in on.offered(name, Options(mtbf_s=mtbf_s, dynamic=False, plt_limit=limits.plt), limits.replicas):
@@ -171,23 +171,23 @@ def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[C
 
 
 def priced(on: Priced, name: str, options: Options) -> Candidate:
-    """What a policy would come to with some settings.
+    """A policy with some settings as a candidate, with its expected ETTR.
 
     Args:
-        on: what it is priced on.
-        name: of the policy.
-        options: its settings; without ``interval`` it is the best one, or with fewer experts one that is short enough
-            for ``plt_limit``.
+        on: the cluster or live run to price it on.
+        name: the policy's name.
+        options: its settings; without ``interval`` the best is chosen, or with fewer experts one short enough for
+            ``plt_limit``.
 
     Returns:
-        The candidate, with what was left open in its options.
+        The candidate, with open settings filled in.
     """
     weighed = on.weighed(name, options)
     return Candidate(ettr=expected_ettr(weighed.saving, on.iteration_s, options.mtbf_s), **vars(weighed))
 
 
 def keeps_to(found: Candidate, limits: PlanLimits) -> bool:
-    """Whether a candidate may be chosen."""
+    """Whether a candidate keeps to the limits."""
     return (
         (found.saving.exact or not limits.exact_only)
         and found.plt <= limits.plt

@@ -1,4 +1,4 @@
-"""The policies of training on a model clock, with the sizes that their sharding rules and windows give."""
+"""The policies in simulation, with sizes from their sharding rules and windows."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from moc.simulate.sizes import (
 )
 from moc.state.operators import Operator
 
-_VERSIONS = 2  # one checkpoint that is whole, and one under way (MoEvement, section 3.2)
-_B_WEIGHT = 1 / 3  # of forward and backward, which a frozen operator leaves out (MoEvement, sections 3.5 and 5.6)
+_VERSIONS = 2  # one complete checkpoint, and one in progress (MoEvement, section 3.2)
+_B_WEIGHT = 1 / 3  # share of forward and backward that a frozen operator skips (MoEvement, sections 3.5 and 5.6)
 _CAP = 0.03  # CheckFreq's (MoEvement, section 5.2)
 _RECONFIGURE_S = 30.0  # 20 to 40 seconds (Lazarus, section 6.3)
 
 _NAMED = ("k", "window")  # settings of policies that are fields of Options
 
 SNAPSHOT_OVERHEAD = 0.02
-"""Share of its iteration that a snapshot costs whose copy hides: what MoEvement's cost at most (section 5.2; 0.6 to 2.2
-percent in Table 3).  Ours cost -0.0 and +1.5 percent on a CPU, everything in every iteration +2.6 (docs/results)."""
+"""Share of an iteration that a snapshot costs though its copy is hidden: MoEvement's maximum (section 5.2; 0.6 to 2.2
+percent in Table 3).  This project measured -0.0 and +1.5 percent on a CPU, and +2.6 for full snapshots in every
+iteration (docs/results)."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class Setup:
     """A model on a cluster.
 
     Attributes:
-        operators: of the unpartitioned model.
-        layout: where the ranks stand.
-        cluster: what they are.
+        operators: operators of the unpartitioned model.
+        layout: the parallel layout.
+        cluster: the cluster.
         timing: of an iteration.
-        work: what it computes.
+        work: the work of an iteration.
         state: bytes of each parameter.
         total_iterations: of the whole training.
-        overhead: share of its iteration that a snapshot beside training costs at least, though its copy hides.
-        program: what our program's recoveries take, so that policies come back as it does; None: as the papers do.
+        overhead: least cost of a snapshot beside training, as a share of an iteration, though its copy is hidden.
+        program: measured costs of this program's recovery, which policies then use; None for the papers' recoveries.
     """
 
     operators: Sequence[Operator]
@@ -78,40 +79,40 @@ class Setup:
 
     @property
     def num_experts(self) -> int:
-        """Of a layer."""
+        """Experts per layer."""
         return 1 + max((o.expert for o in self.operators if o.expert is not None), default=-1)
 
     @cached_property
     def full(self) -> Sizes:
-        """A snapshot of everything."""
+        """Sizes of a full snapshot."""
         return full_sizes(self.operators, self.layout, self.state)
 
     @cached_property
     def by_operator(self) -> list[OperatorSize]:
-        """Of the busiest rank."""
+        """Operator sizes of the busiest rank."""
         return operator_sizes(self.operators, self.layout, self.state)
 
     def stall_s(self, nbytes: float) -> float:
-        """Seconds by which a snapshot makes an iteration longer.
+        """Seconds that a snapshot adds to an iteration.
 
-        What forward and backward do not hide (MoC, eq. 10), and at least ``overhead``: no copy is beside training for
-        nothing.
+        The part of the copy that forward and backward do not hide (MoC, eq. 10), and at least ``overhead``: even a
+        hidden copy costs something.
         """
         exposed_s = nbytes / self.cluster.host_bandwidth - self.timing.forward_backward_s
         return max(self.overhead * self.timing.iteration_s, exposed_s)
 
     @property
     def network_rate(self) -> float:
-        """Bytes per second of one rank to other nodes, when all of its node send."""
+        """Bytes per second of one rank to other nodes, while all ranks of its node send."""
         return self.cluster.inter_bandwidth / self.cluster.gpus_per_node
 
     def iterations(self, seconds: float) -> float:
-        """That pass in so many seconds."""
+        """Iterations in this many seconds."""
         return seconds / self.timing.iteration_s
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of an iteration in which nothing is saved."""
+        """Seconds of an iteration without a snapshot."""
         return self.timing.iteration_s
 
     @cached_property
@@ -119,13 +120,13 @@ class Setup:
         return cache(lambda k: pec_sizes(self.operators, self.layout, k, self.state))
 
     def machine(self, replicas: int) -> Machine:
-        """What policies are priced for, with so many copies in peers' memory."""
+        """The machine that policies are priced for, with this many copies in peers' memory."""
         rate = self.cluster.host_bandwidth
         return Machine(
             ranks=self.layout.world,
             everything=self.full,
             with_experts=self._with_experts,
-            # of the busiest rank, which all others keep up with
+            # the busiest rank's, which bounds all others
             stages=[[OperatorBytes(one.full, one.compute) for one in self.by_operator]],
             hidden_s=self.timing.forward_backward_s,
             rate=min(rate, self.network_rate / replicas) if replicas else rate,
@@ -133,11 +134,11 @@ class Setup:
         )
 
     def price(self, kind: type[Policy], options: Options) -> Price:
-        """Of a policy of training."""
+        """The price of a training policy."""
         return kind.price(self.machine(options.replicas), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
-        """As :meth:`moc.simulate.planner.Priced.offered`; systems that are compared with have no settings."""
+        """As :meth:`moc.simulate.planner.Priced.offered`; systems for comparison have no settings."""
         if name not in REGISTERED:
             yield basic if name == elastic.__name__ else dataclasses.replace(basic, replicas=0)
             return
@@ -153,7 +154,7 @@ class Setup:
         saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
 
         def plt(interval: int) -> float:
-            assert k is not None  # only a policy that has one loses tokens
+            assert k is not None  # only policies with K lose tokens
             faults_per_iteration = self.iteration_s / options.mtbf_s
             return uniform_plt(self.num_experts, faults_per_iteration, 1 / self.cluster.nodes, k, k, interval)
 
@@ -167,18 +168,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may fix.
+    """The settings that a user can fix.
 
     Attributes:
-        interval: iterations from one checkpoint to the next; None: what is best, or the policy's own rule.
-        mtbf_s: that intervals are chosen for.
-        k: experts of each layer in a partial checkpoint; None: one in eight.
-        dynamic: K is raised when faults have cost its share of ``plt_limit``.
+        interval: iterations between checkpoints; None for the best, or the policy's own rule.
+        mtbf_s: the MTBF that intervals are chosen for.
+        k: experts of each layer in a partial checkpoint; None for one in eight.
+        dynamic: raise K when faults have used up its share of ``plt_limit``.
         plt_limit: see ``moc.policy.dynamic_k``.
-        window: W; None: what Algorithm 1 finds.
+        window: W; None for Algorithm 1's.
         replicas: copies in peers' memory.
-        persist_interval: iterations from one checkpoint in storage to the next; None: as often as it can.
-        own: settings of a policy that are none of these.
+        persist_interval: iterations between checkpoints in storage; None for the shortest possible.
+        own: further settings of a policy.
     """
 
     interval: int | None = None
@@ -193,12 +194,12 @@ class Options:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of the policy alone."""
+        """The policy's own settings."""
         fixed = {name: getattr(self, name) for name in _NAMED if getattr(self, name) is not None}
         return fixed | dict(self.own)
 
     def with_settings(self, settings: Settings) -> Options:
-        """The same with other settings of the policy."""
+        """A copy with other policy settings."""
         named = {name: value for name, value in settings.items() if name in _NAMED}
         others = {name: value for name, value in settings.items() if name not in _NAMED}
         return dataclasses.replace(self, **named, own={**self.own, **others})
@@ -209,10 +210,10 @@ class Weighed:
     """A policy with its settings, priced.
 
     Attributes:
-        options: that give it.
-        saving: how it saves.
+        options: its settings.
+        saving: its costs.
         plt: the expected proportion of lost tokens.
-        host_bytes: in a node's memory.
+        host_bytes: bytes in a node's memory.
     """
 
     options: Options
@@ -222,12 +223,12 @@ class Weighed:
 
 
 def none(setup: Setup, options: Options) -> Strategy:
-    """No checkpoints: a failure takes everything."""
+    """No checkpoints: a failure loses everything."""
     return Strategy(_global(setup, "none"))
 
 
 def blocking(setup: Setup, options: Options) -> Strategy:
-    """Training waits until everything is in storage, as in Megatron-DeepSpeed."""
+    """Training waits until the full state is in storage, as in Megatron-DeepSpeed."""
     sizes = setup.full
     stall_s = sizes.busiest / setup.cluster.host_bandwidth + sizes.total / setup.cluster.storage_bandwidth
     saving = _global(setup, "blocking", stall_s, load_s=sizes.total / setup.cluster.storage_bandwidth)
@@ -236,7 +237,7 @@ def blocking(setup: Setup, options: Options) -> Strategy:
 
 
 def checkfreq(setup: Setup, options: Options) -> Strategy:
-    """Snapshot beside training, then to storage; the interval caps the overhead at 3 % (CheckFreq)."""
+    """Snapshots beside training, then written to storage; the interval caps the overhead at 3 % (CheckFreq)."""
     sizes, timing = setup.full, setup.timing
     write_s = sizes.total / setup.cluster.storage_bandwidth
     stall_s = setup.stall_s(sizes.busiest)
@@ -248,14 +249,14 @@ def checkfreq(setup: Setup, options: Options) -> Strategy:
 
 
 def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCosts:
-    """With a window of checkpoints, and the W iterations and those since that a lost stage replays (MoEvement, 3.6).
+    """Costs with a window of snapshots, of which a lost stage replays W iterations and those since (MoEvement, 3.6).
 
     Args:
-        saving: what does not follow from these.
+        saving: the costs that do not depend on these.
         window: W.
-        replay_s: of one iteration of a stage alone, nothing frozen.
+        replay_s: seconds of one iteration of a stage alone, without frozen operators.
     """
-    frozen = (window - 1) / (2 * window)  # of the operators, in the mean over a conversion
+    frozen = (window - 1) / (2 * window)  # mean share of frozen operators during a conversion
     return dataclasses.replace(
         saving,
         interval=window,
@@ -268,7 +269,7 @@ def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCo
 
 
 def elastic(setup: Setup, options: Options) -> Strategy:
-    """Experts are replicated, and training goes on with the nodes that are left (Lazarus)."""
+    """Replicates experts, and continues training with the remaining nodes (Lazarus)."""
     cluster = setup.cluster
     saving = PolicyCosts("elastic", interval=1, restart_s=cluster.detect_s + _RECONFIGURE_S, elastic=1)
     saving = dataclasses.replace(saving, replay_s=setup.timing.iteration_s, survives=1)
@@ -276,7 +277,7 @@ def elastic(setup: Setup, options: Options) -> Strategy:
 
 
 def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
-    """A policy of training, as it prices itself."""
+    """The strategy of a training policy, by its own price."""
 
     def strategy(setup: Setup, options: Options) -> Strategy:
         if kind.replays:
@@ -295,13 +296,13 @@ POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
     **{name: _of(kind) for name, kind in REGISTERED.items()},
     elastic.__name__: elastic,
 }
-"""By name: the policies of training, and systems that are there to be compared with."""
+"""By name: the training policies, and systems for comparison."""
 
 
 def _global(
     setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
 ) -> PolicyCosts:
-    """Everybody rolls back."""
+    """Costs with a global rollback."""
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
     if name == "none":
         saving = PolicyCosts(name)
@@ -317,7 +318,7 @@ def _global(
 
 
 def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
-    """In the memory of this node and of peers, as Gemini does, which keeps buffers for everything."""
+    """Costs with checkpoints in the memory of the node and its peers, as Gemini's, with buffers for the full state."""
     sizes = price.size
     stall_s = setup.stall_s(sizes.busiest)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
@@ -332,7 +333,7 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Polic
 
 
 def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Strategy:
-    """Some experts of each layer at a time, in every iteration where no interval is given."""
+    """Some experts of each layer at a time, in every iteration by default."""
     by_k, key, count = {}, k, setup.num_experts
     while key not in by_k:
         now = options if kind.grows is None else options.with_settings({kind.grows: key})
@@ -344,7 +345,7 @@ def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Stra
 
 
 def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
-    """Every operator once per window, and only what was lost replays (MoEvement)."""
+    """Every operator once per window; only lost stages replay (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
     window, largest, held = price.length, max(price.snapshots), price.size.total
     logs = _log_bytes(setup)
@@ -363,7 +364,7 @@ def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
 
 
 def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> PolicyCosts:
-    """Where memory does not survive, the newest checkpoint in storage does."""
+    """Adds recovery from the newest checkpoint in storage, for losses that memory does not survive."""
     write_s = setup.full.total / setup.cluster.storage_bandwidth
     interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
     beyond = _global(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
@@ -389,7 +390,7 @@ def _replicate_s(setup: Setup, options: Options, nbytes: float) -> float:
 
 
 def _log_bytes(setup: Setup) -> float:
-    """Of an iteration: activations and gradients at every border between stages, 16-bit (MoEvement, section 3.4)."""
+    """Bytes of an iteration's log: 16-bit activations and gradients at stage boundaries (MoEvement, section 3.4)."""
     work = setup.work
     tokens = work.global_batch * work.seq_length
     return 2 * 2 * tokens * work.hidden_size * (setup.layout.pp - 1)

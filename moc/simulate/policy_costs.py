@@ -1,4 +1,4 @@
-"""Policies as a model clock sees them: what a save costs, what a failure takes back, and how that is made good."""
+"""Policies in simulation: the cost of a save, the loss by a failure, and the cost of recovery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moc.policy.dynamic_k import DynamicK
 from moc.recovery.placement import Placement, survival
 
 NEVER = 10**12
-"""Iterations between checkpoints where there are none."""
+"""Interval of a policy without checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +32,29 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PolicyCosts:
-    """A policy at work.
+    """The costs of a policy.
 
-    One checkpoint begins every ``interval`` iterations and can be restored from ``lag`` iterations later, which need
-    not be whole ones.  For a sparse window both are W: its checkpoint begins with the window, and is whole with the
-    window's last snapshot.
+    A checkpoint starts every ``interval`` iterations and is usable ``lag`` iterations later, which need not be a whole
+    number.  For a sparse window both are W: its checkpoint starts with the window, and is complete with the window's
+    last snapshot.
 
     Attributes:
-        name: of the policy.
-        interval: iterations from one checkpoint to the next.
-        stall_s: seconds for which training waits because of each.
-        lag: iterations after it began until it can be restored from.
-        restart_s: from a failure until replay begins.
-        replay_s: of one iteration that is replayed, with the checkpoints that are saved on the way.
-        conversion_s: of one that is replayed while some operators are frozen; the first ``conversion`` ones.
-        conversion: iterations of these (MoEvement, section 3.3).
-        local: only the stages of what was lost replay; the others wait with their state (section 3.4).
-        survives: nodes that may be lost at once, whichever they are, before copies in memory are not enough.
-        copies: which nodes keep copies of which, so that of more it depends on which ones are lost; None: none do.
-        beyond: how the run comes back when they are not enough; None: in the same way.
-        elastic: with fewer nodes than wanted, training goes on with the largest multiple of so many; 0: it waits.
+        name: the policy's name.
+        interval: iterations between checkpoints.
+        stall_s: seconds that training waits per checkpoint.
+        lag: iterations from a checkpoint's start until it is usable.
+        restart_s: from a failure until replay starts.
+        replay_s: seconds of a replayed iteration, with the checkpoints saved during replay.
+        conversion_s: seconds of a replayed iteration with frozen operators; the first ``conversion`` ones.
+        conversion: number of these (MoEvement, section 3.3).
+        local: only the lost stages replay; the others wait with their state (section 3.4).
+        survives: simultaneous node losses, of any nodes, that copies in memory survive.
+        copies: placement of copies, which decides whether more losses are survived; None without copies.
+        beyond: costs of recovery if copies are lost; None if they are the same.
+        elastic: with too few nodes, training continues on the largest multiple of this; 0 waits.
         traffic: of one checkpoint.
-        host_bytes: that all ranks' checkpoints and logs keep in host memory.
-        exact: after a recovery the run is what it would have been.
+        host_bytes: bytes of all ranks' checkpoints and logs in host memory.
+        exact: after a recovery the run is bit-identical to the run without the failure.
     """
 
     name: str
@@ -82,49 +82,49 @@ class PolicyCosts:
             raise ValueError(f"{self.name}: seconds must be numbers from 0, not {times}")
 
     def restored(self, iterations: float) -> int:
-        """The iteration whose state comes back, and from which iterations are replayed.
+        """The iteration whose state is restored, and after which iterations are replayed.
 
         Args:
-            iterations: that were completed, and how much of the next, when something was lost.
+            iterations: iterations completed at the failure, including the fraction of the current one.
         """
         return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
 
     def way_back(self, nodes: int, chance: float) -> PolicyCosts:
-        """What a recovery goes by when so many nodes are lost at once.
+        """The costs of recovery from a loss of this many nodes at once.
 
         Args:
-            nodes: that are lost.
-            chance: from 0 to 1, drawn for this loss; which nodes they are decides whether copies are left.
+            nodes: nodes lost.
+            chance: random number from 0 to 1 for this loss, which decides whether copies remain.
         """
         if self.beyond is None or nodes <= self.survives:
             return self
         return self if self.copies and chance < _survival(self.copies, nodes) else self.beyond
 
     def replay_total_s(self, iterations: float) -> float:
-        """Seconds to replay so many iterations."""
+        """Seconds to replay this many iterations."""
         frozen = min(iterations, self.conversion)
         return frozen * self.conversion_s + (iterations - frozen) * self.replay_s
 
     def replayed(self, seconds: float) -> float:
-        """Iterations that are replayed after so many seconds; the inverse of :meth:`replay_total_s`."""
+        """Iterations replayed in this many seconds; the inverse of :meth:`replay_total_s`."""
         frozen_s = self.conversion * self.conversion_s
         if seconds < frozen_s:
             return seconds / self.conversion_s
         return self.conversion + ((seconds - frozen_s) / self.replay_s if self.replay_s else 0.0)
 
     def per_iteration_s(self) -> float:
-        """Seconds that saving adds to an iteration, in the mean."""
+        """Mean seconds that saving adds to an iteration."""
         return self.stall_s / self.interval
 
 
 @lru_cache(maxsize=64)
 def _survival(copies: Placement, nodes: int) -> float:
-    """See :func:`moc.recovery.placement.survival`, which takes a while for thousands of nodes."""
+    """See :func:`moc.recovery.placement.survival`, which is slow for thousands of nodes."""
     return survival(copies, nodes) if nodes <= sum(map(len, copies.groups)) else 0.0
 
 
 class Strategy:
-    """A policy in a run: the same all the time, unless a failure changes it."""
+    """A policy during a run; constant, unless a failure changes it."""
 
     plt = 0.0
     k: int | None = None
@@ -133,14 +133,14 @@ class Strategy:
         self.saving = saving
 
     def failed(self, iterations: int) -> None:
-        """Learns of a failure when so many iterations are completed."""
+        """Registers a failure after this many completed iterations."""
 
 
 class PecStrategy(Strategy):
-    """K experts at a time, and more of them the more faults have cost (MoC, sections 3.2 and 5.3).
+    """K experts at a time, raised as faults lose tokens (MoC, sections 3.2 and 5.3).
 
-    What a fault costs is what the planner expects of one (``moc.policy.adaptive.uniform_plt``); whether K is raised
-    says ``moc.policy.dynamic_k``.
+    A fault loses what the planner expects (``moc.policy.adaptive.uniform_plt``); ``moc.policy.dynamic_k`` decides
+    whether K is raised.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class PecStrategy(Strategy):
         """Starts a run.
 
         Args:
-            by_k: how it saves, for every K that can come.
-            dynamic: K, its limit and what it has cost.
-            lost_share: share of the experts that come back from storage after a failure, not from memory.
-            total: iterations of the whole training, of whose tokens PLT is a proportion.
-            fixed: K stays as it is whatever faults cost.
+            by_k: the costs for every K that can occur.
+            dynamic: K, its limit and the tokens lost so far.
+            lost_share: share of the experts that a failure restores from storage instead of memory.
+            total: iterations of the whole training, whose tokens PLT is a proportion of.
+            fixed: never raise K.
         """
         super().__init__(by_k[dynamic.k])
         self._by_k, self._dynamic, self._fixed = by_k, dynamic, fixed
@@ -165,7 +165,7 @@ class PecStrategy(Strategy):
         return self._dynamic.k
 
     def failed(self, iterations: int) -> None:
-        """Books what the failure has lost, and raises K where that passes its share."""
+        """Adds the tokens that the failure lost, and raises K if they exceed its share."""
         dynamic = self._dynamic
         age = uniform_plt(dynamic.num_experts, 1.0, self._lost_share, dynamic.k, dynamic.k, self.saving.interval)
         lost = min(age, iterations) / self._total

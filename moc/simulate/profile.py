@@ -1,4 +1,4 @@
-"""What a run has measured, from its ``events.jsonl``: instead of what a cluster's sheet says."""
+"""Measurements of a run from its ``events.jsonl``, to replace a cluster's data-sheet figures."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from statistics import fmean, median
 
 from moc.simulate.recoveries import Recovered, recovered, stretches
 
-_WARM_UP = 5  # iterations that allocate and connect
+_WARM_UP = 5  # iterations that allocate memory and connect
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one run has measured: medians, where nothing else is said.
+    """Measurements of one run: medians, unless noted.
 
     Attributes:
-        iteration_s: seconds of an iteration in which nothing was saved; if something was in all, less their stalls.
+        iteration_s: seconds of an iteration without a snapshot; if all had one, less their stalls.
         world: workers.
         host_bandwidth: bytes per second from one worker to host memory; None without snapshots.
         storage_bandwidth: bytes per second of all workers to storage; None if nothing was written.
-        snapshot_bytes: of one snapshot, all workers'; None without.
-        mean_iteration_s: seconds of an iteration that follows no recovery, with all that saving takes; the mean.
-        usable_s: from the end of an iteration until its snapshot can be used: copied, hashed and, with the disk tier,
-            written; 0 without.
-        recoveries: what each was made of.
+        snapshot_bytes: of one snapshot, over all workers; None without snapshots.
+        mean_iteration_s: mean seconds of an iteration outside recoveries, including saving.
+        usable_s: from the end of an iteration until its snapshot is usable: copied, hashed and, with the disk tier,
+            written; 0 without snapshots.
+        recoveries: the parts of each recovery.
     """
 
     iteration_s: float
@@ -43,10 +43,10 @@ def read_profile(path: str | Path) -> Profile:
     """Reads ``events.jsonl``.
 
     Args:
-        path: of the file, or of the directory that it is in.
+        path: the file, or its directory.
 
     Raises:
-        ValueError: it is no such file, or tells of too few iterations.
+        ValueError: the file is no event log, or has too few iterations.
     """
     events = read_events(path)
     try:
@@ -56,26 +56,26 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def events_file(path: str | Path) -> Path:
-    """The file, where its directory may be named too."""
+    """The path of ``events.jsonl``, given the file or its directory."""
     path = Path(path)
     return path / "events.jsonl" if path.is_dir() else path
 
 
 def read_events(path: str | Path) -> list[dict]:
-    """The events of a file, or of the one in a directory; lines that a killed worker left torn are passed over.
+    """The events of a file, or of the one in a directory; lines torn by a killed worker are skipped.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file.
+        OSError: the file cannot be read.
+        ValueError: the file is no event log.
     """
     return list(_events(events_file(path)))
 
 
 def profile_of(events: Iterable[Mapping]) -> Profile:
-    """What the events of a run tell, or of a part of one.
+    """The profile of the events of a run, or of a part of it.
 
     Raises:
-        ValueError: they tell of too few iterations.
+        ValueError: there are too few iterations.
     """
     events = list(events)
     lost = list(stretches(events))
@@ -132,7 +132,7 @@ def _events(path: Path) -> Iterator[dict]:
                 event = json.loads(line)
             except ValueError:
                 if number > 1:
-                    continue  # torn, by a worker that was killed while it wrote
+                    continue  # torn by a worker that was killed while writing it
                 raise ValueError(f"{path}: line 1 is no JSON: is that an events.jsonl?") from None
             if isinstance(event, dict) and "type" in event:
                 yield event

@@ -1,4 +1,4 @@
-"""How our program comes back, where the policies' own ways are the papers': by its plan function, in measured times."""
+"""Simulates this program's recovery instead of the papers': by its recovery planner, with measured times."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from moc.simulate.policy_costs import PolicyCosts
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
-_SLACK = 1e-9  # of an iteration, for sums of floating point
+_SLACK = 1e-9  # of an iteration, for floating-point rounding
 _SURVIVOR, _LOST = 0, 1
 
 
 @dataclass(frozen=True)
 class RecoveryCosts:
-    """What a recovery is made of, in seconds, as a run has measured it (:mod:`moc.simulate.profile`).
+    """The parts of a recovery in seconds, as measured in a run (:mod:`moc.simulate.profile`).
 
     Attributes:
-        detect_s: from the loss until those that are left have stopped.
-        regroup_s: from then until a new worker is built, all are connected, and it is known what is left.
-        transfer_s: loading, and copying from others; what is computed again is not in it.
-        warm_up_s: by which the first iteration is longer than others.
-        frozen_s: of an iteration that is computed again while some operators are frozen; None where that was not seen.
-        alone_s: of one that the stages of what was lost compute again by themselves, with nothing frozen, while others
-            wait with their state; None where no stage did so.
-        more_s: that each further worker adds which is lost at once, since new ones share what they are built on.
+        detect_s: from the loss until the survivors have stopped.
+        regroup_s: from then until a new worker is built, all are connected, and the remaining state is known.
+        transfer_s: loading, and copying from others, without replay.
+        warm_up_s: excess of the first iteration over others.
+        frozen_s: of a replayed iteration with frozen operators; None if none was observed.
+        alone_s: of an iteration that the lost stages replay by themselves, without frozen operators, while others wait
+            with their state; None if none was observed.
+        more_s: added by each further worker lost at once, since replacements share the resources to build on.
 
     Raises:
-        ValueError: one is negative, or no number.
+        ValueError: a value is negative or not finite.
     """
 
     detect_s: float
@@ -51,22 +51,20 @@ class RecoveryCosts:
 
     @property
     def restart_s(self) -> float:
-        """From the loss of one worker until iterations are computed again, or new ones."""
+        """From the loss of one worker until replay or new iterations start."""
         return self.detect_s + self.regroup_s + self.transfer_s + self.warm_up_s
 
 
 @dataclass(frozen=True)
 class ProgramSaving(PolicyCosts):
-    """A policy of which :func:`moc.recovery.plan.plans` says where the program goes on.
+    """A policy whose restored iteration is that of :func:`moc.recovery.plan.plans`, the program's recovery planner.
 
-    One worker stands for those that are left and one for those that are lost.  A snapshot of W in a window begins with
-    the iteration of its place, and each can be used as much later as the last one can, ``lag`` - (W - 1) iterations.
+    One worker stands for the survivors and one for the lost.  Each of the W snapshots of a window starts with its own
+    iteration, and becomes usable as much later as the last one does: ``lag`` - (W - 1) iterations.
 
     Attributes:
-        replicas: those that are left hold alike all that was lost, as data-parallel ranks without ZeRO do.
-        alone_s: of one that the stages of what was lost compute again by themselves, with nothing frozen, while others
-            wait with their state; None where no stage did so.
-        more_s: that each further one adds to ``restart_s`` that is lost at once.
+        replicas: survivors hold replicas of all lost state, as data-parallel ranks without ZeRO do.
+        more_s: added to ``restart_s`` by each further worker lost at once.
     """
 
     replicas: bool = False
@@ -74,11 +72,11 @@ class ProgramSaving(PolicyCosts):
 
     @property
     def window(self) -> int:
-        """W; 1 where every checkpoint is of everything."""
+        """W; 1 if every checkpoint is full."""
         return self.conversion + 1
 
     def restored(self, iterations: float) -> int:
-        """As :meth:`PolicyCosts.restored`: where the window begins that is loaded, or what those that are left keep."""
+        """As :meth:`PolicyCosts.restored`: the first iteration of the loaded window, or the one that survivors hold."""
         operators = [Operator(f"layers.{n}.mlp", "mlp", n, None, 1) for n in range(self.window)]
         alike = {_SURVIVOR: "a", _LOST: "a" if self.replicas else "b"}
         pieces = {rank: dict.fromkeys((one.name for one in operators), piece) for rank, piece in alike.items()}
@@ -95,7 +93,7 @@ class ProgramSaving(PolicyCosts):
         return dataclasses.replace(way, restart_s=way.restart_s + self.more_s * (nodes - 1))
 
     def _held(self, operators: list[Operator], iterations: float) -> Iterator[AvailableCheckpoint]:
-        """The snapshots that can be used, from the newest window on that is whole; the state at the start is one."""
+        """The usable snapshots, from the newest complete window on; the initial state counts as one."""
         turns = generate_schedule([operator.name for operator in operators], 1)
         delay = self.lag - self.conversion
         for begin in range(super().restored(iterations), math.floor(iterations) + 1, self.interval):
@@ -108,18 +106,18 @@ class ProgramSaving(PolicyCosts):
 def program_way(
     saving: PolicyCosts, parts: RecoveryCosts, iteration_s: float, lag: float, sparse: bool = False
 ) -> ProgramSaving:
-    """The same policy, as the program comes back.
+    """The same policy with this program's recovery.
 
-    With full snapshots those that are left keep their state where the lost worker's is there of the same iteration;
-    else all go back to the newest snapshot.  With sparse ones all go back to the newest window that is whole, and
-    compute it again.  Where the measured recoveries were those of single stages, the stages of what was lost do that.
+    With full snapshots, survivors keep their state if the lost worker's state of the same iteration exists; else all
+    roll back to the newest snapshot.  With sparse ones, all roll back to the newest complete window and replay it.  If
+    the measured recoveries were local, only the lost stages replay.
 
     Args:
-        saving: a policy; of a sparse one the interval is its window.
-        parts: of a recovery.
+        saving: a policy; the interval of a sparse one is its window.
+        parts: the parts of a recovery.
         iteration_s: seconds of an iteration without checkpoints.
-        lag: iterations after it began until one snapshot can be used.
-        sparse: whether operators take turns.
+        lag: iterations from a snapshot's start until it is usable.
+        sparse: whether snapshots form windows.
     """
     window = saving.interval if sparse else 1
     local = parts.alone_s is not None

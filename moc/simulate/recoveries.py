@@ -1,4 +1,4 @@
-"""What recoveries of a run were made of, from its ``events.jsonl``; pure functions."""
+"""The recoveries of a run and their parts, from its ``events.jsonl``; pure functions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import NamedTuple
 from moc.simulate.program_recovery import RecoveryCosts
 
 TOGETHER_S = 0.25
-"""Kills that are closer to each other belong to one fault; the next one comes when workers train again, or recover."""
+"""Kills closer together than this are one fault; the next fault waits until workers train again, or recover."""
 
-_LIVE = "live"  # tier of a run that goes on in the same processes, without a loss: under another policy
+_LIVE = "live"  # tier of a resume from live workers without a loss, after a change of policy
 
 Event = Mapping
-"""One of ``events.jsonl``, in the order of their time."""
+"""One event of ``events.jsonl``, in order of time."""
 
 
 def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
     """The events of each recovery: from a loss to the first iteration after the last ``start`` that followed it.
 
-    A loss during a recovery belongs to it.  One that is not over when the job ends, or the events do, is left out.  A
-    job that was started again without an ``exit`` has been lost too; it is heard of when the state is there again
-    (``resume``), or training starts without.
+    A loss during a recovery belongs to it.  A recovery that is unfinished when the job or the events end is left out.
+    A job restarted without an ``exit`` counts as a loss, too; it shows only when the state is restored (``resume``), or
+    when training starts without one.
     """
     under_way, started = None, False
-    running = live = False  # since the last start: has it ended in good order, was state taken over from live workers
+    running = live = False  # since the last start: has the run not exited; was state taken over from live workers
     for event in events:
         kind = event["type"]
         live |= kind == "resume" and event.get("tier") == _LIVE
@@ -44,7 +44,7 @@ def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
 
 
 def faults(events: Iterable[Event]) -> list[tuple[float, int]]:
-    """When workers were killed, in Unix seconds, and how many at once."""
+    """Times of kills, in Unix seconds, and the number of workers killed at once."""
     found: list[tuple[float, int]] = []
     for event in filter(is_kill, events):
         if found and event["time"] - found[-1][0] < TOGETHER_S:
@@ -58,8 +58,8 @@ class Recovered(NamedTuple):
     """A recovery, from its last loss on.
 
     Attributes:
-        lost: workers that were lost then at once.
-        parts: what it was made of.
+        lost: workers lost at once in that loss.
+        parts: the parts of the recovery.
     """
 
     lost: int
@@ -67,14 +67,14 @@ class Recovered(NamedTuple):
 
 
 def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
-    """What a recovery was made of.
+    """The parts of a recovery.
 
     Args:
         stretch: one of :func:`stretches`.
-        usual_s: seconds of an iteration that follows no recovery.
+        usual_s: seconds of an iteration outside recoveries.
 
     Returns:
-        None where it is not known when something was lost, or there was nothing to go on from.
+        The recovery, or None if the time of the loss is unknown or there was no state to resume from.
     """
     resume = next((event for event in reversed(stretch) if event["type"] == "resume"), None)
     lived = [event for event in stretch if event["type"] == "generation" and event["noticed_s"] > 0]
@@ -84,7 +84,7 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
         return None
     begun = resume["time"] - resume["seconds"]
     again = [e for e in stretch if e["type"] == "replay" and begun <= e["time"] <= resume["time"]]
-    # who takes the place of a lost first worker has noticed nothing, so it is not known when the others had stopped
+    # the replacement of a lost rank 0 did not witness the loss, so the time when the others stopped is unknown
     stopped = next((moment for moment in (e["time"] - e["met_s"] for e in lived) if moment >= at), at)
     parts = RecoveryCosts(
         detect_s=stopped - at,
@@ -98,7 +98,7 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
 
 
 def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
-    """The mean recovery of at least one, as a line over the number of workers that were lost at once."""
+    """The mean of one or more recoveries, as a line over the number of workers lost at once."""
     parts = [one.parts for one in recoveries]
     restarts = [one.restart_s for one in parts]
     detect_s = _mean(one.detect_s for one in parts if one.detect_s) or 0.0
@@ -119,16 +119,16 @@ def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
 
 
 def is_kill(event: Event) -> bool:
-    """Whether a fault that takes a worker was injected."""
+    """Whether an event is an injected fault that kills a worker."""
     return event["type"] == "inject" and event["action"] == "kill"
 
 
 def _mean(seconds: Iterable[float]) -> float | None:
-    """None of nothing."""
+    """The mean; None for an empty sequence."""
     seconds = list(seconds)
     return fmean(seconds) if seconds else None
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the least-squares line; 0 where all are at one place."""
+    """Slope of the least-squares line; 0 if all x are equal."""
     return linear_regression(xs, ys).slope if len(set(xs)) > 1 else 0.0

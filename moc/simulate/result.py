@@ -1,4 +1,4 @@
-"""What a simulated run has come to."""
+"""The result of a simulated run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class Result:
     """One run; ``useful_s + saving_s + slower_s + recovery_s + idle_s`` is ``wall_s``.
 
     Attributes:
-        name: of the policy.
+        name: the policy's name.
         wall_s: seconds of the run.
-        useful_s: of these, computing iterations for the first time: so many samples, at the speed of all nodes.
+        useful_s: computing iterations for the first time, at the speed of the full job.
         saving_s: waiting for checkpoints.
-        slower_s: by which iterations took longer because fewer nodes than the job has computed them.
-        recovery_s: detecting, restarting, replaying, and what was computed of iterations that a failure cut short.
+        slower_s: additional time of iterations on fewer nodes than the job's.
+        recovery_s: detecting, restarting, replaying, and iterations that a failure cut short.
         idle_s: waiting for nodes.
-        iterations: completed.
-        samples: sequences of these.
-        failures: that hit the job.
-        replayed: iterations that were computed again.
-        longest_s: the longest time from a failure until the run was where it had been.
-        written: bytes, by where they went.
-        host_bytes: kept in host memory.
-        k: experts of each layer in a checkpoint at the end; None where that has no meaning.
+        iterations: iterations completed.
+        samples: sequences in these.
+        failures: failures that hit the job.
+        replayed: iterations replayed.
+        longest_s: the longest time from a failure until the run had regained its position.
+        written: bytes written, by destination.
+        host_bytes: bytes kept in host memory.
+        k: experts of each layer in a checkpoint at the end; None if it does not apply.
         plt: proportion of lost tokens at the end (MoC, eq. 7).
-        goodput: samples per second, useful ones, in equal parts of the run.
-        plts: the proportion at the end of each part.
-        ks: K at the end of each part; empty where that has no meaning.
+        goodput: useful samples per second, in equal parts of the run.
+        plts: the proportion of lost tokens at the end of each part.
+        ks: K at the end of each part; empty if it does not apply.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Result:
 
     @property
     def overhead(self) -> float:
-        """What checkpoints add to an iteration, as a proportion of it."""
+        """Time that checkpoints add, relative to useful time."""
         return self.saving_s / self.useful_s if self.useful_s else 0.0
 
     @property
     def recovery_each_s(self) -> float:
-        """Seconds that a failure costs, in the mean."""
+        """Mean seconds that a failure costs."""
         return self.recovery_s / self.failures if self.failures else 0.0
 
     def to_dict(self) -> dict:
@@ -77,7 +77,7 @@ class Result:
 
 
 def mean_of(results: Sequence[Result]) -> Result:
-    """The mean run of several of the same length; whole numbers are rounded, the course of time is the mean too.
+    """The mean of several runs of equal length, including values over time; whole numbers are rounded.
 
     Args:
         results: at least one.

@@ -1,4 +1,4 @@
-"""Bytes that ranks save: by the sharding rules and the rotation of experts that training uses."""
+"""Bytes that ranks save, by training's sharding rules and rotation of experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moc.state.operators import Operator
 MIXED = StateBytes()
 """16-bit compute weights, fp32 master weights and Adam's moments: 2 + 4 + 8 bytes."""
 
-_REPLICAS = 32  # of an expert-parallel group that are reckoned one by one; of more, each saves as much less
+_REPLICAS = 32  # replicas of an expert-parallel group simulated individually; larger layouts are scaled down
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class OperatorSize:
 
 
 def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Sizes:
-    """A snapshot of everything: master weights and moments, from which compute weights follow.
+    """A full snapshot: master weights and moments, from which compute weights follow.
 
     Args:
-        operators: of the unpartitioned model.
-        layout: where the ranks stand; the layers need not divide by its stages.
+        operators: operators of the unpartitioned model.
+        layout: the parallel layout; its stages need not divide the layers.
         state: bytes of each parameter.
 
     Raises:
-        ValueError: layers or experts cannot be spread over the ranks.
+        ValueError: layers or experts cannot be distributed over the ranks.
     """
     if state.master:
         state = dataclasses.replace(state, weights=0)
@@ -53,7 +53,7 @@ def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes 
 
 
 def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: StateBytes = MIXED) -> Sizes:
-    """A snapshot of what is no expert and of K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
+    """A snapshot of the dense part and of K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
     if state.master:
         state = dataclasses.replace(state, weights=0)
     layers = sorted({o.place[0] for o in operators if o.place is not None})
@@ -67,7 +67,7 @@ def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: Stat
 
 
 def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> list[OperatorSize]:
-    """The operators of the busiest rank, with its share of each: what a sparse window is made of, in its order."""
+    """The operators of the busiest rank, with its share of each, in the order of a sparse window."""
     parts = (dataclasses.replace(state, weights=0), dataclasses.replace(state, master=0, moments=0))
     busiest: list[OperatorSize] = []
     for stage, _ in _distinct_stages(operators, layout):
@@ -91,14 +91,14 @@ def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, cho
 
 
 def _stage_layout(layout: Layout) -> tuple[Layout, int]:
-    """One stage alone with a sensible number of replicas, and how many times more there really are."""
+    """The layout of one stage with a manageable number of replicas, and the factor by which they were reduced."""
     fewer = max((d for d in range(1, layout.expert_dp + 1) if _divides(layout, d)), default=1)
     world = layout.world // layout.pp // fewer
     return dataclasses.replace(layout, world=world, pp=1, vpp=1), fewer
 
 
 def _divides(layout: Layout, by: int) -> bool:
-    """Whether as many times fewer replicas are a layout too, with no fewer than are reckoned one by one."""
+    """Whether dividing the replicas by this gives a valid layout, with at least as many as simulated individually."""
     ranks = layout.world // layout.pp
     whole = layout.expert_dp % by == 0 and ranks % by == 0 and ranks // by % layout.tp == 0
     return by == 1 or whole and layout.expert_dp // by >= _REPLICAS
@@ -107,7 +107,7 @@ def _divides(layout: Layout, by: int) -> bool:
 def _shares(
     stage: Sequence[Operator], alone: Layout, state: StateBytes, chosen: Collection[str] | None = None
 ) -> dict[int, Counter[str]]:
-    """By rank of one stage, the bytes that it saves of each operator."""
+    """Bytes of each operator that each rank of a stage saves."""
     items: list[Item] = cut_large(contents(stage, alone, state, chosen=chosen))
     shares = {rank: Counter() for rank in range(alone.world)}
     for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
@@ -116,7 +116,7 @@ def _shares(
 
 
 def _distinct_stages(operators: Sequence[Operator], layout: Layout) -> Iterator[tuple[list[Operator], int]]:
-    """Stages that hold other sizes than those before, each with how many are alike."""
+    """One stage of each distinct set of sizes, with the number of such stages."""
     alike: dict[tuple, list[list[Operator]]] = {}
     for stage in split_stages(operators, layout.pp):
         alike.setdefault(tuple((o.kind, o.parameters) for o in stage), []).append(stage)

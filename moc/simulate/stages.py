@@ -8,10 +8,10 @@ from moc.state.operators import Operator
 
 
 def split_stages(operators: Sequence[Operator], stages: int) -> list[list[Operator]]:
-    """The operators of each stage: neighbouring layers, as evenly as they go, the embedding first, the output last.
+    """The operators of each stage: contiguous layers, split evenly, the embedding first, the output last.
 
-    Where the layers do not divide, the stages in the middle hold one more, since the first and the last have embedding
-    and output too.
+    If the layers do not divide evenly, the middle stages hold one more, since the first and the last also have
+    embedding and output.
 
     Raises:
         ValueError: there are fewer layers than stages.

@@ -1,4 +1,4 @@
-"""What came out of a simulation, printed, written and drawn."""
+"""Prints, writes and draws the results of simulations."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def print_run(
 
     Args:
         setup: model and cluster.
-        faults: what fails.
-        job: what ran.
-        means: over the runs, by title.
-        chosen: by the planner; None without one.
-        as_json: JSON.
+        faults: the source of failures.
+        job: the simulated job.
+        means: mean results, by title.
+        chosen: the planner's choice; None without one.
+        as_json: print JSON.
     """
     if as_json:
         told = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
@@ -126,7 +126,7 @@ def _row(title: str, some: Result) -> list[str]:
 
 
 def aligned(lines: list[list[str]]) -> str:
-    """Columns, the first to the left and the others to the right."""
+    """Aligns columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
@@ -135,11 +135,11 @@ def aligned(lines: list[list[str]]) -> str:
 
 
 def write_csv(path: str, means: Mapping[str, Result]) -> None:
-    """Writes a line for each policy.
+    """Writes one line per policy.
 
     Args:
-        path: of the file; it is replaced as a whole.
-        means: by title.
+        path: the file, which is replaced atomically.
+        means: mean results, by title.
     """
     with replacing(path) as name, open(name, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -154,8 +154,8 @@ def plot(path: str, results: Mapping[str, Result]) -> None:
     """Draws goodput over time.
 
     Args:
-        path: of the PNG.
-        results: by title.
+        path: the PNG.
+        results: results, by title.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the weights' description for megatron-core, and ``training_state.json``."""
+"""The contents of a checkpoint: megatron-core's description of the weights, and ``training_state.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moc.runtime.world import World
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 
-_SHAPE = {  # what must be the same for weights to fit, by flag group
+_SHAPE = {  # flags that must be equal for weights to fit, by flag group
     "network": ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
                 "kv_channels", "position_embedding_type", "normalization", "swiglu", "add_bias_linear",
                 "untie_embeddings_and_output_weights", "qk_layernorm"),
@@ -56,7 +56,7 @@ def training_state(
 
 
 def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
-    """Gives fp16's loss scale its saved value and history."""
+    """Restores fp16's loss scale and its history."""
     for member in members(optimizer.core):
         scaler = getattr(member, "grad_scaler", None)
         if saved and scaler:
@@ -64,17 +64,17 @@ def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
 
 
 def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
-    """Gives the schedule of learning rate and weight decay its saved state.
+    """Restores the schedule of learning rate and weight decay.
 
     Args:
         scheduler: the schedule.
-        saved: its state, as saved.
+        saved: its saved state.
         where: the checkpoint, for the message.
 
     Raises:
-        CheckpointError: the flags ask for another schedule.
+        CheckpointError: the flags define another schedule.
     """
-    scheduler.num_steps = 0  # megatron-core adds the saved ones to those that the schedule has made
+    scheduler.num_steps = 0  # megatron-core adds the saved steps to the current ones
     try:
         scheduler.load_state_dict(saved)
     except AssertionError as mismatch:
@@ -85,7 +85,7 @@ def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: ob
 
 
 def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
-    """Raises ``CheckpointError`` where a checkpoint holds the state of another optimizer, or none."""
+    """Raises ``CheckpointError`` if a checkpoint holds the state of another optimizer, or none."""
     optimizer, masters = config.regularization.optimizer, config.mixed_precision.main_params_dtype
     if saved["optimizer"] != optimizer:
         raise CheckpointError(
@@ -103,7 +103,7 @@ def check_optimizer(config: Config, saved: Mapping, where: object) -> None:
 
 
 def check_window(config: Config, saved: Mapping, where: object) -> None:
-    """Raises ``CheckpointError`` where a window has weights of another format than this program computes with."""
+    """Raises ``CheckpointError`` if a window was saved in another compute format than this run's."""
     formats = (saved.get("params_dtype"), saved.get("fp8")), (_compute_format(config), _products(config))
     if formats[0] != formats[1]:
         there, here = (f"{weights} with {products}" if products else weights for weights, products in formats)
@@ -126,7 +126,7 @@ def _products(config: Config) -> str | None:
 
 
 def check_shape(config: Config, saved: dict, where: object) -> None:
-    """Raises ``CheckpointError`` where a checkpoint holds another model."""
+    """Raises ``CheckpointError`` if a checkpoint holds another model."""
     for name, value in shape(config).items():
         if saved.get(name) != value:
             flag = "--" + name.replace("_", "-")
@@ -134,7 +134,7 @@ def check_shape(config: Config, saved: dict, where: object) -> None:
 
 
 def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
-    """Says what makes samples come in another order than in the run that saved."""
+    """Warns of each setting that changes the order of samples since the run that saved."""
     for name, value in sample_order(config, world).items():
         if name in saved and saved[name] != value:
             say(
@@ -144,14 +144,14 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
 
 
 def shape(config: Config) -> dict:
-    """What must be equal for weights to fit, by flag name; values as JSON gives them back."""
+    """The values that must be equal for weights to fit, by flag name, as they read back from JSON."""
     groups = {group: getattr(config, group) for group in _SHAPE}
     values = {name: getattr(groups[group], name) for group, names in _SHAPE.items() for name in names}
     return json.loads(json.dumps(values))
 
 
 def sample_order(config: Config, world: World) -> dict:
-    """What the order of samples depends on; megatron-core shuffles all epochs of a run together."""
+    """The settings that determine the order of samples; megatron-core shuffles all epochs of a run together."""
     data, batch = config.data, global_batch_size(config, world.size)
     order = {
         "seed": config.rng.seed,

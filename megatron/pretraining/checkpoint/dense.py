@@ -4,13 +4,13 @@ A checkpoint is a directory ``iter_0000100`` with
 
 * the weights in megatron-core's ``torch_dist`` format, as Megatron-LM writes them;
 * ``optimizer/*.safetensors``: master weights and moments as boxes of the unpartitioned tensors (:mod:`moc.store`),
-  since megatron-core's own optimizer checkpoints lose Adam's step without Transformer Engine and refuse to change
-  the expert-parallel size;
+  since megatron-core's own optimizer checkpoints lose Adam's step without Transformer Engine and cannot change the
+  expert-parallel size;
 * ``training_state.json``: position, learning-rate schedule, loss scale, and the shape of the model;
 * ``manifest.json``: every file with its hash, written last.
 
-No random state is saved: it follows from the iteration.  Nothing is unpickled but what megatron-core's reader of
-``torch_dist`` unpickles, after its hash was verified.
+No random state is saved: it is a function of the iteration.  Only megatron-core's ``torch_dist`` reader unpickles
+anything, and only after the hash is verified.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from moc.trouble import Trouble
 class Checkpoints:
     """Saves and loads the state of this worker's model and optimizer; all methods are collective.
 
-    With ``--save-failure continue`` a save that fails, on all workers alike, is told and tried again.
+    With ``--save-failure continue``, a failed save (which fails on all workers together) is reported and retried.
 
     Args:
-        config: the flags in force.
-        world: this worker's place.
-        chunks: the model.
-        optimizer: its optimizer.
-        scheduler: its learning-rate schedule.
-        log: where to report.
+        config: the flags.
+        world: this worker's ranks.
+        chunks: the model chunks.
+        optimizer: their optimizer.
+        scheduler: the learning-rate schedule.
+        log: receives messages and events.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Checkpoints:
         self._fence = _fence(config, world)
         self._trouble, self._stops = Trouble(), config.checkpoint.save_failure == "stop"
         self.problem = ""
-        """What the last save that failed came to."""
+        """The error of the last failed save."""
         self.last_saved: int | None = None
-        self._before: int | None = None  # the one before that which is being saved
+        self._before: int | None = None  # value of last_saved before the save under way
 
     def newest(self, seconds: float | None = None) -> int | None:
-        """The iteration that :meth:`load` would go on from; None if it would begin at 0, or find nothing.
+        """The iteration that :meth:`load` would resume from; None if it would start at 0 or find nothing.
 
         Args:
-            seconds: for so long at most; then None, too.
+            seconds: time limit; None is returned when it expires.
         """
         checkpoint = self._config.checkpoint
         if checkpoint.load is None or checkpoint.finetune:
@@ -103,14 +103,14 @@ class Checkpoints:
         return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
 
     def load(self) -> Position | None:
-        """Loads what ``--load`` and ``--ckpt-step`` name.
+        """Loads the checkpoint that ``--load`` and ``--ckpt-step`` name.
 
         Returns:
-            Where to go on, or None if ``--load`` holds no checkpoint yet (a first start).
+            The position to resume from, or None if ``--load`` holds no checkpoint yet (a first start).
 
         Raises:
-            CheckpointError: on all workers alike: nothing to load although ``--exit-on-missing-checkpoint`` or
-                ``--ckpt-step`` asks for it, a file missing or damaged, another model, state missing.
+            CheckpointError: on all workers: no checkpoint although ``--exit-on-missing-checkpoint`` or ``--ckpt-step``
+                requires one, a file missing or damaged, another model, or state missing.
         """
         parts = self._config, self._world, self._chunks, self._optimizer, self._scheduler, self._say
         loader = CheckpointLoader(*parts)
@@ -124,7 +124,7 @@ class Checkpoints:
         return position
 
     def save(self, position: Position) -> None:
-        """Saves, or with ``--async-save`` starts to; an earlier save still under way is waited for.
+        """Saves, or with ``--async-save`` starts to; waits for an earlier save first.
 
         Raises:
             CheckpointError: on all workers, with ``--save-failure stop``, if any cannot write; earlier checkpoints are
@@ -135,12 +135,12 @@ class Checkpoints:
             self._save(position)
 
     def tries_again(self) -> bool:
-        """Whether a save that failed is to be tried again now; a collective call only then."""
+        """Whether to retry a failed save now; collective only after a failure."""
         return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot tell the time")
 
     def _save(self, position: Position) -> None:
         save, fence = self._config.checkpoint.save, self._fence
-        assert save is not None and fence is not None  # or nobody saves
+        assert save is not None and fence is not None  # required for saving
         root, iteration = Path(save), position.iteration
         run_on_rank0(lambda: dense_files.start(root, iteration, fence), "cannot start a checkpoint")
         staging = dense_files.staging_of(root, iteration, fence.claim.tag)
@@ -155,7 +155,7 @@ class Checkpoints:
         run_on_rank0(lambda: self._write_state(staging, position), "cannot write a checkpoint")
         entries = self._optimizer_entries() if self._config.checkpoint.save_optim else None
         write = functools.partial(writer.write_files, request.async_fn, staging, self._world.rank, entries)
-        *gathering, _ = request.finalize_fns  # the last one leaves all waiting where the first cannot write
+        *gathering, _ = request.finalize_fns  # the last one hangs all other workers if rank 0 cannot write
         finalize = [functools.partial(self._together, one) for one in gathering]
         config = functools.partial(
             run_on_rank0, lambda: writer.write_config(strategy, staging), "cannot end a checkpoint"
@@ -167,7 +167,7 @@ class Checkpoints:
             self._finalize(blocking=True)
 
     def poll(self) -> None:
-        """Publishes a checkpoint that all workers have finished writing; returns at once otherwise."""
+        """Publishes the checkpoint if all workers have finished writing it; returns at once otherwise."""
         if self._queue.async_calls:
             with self._trying(self.last_saved):
                 self._finalize(blocking=False)
@@ -179,14 +179,14 @@ class Checkpoints:
                 self._finalize(blocking=True)
 
     def close(self) -> None:
-        """Gives up a save under way, as if this worker had been killed; asks nothing of the others."""
+        """Abandons a save under way, as if this worker had been killed; does not communicate."""
         while self._queue.async_calls:
             self._queue.async_calls.popleft().async_caller.close(abort=True)
         writer.forget_results()
 
     @contextlib.contextmanager
     def _trying(self, iteration: int | None) -> Iterator[None]:
-        """A save that may fail, on all workers alike."""
+        """A context for an attempt to save, which fails on all workers together."""
         begun = time.monotonic()
         try:
             yield
@@ -215,13 +215,13 @@ class Checkpoints:
         with self._reporting_failure():
             self._queue.maybe_finalize_async_calls()
             pause_s = 0.01
-            while blocking and self._queue.async_calls:  # not joined: who hangs with storage must hear of a lost worker
+            while blocking and self._queue.async_calls:  # polled: a worker stuck in storage must notice a lost worker
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
                 self._queue.maybe_finalize_async_calls()
 
     def _together(self, finalize: Callable[[], None]) -> None:
-        """Something of megatron-core after which one worker may fail alone: all do."""
+        """Runs a finalizer of megatron-core that may fail on one worker; a failure raises on all."""
         failure, wrote = None, writer.first_worker_goes_on(FileSystemWriterAsync, "finish")
         try:
             with wrote as failures:
@@ -239,7 +239,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reporting_failure(self):
-        """Makes one sentence of what megatron-core and torch raise where files cannot be written."""
+        """Reports megatron-core's and torch's errors in writing files as one sentence."""
         try:
             yield
         except CheckpointError:
@@ -248,7 +248,7 @@ class Checkpoints:
             raise CheckpointError(self._sentence(error)) from error
 
     def _sentence(self, error: BaseException) -> str:
-        failures = getattr(error, "failures", None)  # of all workers; the first one knows them
+        failures = getattr(error, "failures", None)  # of all workers; only rank 0 has them
         reason = next(iter(failures.values()))[0] if failures else error
         return (
             f"the checkpoint in {self._config.checkpoint.save} could not be written; earlier ones are untouched: "
@@ -275,7 +275,7 @@ class Checkpoints:
         write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
 
     def _optimizer_entries(self) -> list[RegionTensor]:
-        """This rank's share of the optimizer state, on the host: forked writers cannot read the device."""
+        """This rank's share of the optimizer state, on the host, since forked writers cannot read the device."""
         return [
             RegionTensor(f.name, f.slot, f.global_shape, f.region, f.view.cpu())
             for f in optimizer_fragments(self._chunks, self._optimizer.core)
@@ -284,6 +284,6 @@ class Checkpoints:
 
 
 def _fence(config: Config, world: World) -> Fence | None:
-    """In whose name this generation saves; nothing is read or written before it does."""
+    """The fence that guards this generation's saves; neither reads nor writes anything yet."""
     save = config.checkpoint.save
     return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

@@ -1,4 +1,4 @@
-"""``--load``: finds a checkpoint, verifies it, and fills model and optimizer from it, in whatever layout they are."""
+"""``--load``: finds and verifies a checkpoint, and loads model and optimizer from it in any layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moc.store.regions import MissingRegionError, RegionReader
 
 
 class CheckpointLoader:
-    """Loads into this worker's model and optimizer; all methods are collective, and fail on all workers alike."""
+    """Loads this worker's model and optimizer; all methods are collective, and fail on all workers together."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class CheckpointLoader:
         return Path(found) if found else None
 
     def load(self, directory: Path) -> Position:
-        """Fills model, optimizer and schedule; returns where to go on."""
+        """Loads model, optimizer and schedule; returns the position to resume from."""
         checkpoint = self._config.checkpoint
         self._say(f"loading checkpoint {directory}")
         manifest = self._verified_manifest(directory)
@@ -69,7 +69,7 @@ class CheckpointLoader:
         if checkpoint.finetune or not checkpoint.load_optim:
             self._optimizer.core.reload_model_params()
         else:
-            assert manifest is not None and state is not None  # it was refused without
+            assert manifest is not None and state is not None  # rejected above otherwise
             self._load_optimizer(directory, manifest, state)
         if checkpoint.finetune:
             return Position()
@@ -81,7 +81,7 @@ class CheckpointLoader:
 
     def _look(self) -> str | None:
         checkpoint, root = self._config.checkpoint, self._config.checkpoint.load
-        assert root is not None  # find() has looked
+        assert root is not None  # checked by find()
         if checkpoint.save and Path(root).is_dir():
             dense_files.restore_replaced(root)
         iteration = checkpoint.ckpt_step
@@ -107,7 +107,7 @@ class CheckpointLoader:
         return manifest
 
     def _load_weights(self, directory: Path) -> dict:
-        register_safe_globals()  # what stock Megatron-LM's common.pt holds beside tensors
+        register_safe_globals()  # the non-tensor types in stock Megatron-LM's common.pt
         try:
             loaded: Any = dist_checkpointing.load(contents.described_weights(self._chunks), str(directory))
         except (CheckpointingException, KeyError, RuntimeError, OSError) as error:

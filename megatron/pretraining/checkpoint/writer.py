@@ -1,4 +1,4 @@
-"""What runs beside training while a checkpoint is written: one forked process a worker, and the final rename."""
+"""Writes a checkpoint beside training, in one forked process per worker, and publishes it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def write_files(
     Args:
         write_weights: megatron-core's writer of this worker's weights, or None if it has none.
         staging: directory of the unpublished checkpoint.
-        rank: the worker.
-        entries: its optimizer state, or None with ``--no-save-optim``.
-        weights_args: what ``write_weights`` takes.
+        rank: the worker's rank.
+        entries: the worker's optimizer state, or None with ``--no-save-optim``.
+        weights_args: arguments of ``write_weights``.
     """
     parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None  # it was forked
+    assert parent is not None and parent.pid is not None  # this is a forked process
     die_with_parent(parent.pid)
     os.register_at_fork(after_in_child=functools.partial(die_with_parent, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
@@ -55,24 +55,24 @@ def write_files(
             write_regions(staging / OPTIMIZER / f"rank_{rank:05d}.safetensors", entries)
         written = [*staging.glob(f"__{rank}_*"), *staging.glob(f"{OPTIMIZER}/rank_{rank:05d}.*")]
         report = {"files": {str(path.relative_to(staging)): dense_files.describe(path) for path in written}}
-    except Exception as error:  # whatever it is, the first worker must hear of it
+    except Exception as error:  # rank 0 must hear of any failure
         report = {"error": f"worker {rank}: {error}"}
-    with contextlib.suppress(OSError):  # a missing report is bad news too
+    with contextlib.suppress(OSError):  # rank 0 treats a missing report as a failure
         write_durably(_report(staging, rank), json.dumps(report))
 
 
 def publish(root: Path, iteration: int, workers: int, retain_interval: int | None, fence: Fence | None = None) -> None:
-    """Completes a checkpoint that all workers have written their share of; runs on the first worker.
+    """Publishes a checkpoint once all workers have written their shares; runs on rank 0.
 
     Args:
         root: the ``--save`` directory.
         iteration: the checkpoint's iteration.
         workers: number of workers that write.
-        retain_interval: older checkpoints whose iteration it does not divide are deleted; None keeps all.
-        fence: in whose name it was saved.
+        retain_interval: older checkpoints whose iteration is not a multiple of it are deleted; None keeps all.
+        fence: the fence of this generation's saves.
 
     Raises:
-        CheckpointError: a worker could not write, or this one was superseded.
+        CheckpointError: a worker could not write, or this writer was superseded.
     """
     if fence is not None:
         fence.check()
@@ -108,13 +108,13 @@ def _report(staging: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
-    """While megatron-core saves: what its first worker alone cannot write is kept, and not raised there.
+    """While megatron-core saves, collects rank 0's write errors instead of raising them there.
 
-    The others would wait for it in a collective; so all find out after that.
+    The other workers would wait for rank 0 in a collective; with this, all learn of the errors after it.
 
     Args:
         owner: a class of megatron-core.
-        method: of it, that only writes.
+        method: name of its method that only writes.
     """
     write, failures = getattr(owner, method), []
 
@@ -132,12 +132,12 @@ def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
 
 
 def write_config(strategy: SaveShardedStrategy, staging: Path) -> None:
-    """What megatron-core reads first; on the first worker."""
+    """Writes megatron-core's checkpoint metadata, which it reads first; runs on rank 0."""
     save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
 
 
 def forget_results() -> None:
-    """Empties that queue: what a save that was given up has left there is not the next one's."""
+    """Empties megatron-core's result queue, so that the next save does not read results of an abandoned one."""
     results = filesystem_async._results_queue
     with contextlib.suppress(queue.Empty, OSError, EOFError):
         while results is not None:
@@ -145,13 +145,13 @@ def forget_results() -> None:
 
 
 def use_mortal_result_queue() -> None:
-    """Gives megatron-core's writer a queue whose server process ends with the worker.
+    """Gives megatron-core's writer a result queue whose server process ends with the worker.
 
-    Its own would be spawned (seconds of imports), and outlive a worker that is killed.
+    megatron-core's own would be spawned (seconds of imports), and would outlive a killed worker.
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(initializer=functools.partial(die_with_parent, os.getpid()))
         results: Any = manager.Queue()
         filesystem_async._results_queue = results
-        results.manager = manager  # its server lives as long as it does
+        results.manager = manager  # the server lives as long as the manager object

@@ -1,4 +1,4 @@
-"""The flags, by group: frozen dataclasses that check themselves.  See ``megatron.pretraining.arguments``."""
+"""The flags, by group: frozen dataclasses that validate themselves.  See ``megatron.pretraining.arguments``."""
 
 from megatron.pretraining.config.checkpoint import CheckpointFlags
 from megatron.pretraining.config.composed import Config, compose

@@ -40,7 +40,7 @@ class CheckpointFlags(FlagGroup):
     ckpt_format: str = flag("torch_dist", "Format of the weights: megatron-core's.", choices=("torch_dist",))
 
     def validate(self) -> None:
-        """Refuses details of a save or a load that does not happen."""
+        """Rejects options of a save or a load that is not configured."""
         refuse(self.save_interval and not self.save, "--save-interval needs --save: add it.")
         refuse(self.async_save and not self.save, "--async-save needs --save: add it.")
         refuse(

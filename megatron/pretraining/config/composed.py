@@ -1,4 +1,4 @@
-"""All groups together."""
+"""The configuration: all groups of flags together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.pretraining.config.together import check_together
 
 @dataclasses.dataclass(frozen=True)
 class Config(FlagGroups):
-    """Every flag in force, by group.  Made by ``parse_config`` or ``compose``."""
+    """Every flag in force, by group; built by ``parse_config`` or ``compose``."""
 
     def replace(self, group: str, **changes: object) -> Config:
-        """A copy with other values in one group, derived and checked anew.
+        """A copy with other values in one group, derived and checked again.
 
         For example ``config.replace("training", train_iters=3)``.
 
@@ -34,12 +34,12 @@ class Config(FlagGroups):
         return compose({**self.given, **changes}, self.model)
 
     def to_dict(self) -> dict:
-        """Plain values by group, as YAML or JSON holds them."""
+        """Plain values by group, for YAML or JSON."""
         groups = {name: _plain(getattr(self, name)) for name in group_classes()}
         return {"model": self.model, **groups}
 
     def to_yaml(self) -> str:
-        """The text of ``--print-config``, which ``--config`` reads again."""
+        """The output of ``--print-config``, which ``--config`` reads."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 

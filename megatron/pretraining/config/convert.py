@@ -1,4 +1,4 @@
-"""Values from the command line, a YAML file, a preset or a test, into the type of their field."""
+"""Converts values from the command line, a YAML file, a preset or a test into the type of their field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.pretraining.config.flag import ConfigError, Flag, refuse
 
 
 def convert(flag: Flag, value: object) -> object:
-    """The value as this flag's field holds it.
+    """The value in the type of this flag's field.
 
     Raises:
         ConfigError: the value does not fit.
@@ -27,7 +27,7 @@ def convert(flag: Flag, value: object) -> object:
 
 
 def _says_none(flag: Flag, value: object) -> bool:
-    """``none`` undoes a number that a preset or a file gave; for a string it could be a name."""
+    """``none`` resets a number from a preset or a file; for a string flag it could be a name."""
     return flag.default is None and flag.kind in (int, float) and str(value).lower() == "none"
 
 

@@ -1,4 +1,4 @@
-"""What is read, and how it becomes samples."""
+"""Flags of the datasets and of samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DataFlags(FlagGroup):
     dataloader_type: str = flag("single", "Order of samples: one pass, shuffled by the dataset.", choices=("single",))
 
     def validate(self) -> None:
-        """Refuses no source, two sources, and files that are not there."""
+        """Rejects a missing source, two sources, and missing files."""
         separate = [name for name in _SPLIT_PATHS if getattr(self, name)]
         sources = ["--mock-data"] * self.mock_data + ["--data-path"] * bool(self.data_path)
         sources += [f"--{name.replace('_', '-')}" for name in separate[:1]]
@@ -58,7 +58,7 @@ class DataFlags(FlagGroup):
 
 
 def split_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
-    """Prefixes, and their weights or None: ``w1 p1 w2 p2`` or ``p1 p2``, by the rule of megatron-core."""
+    """Prefixes, and their weights or None: ``w1 p1 w2 p2`` or ``p1 p2``, as megatron-core reads them."""
     if len(paths) % 2 == 0:
         weights = [weight for word in paths[0::2] if (weight := _weight(word)) is not None]
         if paths and len(weights) == len(paths) // 2:

@@ -1,4 +1,4 @@
-"""Values that follow from others where nobody gave them.  Applying it again changes nothing."""
+"""Derives values that follow from others and were not given.  Idempotent."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
+    """Whether a package is installed, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def derive(values: dict) -> dict:
-    """A copy of all values by field name, in which Nones that mean "by default" are replaced."""
+    """A copy of all values by field name, with Nones that mean "default" replaced."""
     result = dict(values)
     for step in (_network, _experts, _parallel, _precision, _kernels, _regularization, _data):
         step(result)
@@ -59,7 +59,7 @@ def _parallel(v: dict) -> None:
 
 
 def virtual_stages(v: dict) -> int | None:
-    """Stages that each worker alternates between, or None without an interleaved schedule."""
+    """Virtual stages that each worker alternates between, or None without an interleaved schedule."""
     stages, layers = v["num_virtual_stages_per_pipeline_rank"], v["num_layers_per_virtual_pipeline_stage"]
     if layers and v["num_layers"]:
         stages = v["num_layers"] // v["pipeline_model_parallel_size"] // layers
@@ -72,7 +72,7 @@ def _precision(v: dict) -> None:
     if v["apply_query_key_layer_scaling"]:
         v["attention_softmax_in_fp32"] = True
     if v["fp16"] and v["loss_scale"] is None:
-        # infinite gradients are how the loss scale finds its value
+        # the loss scale adapts by means of infinite gradients
         v["check_for_nan_in_loss_and_grad"] = False
     if v["recompute_activations"]:
         _fill(v, "recompute_granularity", "selective")

@@ -1,4 +1,4 @@
-"""Faults on purpose."""
+"""Flags of fault injection."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FaultFlags(FlagGroup):
     inject_seed: int = flag(0, "Seed of --inject-mtbf-iterations.")
 
     def planned(self, size: int, iterations: int) -> tuple[Fault, ...]:
-        """All faults of a job of so many workers and iterations."""
+        """All faults of a job with this many workers and iterations."""
         chosen = faults_of(";".join(self.inject or ()))
         if self.inject_mtbf_iterations is None:
             return chosen
@@ -44,11 +44,11 @@ class FaultFlags(FlagGroup):
 
     @property
     def wanted(self) -> bool:
-        """Whether there are any."""
+        """Whether any fault is configured."""
         return bool(self.inject) or self.inject_mtbf_iterations is not None
 
     def validate(self) -> None:
-        """Refuses a seed of nothing."""
+        """Rejects a seed without random faults."""
         refuse(
             self.inject_seed and self.inject_mtbf_iterations is None,
             "--inject-seed needs --inject-mtbf-iterations: add it.",

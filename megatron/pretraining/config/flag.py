@@ -1,4 +1,4 @@
-"""A flag is a field of a frozen dataclass: its name, default, help text and limits stand once, there."""
+"""A flag is a field of a frozen dataclass, which alone declares its name, default, help text and limits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _METADATA = "flag"
 
 
 class ConfigError(ValueError):
-    """Flags that cannot work, alone or together; the message is one sentence that says what to change."""
+    """Invalid flags, alone or in combination; the message is one sentence that says what to change."""
 
 
 def refuse(wrong: object, sentence: str) -> None:
-    """Raises ``ConfigError`` with this sentence where ``wrong`` is true."""
+    """Raises ``ConfigError`` with this sentence if ``wrong`` is true."""
     if wrong:
         raise ConfigError(sentence)
 
@@ -93,11 +93,11 @@ class Flag:
 
     @property
     def spelling(self) -> str:
-        """How messages call it."""
+        """The spelling for messages."""
         return self.off[0] if self.off and self.default else self.on[0]
 
     def check_limits(self, value: object) -> None:
-        """Refuses a number outside of the limits of this flag."""
+        """Rejects a number outside the flag's limits."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         at_least, above, at_most, below = self.limits
@@ -112,7 +112,7 @@ class Flag:
 
 
 class FlagGroup:
-    """Base of the groups of flags: checks the limits of every field, then whatever ``validate`` adds."""
+    """Base class of flag groups: checks the limits of every field, then calls ``validate``."""
 
     def __post_init__(self) -> None:
         for spec in flags_of(type(self)):
@@ -129,7 +129,7 @@ class FlagGroup:
     """Whether model presets set fields of this group."""
 
     def validate(self) -> None:
-        """Raises ``ConfigError`` where fields of this group contradict each other."""
+        """Raises ``ConfigError`` if fields of this group contradict each other."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Fused kernels, and flags that are accepted although nothing depends on them."""
+"""Flags of fused kernels, and flags accepted only for compatibility."""
 
 from __future__ import annotations
 

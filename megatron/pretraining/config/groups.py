@@ -1,4 +1,4 @@
-"""The groups of flags, and what follows from several of them."""
+"""The groups of flags, and values derived across them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class FlagGroups:
     fusion: FusionFlags
     compatibility: CompatibilityFlags
     model: str | None = None
-    """Name of the preset that values were taken from."""
+    """Name of the preset that the values start from."""
     given: Mapping[str, object] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    """What the user and the preset said; every other value is a default or follows from these."""
+    """Values given by the user and the preset; all others are defaults or derived."""
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Stages that each worker alternates between, or None without an interleaved schedule."""
+        """Virtual stages that each worker alternates between, or None without an interleaved schedule."""
         return virtual_stages({**vars(self.parallel), "num_layers": self.network.num_layers})
 
     @property
@@ -70,12 +70,12 @@ class FlagGroups:
 
     @property
     def transformer_impl(self) -> str:
-        """Whose layers: ``local`` or ``transformer_engine``."""
+        """Provider of the layers: ``local`` or ``transformer_engine``."""
         return self.network.transformer_impl
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers whose feed-forward part is a mixture of experts."""
+        """Number of layers with experts."""
         frequency, layers = self.moe.moe_layer_freq, self.network.num_layers
         if self.moe.num_experts is None:
             return 0

@@ -1,4 +1,4 @@
-"""Which layers hold experts: the values of ``--moe-layer-freq``."""
+"""The layers that hold experts: values of ``--moe-layer-freq``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _MOST_LAYERS = 10_000
 
 
 def parse_layer_freq(value: object) -> int | tuple[int, ...]:
-    """Reads N, or a list of 0 and 1 such as ``([0]*3+[1])*4``.
+    """Parses N, or a list of 0 and 1 such as ``([0]*3+[1])*4``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value is neither.
     """
     if isinstance(value, (list, tuple)):
         return _zeros_and_ones(list(value))
@@ -29,14 +29,14 @@ def parse_layer_freq(value: object) -> int | tuple[int, ...]:
 
 
 def expand(freq: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """One entry per layer, 1 where it holds experts: of every N layers it is the first."""
+    """One entry per layer, 1 if it holds experts; an integer N puts experts in the first of every N layers."""
     if isinstance(freq, int):
         return tuple(int(layer % freq == 0) for layer in range(num_layers))
     return freq
 
 
 def from_interval(interval: int, num_layers: int) -> tuple[int, ...]:
-    """Megatron-DeepSpeed's ``--expert-interval``: of every N layers, the last holds experts."""
+    """Megatron-DeepSpeed's ``--expert-interval``: the last of every N layers holds experts."""
     return tuple(int(layer % interval == interval - 1) for layer in range(num_layers))
 
 
@@ -47,7 +47,7 @@ def _zeros_and_ones(value: object) -> tuple[int, ...]:
 
 
 def _evaluate(node: ast.expr) -> list | int:
-    """Lists, whole numbers, + and *: the pattern comes from outside, so it is not given to ``eval``."""
+    """Evaluates lists, whole numbers, + and *, without ``eval``, since the pattern is untrusted input."""
     if isinstance(node, ast.List):
         return [_evaluate(item) for item in node.elts]
     if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= _MOST_LAYERS:

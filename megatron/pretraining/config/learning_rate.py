@@ -1,4 +1,4 @@
-"""The learning rate over time."""
+"""Flags of the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LearningRateFlags(FlagGroup):
     )
 
     def validate(self) -> None:
-        """Refuses limits in the wrong order, and a warm-up or a source said twice."""
+        """Rejects limits in the wrong order, and a warm-up or schedule source given twice."""
         refuse(
             self.min_lr > self.lr,
             f"--min-lr {self.min_lr} is more than --lr {self.lr}: lower it.",

@@ -1,4 +1,4 @@
-"""Validation, and what is written down while training."""
+"""Flags of validation and logging."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LoggingFlags(FlagGroup):
     log_dir: str | None = flag(None, "Directory of events.jsonl and of the logs of this run.", metavar="DIR")
 
     def validate(self) -> None:
-        """Refuses TensorBoard's details without TensorBoard."""
+        """Rejects TensorBoard options without TensorBoard."""
         for name in ("timers", "memory", "validation_ppl"):
             refuse(
                 getattr(self, f"log_{name}_to_tensorboard") and not self.tensorboard_dir,

@@ -65,7 +65,7 @@ class MixedPrecisionFlags(FlagGroup):
         return self.exp_avg_dtype or "fp32", self.exp_avg_sq_dtype or "fp32"
 
     def validate(self) -> None:
-        """Refuses two formats at once."""
+        """Rejects contradictory formats."""
         refuse(self.fp16 and self.bf16, "--fp16 and --bf16 exclude each other: drop one.")
         refuse(
             self.main_params_dtype == "bf16" and not self.bf16,

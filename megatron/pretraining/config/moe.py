@@ -1,4 +1,4 @@
-"""Experts and how tokens reach them."""
+"""Flags of experts, routers and token dispatch."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class MoeFlags(FlagGroup):
     moe_permute_fusion: bool = flag(False, "Fused kernels for sorting tokens; needs Transformer Engine.")
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
-        """One entry per layer: 1 where it holds experts, 0 where it is dense."""
+        """One entry per layer: 1 if it holds experts, 0 if it is dense."""
         return expand(self.moe_layer_freq, num_layers) if self.num_experts else (0,) * num_layers
 
     def validate(self) -> None:
-        """Refuses routing that cannot work; mostly what megatron-core would find out later."""
+        """Rejects invalid routing, mostly before megatron-core would."""
         if self.num_experts is None:
             self._refuse_flags_of_experts()
             return

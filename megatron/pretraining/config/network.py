@@ -69,7 +69,7 @@ class NetworkFlags(FlagGroup):
     )
 
     def validate(self) -> None:
-        """Refuses heads that do not fit the width, and two activations at once."""
+        """Rejects heads that do not fit the width, and two activation functions at once."""
         refuse(
             self.kv_channels is None,
             f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "

@@ -1,4 +1,4 @@
-"""How the model and the work are spread over workers."""
+"""Flags that distribute the model and its work over workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ParallelFlags(FlagGroup):
     distributed_timeout_minutes: int = flag(10, "How long a worker waits for the others.", at_least=1)
 
     def validate(self) -> None:
-        """Refuses overlaps without what they overlap with, and pipelines that are none."""
+        """Rejects context parallelism, overlaps without their prerequisites, and virtual stages without a pipeline."""
         refuse(
             self.context_parallel_size > 1,
             f"--context-parallel-size {self.context_parallel_size} is not supported: leave it at 1.",

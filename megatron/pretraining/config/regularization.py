@@ -27,7 +27,7 @@ class RegularizationFlags(FlagGroup):
     sgd_momentum: float = flag(0.9, "SGD: momentum.", at_least=0)
 
     def validate(self) -> None:
-        """Refuses a constant weight decay that changes, and a changing one without its ends."""
+        """Rejects a constant weight decay with two ends, and a varying one without both."""
         ends = (self.start_weight_decay, self.end_weight_decay)
         if self.weight_decay_incr_style == "constant":
             refuse(

@@ -1,4 +1,4 @@
-"""Snapshots of the training state, from which a run goes on after a failure."""
+"""Flags of snapshots, from which a run resumes after a failure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moc.policy.pec_flags import experts_of
 from moc.sharding import scheme_named
 
 _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
-"""Beside the settings of policies, flags whose values ``--ckpt-policy auto`` chooses."""
+"""Flags chosen by ``--ckpt-policy auto``, besides the settings of policies."""
 
 _LIMITS_OF_AUTO = ("exact_only", "host_memory_gb")
 
 
 def _nodes(text: str) -> str:
     names = text.split(",")
-    if not all(name.isalnum() for name in names):  # they become part of a directory's name
+    if not all(name.isalnum() for name in names):  # names become part of a directory name
         raise ValueError(f"nodes are called by letters and digits, such as 0,0,1,1, not {text}")
     return text
 
@@ -31,7 +31,7 @@ _REPLAYING = " or ".join(sorted(name for name, kind in POLICIES.items() if kind.
 
 @dataclass(frozen=True)
 class _EveryPolicy(FlagGroup):
-    """The flags that all policies share."""
+    """The flags common to all policies."""
 
     ckpt_policy: str | None = flag(
         None,
@@ -129,21 +129,21 @@ class _EveryPolicy(FlagGroup):
 
     @property
     def mtbf_s(self) -> float:
-        """Seconds from one failure to the next, where nothing measures them."""
+        """Seconds from one failure to the next, until they are measured."""
         return UNDISTURBED_MTBF_S if self.mtbf_hours is None else 3600.0 * self.mtbf_hours
 
     @property
     def chooses_experts(self) -> bool:
-        """Whether what goes where follows from what is measured."""
+        """Whether the policy chooses its numbers of experts from measurements."""
         return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].reckons_with_faults(self)
 
     @property
     def experts(self) -> tuple[int, int]:
-        """K_snapshot and K_persist, or what they begin with."""
+        """K_snapshot and K_persist, or their initial values."""
         return experts_of(self)
 
     def validate(self) -> None:
-        """Refuses details of snapshots that are not taken, or not in memory."""
+        """Rejects options of snapshots that are not taken, or not in memory."""
         kind, whose = POLICIES.get(self.ckpt_policy or ""), owners()
         chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
         asked = {kind}
@@ -207,7 +207,7 @@ def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
 if TYPE_CHECKING:
 
     class SnapshotFlags(_EveryPolicy):
-        """Has the flags of all policies, too, of which a type checker cannot know."""
+        """Also has the flags of all policies, which a type checker cannot see."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -219,6 +219,6 @@ else:
         frozen=True,
         namespace={
             "__doc__": "Fault tolerance: snapshots of the training state, where they go, and how often.",
-            "__module__": __name__,  # by which it is pickled
+            "__module__": __name__,  # for pickling
         },
     )

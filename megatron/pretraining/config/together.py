@@ -1,4 +1,4 @@
-"""Checks across groups: flags that are fine alone and cannot work together."""
+"""Checks across groups: flags that are valid alone and contradict each other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _check_snapshots(config: FlagGroups) -> None:
         snapshot.upstream_logging and config.parallel.pipeline_model_parallel_size == 1,
         "--upstream-logging needs --pipeline-model-parallel-size greater than 1: raise it, or drop --upstream-logging.",
     )
-    refuse(  # the gradient of a tied embedding is a sum over two stages, of which one alone does not know the other
+    refuse(  # a tied embedding's gradient is a sum over two stages, and a stage that replays alone knows only its part
         snapshot.upstream_logging and not config.network.untie_embeddings_and_output_weights,
         "--upstream-logging lets a pipeline stage be computed again by itself, which embeddings that are tied across "
         "stages do not allow: add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
@@ -222,7 +222,7 @@ def _check_experts(config: FlagGroups) -> None:
         "--tensor-model-parallel-size greater than 1 with --num-experts needs --sequence-parallel: add it.",
     )
     tensor, experts = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
-    refuse(  # megatron-core sums the gradients of experts that are not spread like those of dense layers
+    refuse(  # megatron-core sums gradients of experts that are not distributed like those of dense layers
         experts != tensor and parallel.expert_model_parallel_size == 1,
         f"--expert-tensor-parallel-size {experts} with --tensor-model-parallel-size {tensor} needs "
         "--expert-model-parallel-size greater than 1: raise it, or make the two equal.",

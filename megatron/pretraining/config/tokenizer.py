@@ -1,4 +1,4 @@
-"""Text to tokens."""
+"""Flags of the tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenizerFlags(FlagGroup):
     vocab_size: int | None = flag(None, "Tokens before padding, for the NullTokenizer; the others know it.", at_least=1)
 
     def validate(self) -> None:
-        """Refuses a tokenizer without its model or size, and files that are not there."""
+        """Rejects a tokenizer without its model or size, and missing files."""
         if self.tokenizer_type == "NullTokenizer":
             refuse(self.vocab_size is None, "--tokenizer-type NullTokenizer needs --vocab-size: add it.")
             return
@@ -49,6 +49,6 @@ class TokenizerFlags(FlagGroup):
 
 
 def _may_exist(model: str) -> bool:
-    """Whether a HuggingFace tokenizer can be there: ``name`` and ``owner/name`` may stand on its hub."""
+    """Whether a name can be a HuggingFace tokenizer's: ``name`` and ``owner/name`` may be on the hub."""
     looks_like_a_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     return os.path.exists(os.path.expanduser(model)) or not looks_like_a_path

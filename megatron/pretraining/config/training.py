@@ -1,4 +1,4 @@
-"""How long to train, with which batches, and when to stop."""
+"""Flags of training length, batches and exits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TrainingFlags(FlagGroup):
     manual_gc_interval: int = flag(0, "Iterations between collections with --manual-gc; 0 for none.", at_least=0)
 
     def validate(self) -> None:
-        """Refuses a length said twice or never, and incomplete recomputation."""
+        """Rejects a training length given twice or not at all, and incomplete recomputation options."""
         refuse(
             self.train_iters is None and self.train_samples is None,
             "the length of the training is missing: give --train-iters or --train-samples.",

@@ -1,4 +1,4 @@
-"""What follows from the number of workers and from the machine."""
+"""Values and checks that depend on the number of workers and on the machine."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from megatron.pretraining.config.flag import refuse
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Copies of the model that read different samples."""
+    """Replicas of the model that read different samples."""
     return world_size // _model_size(config)
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
-    """Samples in one iteration, over all workers."""
+    """Samples per iteration, over all workers."""
     samples = config.training.global_batch_size
     return samples or config.training.micro_batch_size * data_parallel_size(config, world_size)
 
 
 def num_microbatches(config: Config, world_size: int) -> int:
-    """Micro batches that each copy of the model computes in one iteration."""
+    """Micro batches per iteration of each replica of the model."""
     per_round = config.training.micro_batch_size * data_parallel_size(config, world_size)
     return global_batch_size(config, world_size) // per_round
 
 
 def train_iterations(config: Config, world_size: int) -> int:
-    """Iterations to train; with ``--train-samples``, those that it suffices for."""
+    """Iterations to train; with ``--train-samples``, the full batches in these."""
     if config.training.train_iters is not None:
         return config.training.train_iters
-    assert config.training.train_samples is not None  # one of both is given
+    assert config.training.train_samples is not None  # the flags require one of the two
     return config.training.train_samples // global_batch_size(config, world_size)
 
 
 def layout_sizes(config: Config, world_size: int) -> dict[str, int]:
-    """The sizes of a layout, as snapshots name them."""
+    """The sizes of a layout, under the names that snapshots use."""
     parallel = config.parallel
     return {
         "world": world_size,
@@ -45,7 +45,7 @@ def layout_sizes(config: Config, world_size: int) -> dict[str, int]:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Raises ``ConfigError`` where so many workers cannot run these flags."""
+    """Raises ``ConfigError`` if the flags cannot run on this number of workers."""
     parallel, size = config.parallel, _model_size(config)
     refuse(
         world_size % size,
@@ -103,7 +103,7 @@ def _check_batch(config: Config, world_size: int) -> None:
 
 
 def check_backend(config: Config, backend: str) -> None:
-    """Raises ``ConfigError`` where the backend, or the CPU that gloo stands for, cannot do what is asked."""
+    """Raises ``ConfigError`` if gloo, and the CPU that it implies, does not support the flags."""
     if backend != "gloo":
         return
     moe, parallel = config.moe, config.parallel

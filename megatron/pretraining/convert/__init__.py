@@ -1,1 +1,1 @@
-"""Checkpoints of one format made those of another one."""
+"""Converts checkpoints between formats."""

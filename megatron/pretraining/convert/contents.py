@@ -1,4 +1,4 @@
-"""What a checkpoint to convert holds, whichever its format: tensors of the unpartitioned model, read when needed."""
+"""The contents of a checkpoint, in any format: tensors of the unpartitioned model, read on demand."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ WITH_FLAGS = "give the flags of the run behind --, and the window that this snap
 
 @dataclass(frozen=True)
 class Facts:
-    """What is no tensor.
+    """The part of a checkpoint that is not tensors.
 
     Attributes:
         iteration: iterations completed.
-        policy: name of the policy that asked for the checkpoint.
-        layout: sizes of the layout that wrote it, for people.
-        state: position, schedule, loss scale, shape of the model, order of samples; see ``training_state.json``.
+        policy: name of the policy that planned the checkpoint.
+        layout: sizes of the layout that wrote it, for information.
+        state: position, schedule, loss scale, shape of the model, sample order; see ``training_state.json``.
         writers: number of files that hold its regions.
     """
 
@@ -47,9 +47,9 @@ class ConvertedState(ABC):
     """Tensors of the unpartitioned model.
 
     Attributes:
-        facts: what is no tensor.
-        tensors: every slot of every tensor, as a whole.
-        operators: detail (``full``, ``compute``) and number of updates of every operator.
+        facts: the part that is not tensors.
+        tensors: every slot of every tensor, unsharded.
+        operators: detail (``full``, ``compute``) and number of updates of each operator.
     """
 
     facts: Facts
@@ -58,10 +58,10 @@ class ConvertedState(ABC):
 
     @abstractmethod
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """The values of a box, on the host; a CheckpointError where they are missing or damaged."""
+        """The values of a box, on the host; raises CheckpointError if they are missing or damaged."""
 
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
-        """The weights that a model computes with, alone: masters are rounded to ``dtype``, if there are any."""
+        """The compute weights only; masters, if there are any, are rounded to ``dtype``."""
         return Weights(self, dtype)
 
     def slots(self) -> dict[str, dict[str, Entry]]:
@@ -76,7 +76,7 @@ class Weights(ConvertedState):
     """The compute weights of other contents; see :meth:`ConvertedState.weights`.
 
     Raises:
-        CheckpointError: masters have to be rounded, and it is not known to what.
+        CheckpointError: masters must be rounded, and the dtype is unknown; or a tensor has no weight.
     """
 
     def __init__(self, whole: ConvertedState, dtype: torch.dtype | None):
@@ -108,7 +108,7 @@ def iteration_of(directory: Path) -> int:
     """The number in the name of a checkpoint's directory.
 
     Raises:
-        CheckpointError: it is named otherwise.
+        CheckpointError: the name has another form.
     """
     iteration = store.iteration_of(directory.resolve().name)
     if iteration is None:
@@ -117,12 +117,12 @@ def iteration_of(directory: Path) -> int:
 
 
 def whole_of(shape: tuple[int, ...]) -> Region:
-    """The box that is all of a tensor."""
+    """The box that covers a whole tensor."""
     return Region((0,) * len(shape), shape)
 
 
 def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
-    """How many elements of each slot there are, by operator."""
+    """Number of elements of each slot, by operator."""
     counts: dict[str, Counter] = defaultdict(Counter)
     for entry in entries:
         counts[operator_or_other(entry.name)][entry.slot] += entry.region.numel
@@ -130,13 +130,13 @@ def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
 
 
 def check_whole(contents: ConvertedState) -> None:
-    """Checks that there is a whole model, with all of its optimizer's state or none.
+    """Checks that the model is complete, with all of its optimizer state or none.
 
     Raises:
-        CheckpointError: what is missing, and of what.
+        CheckpointError: something is missing; the message names it.
     """
     state, slots = contents.facts.state, contents.slots()
-    window = is_of_windows(contents.facts.policy)  # of which each snapshot has a part
+    window = is_of_windows(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "only a whole model can be converted"

@@ -1,4 +1,4 @@
-"""Dense checkpoints, read and written: weights as ``torch_dist``, and optimizer state of ours where there is some."""
+"""Reads and writes dense checkpoints: weights as ``torch_dist``, and this program's optimizer state, if any."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from moc.store.errors import CheckpointError
 from moc.store.regions import Entry, RegionReader
 from moc.store.store import file_of
 
-_OPTIMIZER_KEYS = ("optimizer.", "chained_")  # stock checkpoints hold its state beside weights; it is left out
-_COUNTING = ("adam",)  # optimizers whose moments count updates
+_OPTIMIZER_KEYS = ("optimizer.", "chained_")  # optimizer state in stock checkpoints, which is not converted
+_COUNTING = ("adam",)  # optimizers that count updates
 
 
 class DenseContents(ConvertedState):
@@ -56,8 +56,8 @@ class DenseContents(ConvertedState):
 
     Args:
         directory: its ``iter_*`` directory.
-        trust: whether to read it although no manifest of ours says that it is what was written.
-        advance: is told the bytes that were compared with their hashes.
+        trust: whether to read it although it has no manifest of this program.
+        advance: called with the number of bytes whose hash has been verified.
 
     Raises:
         CheckpointError: it is damaged, or not to be trusted.
@@ -81,7 +81,7 @@ class DenseContents(ConvertedState):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of the weights; the biases of routers, which are fp32, are few."""
+        """The dtype of most weights; only router biases are fp32 in any case."""
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
@@ -91,10 +91,10 @@ class DenseContents(ConvertedState):
         return read_region(self._regions, name, slot, region)
 
     def weight(self, name: str, region: Region) -> torch.Tensor:
-        """A box of a weight, as the model computes with it.
+        """A box of a compute weight.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: the checkpoint has no such weight.
         """
         place = self._places.get(name)
         if place is None:
@@ -102,10 +102,10 @@ class DenseContents(ConvertedState):
         return self._weights.read(place.key, place.box(region)).view(region.shape)
 
     def check_masters(self, advance: Advance) -> None:
-        """Compares every weight with its master, which is what is kept of both.
+        """Compares every weight with its master, of which only the master is converted.
 
         Raises:
-            CheckpointError: a weight is not its master rounded; or one of them is missing.
+            CheckpointError: a weight is not its master rounded, or one of them is missing.
         """
         for tensor in self.tensors:
             if tensor.slot == MASTER:
@@ -119,7 +119,7 @@ class DenseContents(ConvertedState):
                 advance(tensor.nbytes)
 
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
-        """See :class:`ConvertedState`; they are stored, so none is rounded."""
+        """See :class:`ConvertedState`; the weights are stored, so none is rounded."""
         alone = copy.copy(self)
         alone.tensors = list(self._without_owner(set()))
         alone.operators = _operators(alone.tensors, None)
@@ -127,7 +127,7 @@ class DenseContents(ConvertedState):
         return alone
 
     def _without_owner(self, owned: set[str]) -> Iterable[Entry]:
-        """The weights that no optimizer owns: all where there is none, else the biases of routers."""
+        """The weights without optimizer state: all if there is none, else the router biases."""
         for name, place in self._places.items():
             if name not in owned:
                 yield Entry(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
@@ -137,13 +137,13 @@ class DenseContents(ConvertedState):
             state = json.loads((directory / dense_files.STATE).read_text(encoding="utf-8"))
         else:
             state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._places)}
-        state = {"interval": None, **state}  # which a policy has not adapted yet
+        state = {"interval": None, **state}  # an interval that no policy has adapted yet
         state["params_dtype"] = state.get("params_dtype") or DTYPE_NAMES.get(self.compute_dtype)
         return Facts(state["iteration"], "full", {}, state, writers or 1)
 
 
 def _verified_files(directory: Path, trust: bool, advance: Advance) -> Mapping[str, dict]:
-    """What our manifest lists, nothing where there is none; hashes are compared before anything is unpickled."""
+    """The manifest's files, empty without a manifest; verifies their hashes before anything is unpickled."""
     manifest = dense_files.read_manifest(directory)
     if manifest is None and not trust:
         raise CheckpointError(
@@ -166,7 +166,7 @@ def _operators(tensors: Iterable[Entry], step: int | None) -> dict[str, tuple[st
 
 
 def _layers(places: Mapping[str, StockPlace]) -> dict:
-    """As much of a model's shape as the names of its weights tell."""
+    """The part of a model's shape that the names of its weights determine."""
     kinds, experts = defaultdict(set), set()
     for name in places:
         parts = operator_or_other(name).split(".")
@@ -181,22 +181,22 @@ def _layers(places: Mapping[str, StockPlace]) -> dict:
 def write_dense(
     contents: ConvertedState, root: Path, writers: int, dtype: torch.dtype | None, file_bytes: int, advance: Advance
 ) -> Path:
-    """Writes weights as ``torch_dist``, optimizer state beside them if there is some, and points the tracker there.
+    """Writes weights as ``torch_dist``, and optimizer state beside them if there is any; updates the tracker.
 
     Args:
-        contents: what to write.
-        root: the ``--save`` directory in which to write it.
+        contents: the state to write.
+        root: the ``--save`` directory to write into.
         writers: number of files for the optimizer state.
-        dtype: what masters are rounded to; None if that is not known.
-        file_bytes: size at which the next file of weights begins.
-        advance: is told the bytes that were written.
+        dtype: the dtype that masters are rounded to; None if unknown.
+        file_bytes: size at which the next file of weights starts.
+        advance: called with the number of bytes written.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: it does not hold a whole model, there is one of this iteration already, or another save to
-            the directory has not ended.
+        CheckpointError: the model is incomplete, this iteration is saved already, or another save to the directory is
+            unfinished.
     """
     iteration = contents.facts.iteration
     check_whole(contents)
@@ -248,7 +248,7 @@ def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: A
 
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:
-    """Starting a save clears all that others have not ended."""
+    """Refuses while another save is unfinished, since starting one clears the remains of all others."""
     others = set(_leftovers(root)) - {dense_files.staging_of(root, iteration)}
     if others:
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Names of weights: one tensor per layer, expert and half of a gated layer here, stacked ones in stock Megatron-LM.
+"""Names of weights: one tensor per layer, expert and half of a gated layer here, stacked tensors in stock Megatron-LM.
 
 Format v1 calls a tensor ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w``.  In megatron-core's
 ``torch_dist`` it is a box of ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, whose first axes are layers and
-experts, and where the gate stands above the other half.  Where layers differ (``moe_layer_freq``), only experts and
+experts, and whose rows are the gate, then the other half.  If layers differ (``moe_layer_freq``), only experts and
 halves are stacked.  The rules are those of megatron-core 0.16's ``TransformerBlock``, ``SequentialMLP`` and ``MLP``.
 """
 
@@ -31,13 +31,13 @@ _HALVES = "wv"
 
 @dataclass(frozen=True)
 class StockPlace:
-    """Where a tensor of the unpartitioned model stands in stock Megatron-LM's weights.
+    """The place of a tensor of the unpartitioned model in stock Megatron-LM's weights.
 
     Attributes:
         key: name of the stock tensor.
         global_shape: shape of that tensor.
-        region: the box of it which the tensor fills.
-        stacked: number of its first axes that count layers and experts; the box has one element along each.
+        region: the box of it that the tensor fills.
+        stacked: number of its leading axes that index layers and experts; the box has one element along each.
     """
 
     key: str
@@ -51,7 +51,7 @@ class StockPlace:
         return self.region.shape[self.stacked :]
 
     def box(self, region: Region) -> Region:
-        """A box of the tensor, as a box of the stock tensor."""
+        """A box of the tensor, in coordinates of the stock tensor."""
         ones = (1,) * self.stacked
         return Region((0,) * self.stacked + region.offset, ones + region.shape).shifted(self.region.offset)
 
@@ -60,7 +60,7 @@ def stacks_layers(shape: Mapping[str, object]) -> bool:
     """Whether all layers of a model are alike, so that megatron-core stacks them.
 
     Args:
-        shape: of the model, as ``training_state.json`` holds it.
+        shape: the model's shape, as in ``training_state.json``.
     """
     return shape["moe_layer_freq"] == 1
 
@@ -73,10 +73,10 @@ def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[s
         stacked: whether layers are stacked.
 
     Raises:
-        CheckpointError: layers or experts are missing, or differ where they should be alike.
+        CheckpointError: layers or experts are missing, or differ although they must be alike.
     """
     found = {name: _stock_name(name, stacked) for name in shapes}
-    counts = {"layer": 0, "expert": 0}  # layers are alike if they are stacked, and have equally many experts
+    counts = {"layer": 0, "expert": 0}  # stacked layers are alike, and have equally many experts
     for _, axes, _ in found.values():
         counts |= {axis: max(counts[axis], index + 1) for axis, index in axes.items()}
     places = {}
@@ -90,15 +90,15 @@ def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[s
 
 
 def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StockPlace]:
-    """The inverse: every tensor of the unpartitioned model that stock weights hold, by its name there.
+    """The inverse: every tensor of the unpartitioned model that stock weights hold, by its name.
 
-    Whether a layer is gated shows in its shape: its first matrix then has twice as many rows as the second columns.
+    A layer is gated if its first matrix has twice as many rows as the second has columns.
 
     Args:
         shapes: shape of each stock tensor by its key.
 
     Raises:
-        CheckpointError: a layer has one of its two matrices alone.
+        CheckpointError: a layer has only one of its two matrices.
     """
     places = {}
     for key, shape in shapes.items():
@@ -115,13 +115,13 @@ def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sto
 
 
 def extra_states(places: Mapping[str, StockPlace]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """What modules save beside weights: (key, stacked shape, offset) of each ``_extra_state``.
+    """Yields (key, stacked shape, offset) of each ``_extra_state`` that modules save beside weights.
 
-    They are empty without fp8, but a stock reader asks for those of all its modules: linear layers always, norms and
-    the inner attention if they are Transformer Engine's.  None is refused for being there.
+    They are empty without fp8, but a stock reader requires those of all its modules: linear layers always, norms and
+    the inner attention if they are Transformer Engine's.  Superfluous ones are accepted.
     """
     modules = {(place.key, place.region.offset[: place.stacked]): place for place in places.values()}
-    for (_, offset), place in modules.items():  # both halves of a gated layer are of one module
+    for (_, offset), place in modules.items():  # both halves of a gated layer belong to one module
         stack = place.global_shape[: len(offset)]
         for pattern, module in ((_LINEAR, ""), (_NORM, ""), (_OUT_OF_ATTENTION, "core_attention.")):
             if found := pattern.fullmatch(place.key):
@@ -129,7 +129,7 @@ def extra_states(places: Mapping[str, StockPlace]) -> Iterator[tuple[str, tuple[
 
 
 def _stock_name(name: str, stacked: bool) -> tuple[str, dict[str, int], int | None]:
-    """Key of the stock tensor, place on its stacked axes in their order, and which half."""
+    """Key of the stock tensor, indices on its stacked axes in order, and which half."""
     axes, half = {}, None
     if stacked and (layer := _LAYER.fullmatch(name)):
         name, axes["layer"] = f"decoder.layers.{layer[2]}", int(layer[1])
@@ -176,7 +176,7 @@ def _widened(shape: tuple[int, ...], halves: int) -> tuple[int, ...]:
 
 
 def _check(places: Mapping[str, StockPlace]) -> None:
-    """Every stock tensor is filled by boxes of one shape, once; distinct names have distinct boxes."""
+    """Checks that boxes of one shape fill every stock tensor exactly; distinct names have distinct boxes."""
     filled, shapes = defaultdict(int), defaultdict(set)
     for place in places.values():
         filled[place.key] += place.region.numel

@@ -44,7 +44,7 @@ exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the comm
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line parser."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options] SOURCE OUTPUT [-- FLAGS]",
         description="Convert a checkpoint.",
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
         The exit status.
@@ -119,22 +119,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The tool's own command line, and the flags of a run."""
+    """Splits the command line into the tool's arguments and the flags of a run."""
     own = argv[: argv.index("--")] if "--" in argv else argv
     return own, argv[len(own) + 1 :]
 
 
 def convert(args: argparse.Namespace) -> Path:
-    """Converts what the command line says.
+    """Converts the checkpoint that the command line names.
 
     Args:
-        args: The command line, and ``flags``, those of a run.
+        args: The command line, with the run's flags as ``flags``.
 
     Returns:
         The directory that was written.
 
     Raises:
-        CheckpointError: It cannot be converted.
+        CheckpointError: The checkpoint cannot be converted.
     """
     if args.flags:
         with _computed_again(args) as directory:
@@ -145,7 +145,7 @@ def convert(args: argparse.Namespace) -> Path:
 
 @contextlib.contextmanager
 def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
-    """A dense checkpoint of the state at the end of a window, until it is converted."""
+    """A temporary dense checkpoint of the state at the end of a window, by replay."""
     from megatron.pretraining.convert.contents import iteration_of
     from megatron.pretraining.convert.regions import refuse_to_replace
     from megatron.pretraining.convert.window import compute_again, window_in
@@ -179,7 +179,7 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     masters = sum(tensor.nbytes for tensor in contents.tensors if tensor.slot == MASTER)
     writers = args.writers or contents.facts.writers
     compared = 0 if from_snapshot else masters
-    rounded = masters // 4 * dtype.itemsize if dtype and target == TORCH_DIST else 0  # written beside the masters
+    rounded = masters // 4 * dtype.itemsize if dtype and target == TORCH_DIST else 0  # weights, beside the masters
     with progress(nbytes + compared + rounded, "converting") as advance:
         if dense is not None and masters:
             dense.check_masters(advance)

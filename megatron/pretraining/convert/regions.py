@@ -1,4 +1,4 @@
-"""Files of regions, which hold all of Format v1 and the optimizer state of dense checkpoints."""
+"""Region files, which hold all of Format v1 and the optimizer state of dense checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def whole_tensors(reader: RegionReader) -> list[Entry]:
-    """Every slot of every tensor that region files hold some of, in model order.
+    """Every slot of every tensor of which region files hold a part, in model order.
 
     Raises:
         CheckpointError: files contradict each other about a tensor.
@@ -36,7 +36,7 @@ def whole_tensors(reader: RegionReader) -> list[Entry]:
 
 
 def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> torch.Tensor:
-    """A box from region files; a CheckpointError where they do not hold it."""
+    """A box from region files; raises CheckpointError if they do not hold it."""
     try:
         return reader.get(name, slot, region)
     except MissingRegionError as missing:
@@ -61,7 +61,7 @@ def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
 
 
 def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState, advance: Advance) -> FileEntry:
-    """Writes a file of regions, one box after the other, durably; returns what a manifest says of it."""
+    """Writes a region file durably, box by box; returns its manifest entry."""
     layout = FileLayout(entries)
 
     def values() -> Iterator[torch.Tensor]:
@@ -73,10 +73,10 @@ def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState
 
 
 def refuse_to_replace(directory: Path) -> None:
-    """Nothing that is there goes, but the files of a conversion or save that was killed before its manifest.
+    """Refuses to replace anything but remains of a conversion or save that was killed before its manifest.
 
     Raises:
-        CheckpointError: there is more.
+        CheckpointError: the directory holds more.
     """
     there = os.listdir(directory) if directory.exists() else []
     if not all(name.startswith(("rank_", ".rank_")) for name in there):
@@ -84,6 +84,6 @@ def refuse_to_replace(directory: Path) -> None:
 
 
 def _place_in_model(name: str) -> tuple:
-    """Embedding, layers by number, output; within a layer as names are ordered, experts by number."""
+    """Sort key: embedding, layers by number, output; within a layer by name, experts by number."""
     outside = 0 if name.startswith("embedding.") else 1 if name.startswith("decoder.layers.") else 2
     return outside, [int(number) for number in _NUMBER.findall(name)[:1]], _NUMBER.sub(lambda n: n[0].zfill(9), name)

@@ -1,4 +1,4 @@
-"""Checkpoints of Format v1, read and written."""
+"""Reads and writes checkpoints of Format v1."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from moc.store.store import Store, directory_of, file_of
 
 
 class SnapshotContents(ConvertedState):
-    """A checkpoint of Format v1.  Its data are compared with their hashes when they are read.
+    """A checkpoint of Format v1.  Its data are verified by their hashes when they are read.
 
     Args:
         directory: its ``iter_*`` directory.
 
     Raises:
-        CheckpointError: manifest or a header is damaged, or they contradict each other.
+        CheckpointError: the manifest or a header is damaged, or they contradict each other.
     """
 
     def __init__(self, directory: Path):
@@ -70,22 +70,22 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
     """Writes Format v1.
 
     Args:
-        contents: what to write.
-        root: the directory of checkpoints in which to write it.
-        writers: number of files; their sizes differ by no more than their headers and an element.
-        advance: is told the bytes that were written.
+        contents: the state to write.
+        root: the directory of checkpoints to write into.
+        writers: number of files; their sizes differ by at most their headers and one element.
+        advance: called with the number of bytes written.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: there is one of this iteration already, or another job uses the directory.
+        CheckpointError: the iteration is saved already, or another job uses the directory.
     """
     facts, store = contents.facts, Store(LocalPlace(root, patience=0.0))
     directory = root / directory_of(facts.iteration)
     store.place.lock()
     refuse_to_replace(directory)
-    store.remove(facts.iteration)  # what a killed conversion has left
+    store.remove(facts.iteration)  # remains of a killed conversion
     directory.mkdir(parents=True)
     written, entries = {}, cut(contents.tensors, writers)
     for rank, part in enumerate(entries):

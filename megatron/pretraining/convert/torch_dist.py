@@ -1,8 +1,8 @@
-"""megatron-core's ``torch_dist``, read and written tensor by tensor, by one process and without a process group.
+"""Reads and writes megatron-core's ``torch_dist`` tensor by tensor, in one process without a process group.
 
 The format is torch's distributed checkpoint (``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``) with
-megatron-core's ``metadata.json`` and ``common.pt`` beside it.  Only torch's and megatron-core's own readers and
-writers touch the bytes; ours are the plans, which say what is read or written when.
+megatron-core's ``metadata.json`` and ``common.pt`` beside it.  Only torch's and megatron-core's own readers and writers
+touch the bytes; this module makes the plans, which determine what is read or written when.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from moc.state.region import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
 _BACKEND = CheckpointingConfig("torch_dist", 1)
-_VERSION = 3.0  # of Megatron-LM's checkpoints: how it orders queries, keys and values
+_VERSION = 3.0  # of Megatron-LM's checkpoints: the order of queries, keys and values
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A box of a stock tensor that is to be written.
+    """A box of a stock tensor to write.
 
     Attributes:
         key: the stock tensor.
         global_shape: its shape.
         region: the box.
         dtype: of its elements.
-        values: gives the values, when they are written.
+        values: returns the values; called when they are written.
     """
 
     key: str
@@ -77,14 +77,14 @@ class Weight:
 class WeightsReader:
     """Reads boxes of the tensors in a ``torch_dist`` directory.
 
-    Torch unpickles ``.metadata``: only a directory that is trusted may be opened.  The tensors themselves are read
-    without unpickling (``weights_only``).
+    Torch unpickles ``.metadata``, so open only trusted directories.  The tensors themselves are read without unpickling
+    (``weights_only``).
 
     Args:
         directory: the checkpoint.
 
     Raises:
-        CheckpointError: there is no ``torch_dist`` checkpoint, or torch cannot read it.
+        CheckpointError: the directory holds no ``torch_dist`` checkpoint, or torch cannot read it.
     """
 
     def __init__(self, directory: Path):
@@ -111,7 +111,7 @@ class WeightsReader:
         Raises:
             CheckpointError: the files do not hold all of it, or cannot be read.
         """
-        known: Any = self._metadata.state_dict_metadata[key]  # of a tensor
+        known: Any = self._metadata.state_dict_metadata[key]  # a tensor's metadata
         into = torch.empty(region.shape, dtype=known.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
         if key not in self._chunks:
@@ -129,7 +129,7 @@ class WeightsReader:
 
 
 class _Chunks:
-    """Finds the stored boxes near a box: a tensor that stacks layers and experts has very many."""
+    """Finds the stored boxes near a box; a tensor that stacks layers and experts has very many."""
 
     def __init__(self, chunks: list[ChunkStorageMetadata]):
         axes = len(chunks[0].sizes)
@@ -139,35 +139,35 @@ class _Chunks:
             self._by_place[tuple(chunk.offsets[: self._axes])].append(chunk)
 
     def near(self, region: Region) -> list[ChunkStorageMetadata]:
-        """Those that may overlap a box, and perhaps others."""
+        """Boxes that may overlap this one; possibly more."""
         if any(size != 1 for size in region.shape[: self._axes]):
             return self._all
         return self._by_place.get(region.offset[: self._axes], [])
 
 
 class _Into(LoadPlanner):
-    """Lets torch's reader fill one tensor."""
+    """Makes torch's reader fill one tensor."""
 
     def __init__(self, into: torch.Tensor):
         self._into = into
 
     def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def create_local_plan(self) -> LoadPlan:
-        """There is one already."""
+        """Returns an empty plan; the reader is given its plan directly."""
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """No other process has a plan."""
+        """Returns the plans unchanged; there is only this process."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to change."""
+        """Returns the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Nobody asks for objects."""
+        """Does nothing; no objects are read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The part of the tensor that an item fills."""
@@ -177,7 +177,7 @@ class _Into(LoadPlanner):
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: it was written in place."""
+        """Does nothing; the tensor was filled in place."""
 
 
 def write_weights(
@@ -195,9 +195,9 @@ def write_weights(
     Args:
         directory: an empty directory.
         weights: boxes that together cover each tensor once.
-        extra_states: empty objects of linear layers: key, stacked shape, and offset in it.
-        iteration: what ``common.pt`` says.
-        file_bytes: size at which the next ``.distcp`` file begins.
+        extra_states: empty objects of modules: key, stacked shape, and offset in it.
+        iteration: the iteration in ``common.pt``.
+        file_bytes: size at which the next ``.distcp`` file starts.
 
     Raises:
         CheckpointError: values cannot be read.
@@ -214,8 +214,8 @@ def write_weights(
     try:
         _finish(directory, writer, metadata, [writer.write_data(plan, planner).wait() for plan in plans], iteration)
     except CheckpointError:
-        raise  # values that could not be read
-    except RuntimeError as error:  # what torch makes of a full disk; the reason hangs on it
+        raise  # unreadable values
+    except RuntimeError as error:  # torch's error for a full disk, with the cause as its context
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(*(reason.args if isinstance(reason, OSError) else (0, str(reason)))) from error
 
@@ -241,7 +241,7 @@ def _files(weights: Iterable[Weight], file_bytes: int) -> list[list[Weight]]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans of boxes whose values are asked for when they are written, and not before."""
+    """Plans boxes whose values are computed only when they are written."""
 
     def __init__(self):
         super().__init__(flatten_state_dict=False)
@@ -263,10 +263,10 @@ class _Planner(DefaultSavePlanner):
         return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What torch's writer asks for when it comes to an item."""
+        """Returns an item's values when torch's writer reaches it."""
         if write_item.type == WriteItemType.BYTE_IO:
             empty = io.BytesIO()
-            torch.save([None], empty)  # as megatron-core saves the state of a layer that has none
+            torch.save([None], empty)  # as megatron-core saves a layer without extra state
             return empty
-        assert write_item.index.offset is not None  # it is of a tensor
+        assert write_item.index.offset is not None  # the item is a tensor's
         return self._values[write_item.index.fqn, write_item.index.offset]()

@@ -1,7 +1,7 @@
-"""A window of sparse snapshots becomes a checkpoint of everything, by computing it again (MoEvement, section 3.3).
+"""Converts a window of sparse snapshots into a dense checkpoint by replaying it (MoEvement, section 3.3).
 
-The program does that, as it does when a run goes on (``moc/session/resume/replay.py``): with ``--skip-train``,
-and in place of ``--ckpt-dir`` a directory of links to the snapshots of the window, so that nothing happens to those.
+The training program replays the window as a resuming run does (``moc/session/resume/replay.py``), with
+``--skip-train``, and with links to the window's snapshots as ``--ckpt-dir``, so that the snapshots are not touched.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from moc.store.store import Store, directory_of
 PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt_moe.py"
 _SENTENCE = re.compile(rf"{re.escape(PROGRAM.name)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
-"""By which part of itself a loss may differ in another layout, where sums come in another order."""
+"""Relative difference allowed to a loss in another layout, which sums in another order."""
 _PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
-"""Groups of flags that say nothing of what an iteration computes."""
+"""Groups of flags that do not affect what an iteration computes."""
 
 
 @dataclass(frozen=True)
 class ConvertedWindow:
-    """Snapshots whose iterations, computed again, lead to all of the state.
+    """Snapshots that yield the whole state when their iterations are replayed.
 
     Attributes:
-        root: the directory that they are in.
-        manifests: of each of them, by iteration.
+        root: the directory that holds them.
+        manifests: their manifests by iteration.
     """
 
     root: Path
@@ -50,12 +50,12 @@ class ConvertedWindow:
 
     @property
     def end(self) -> Manifest:
-        """The last one."""
+        """The manifest of the last snapshot."""
         return self.manifests[max(self.manifests)]
 
 
 def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
-    """The newest window in a directory, or the one that an iteration ends.
+    """The newest complete window in a directory, or the one that an iteration ends.
 
     Raises:
         CheckpointError: there is none.
@@ -75,7 +75,7 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
 
 
 def _operators(manifest: Manifest) -> list[Operator]:
-    """Those of the model; of all that is known of them, names are what matters here."""
+    """The model's operators; only their names are set."""
     try:
         return [Operator(name, "", None, None, 0) for name in missing_operators((), manifest.state.get("shape"))]
     except ValueError as error:
@@ -85,24 +85,24 @@ def _operators(manifest: Manifest) -> list[Operator]:
 def compute_again(
     window: ConvertedWindow, flags: Sequence[str], workers: int | None, scratch: Path
 ) -> tuple[Path, bool]:
-    """Runs the program, which computes the window again and saves the state at its end.
+    """Runs the training program, which replays the window and saves the state at its end.
 
     Args:
         window: the window.
-        flags: of the program, as in the run; what says where and when to save, load or log is passed over.
-        workers: processes to compute it in; by default as many as the run had.
+        flags: the run's flags; those that say where and when to save, load or log are ignored.
+        workers: number of processes; by default as many as the run had.
         scratch: an empty directory, with room for a dense checkpoint.
 
     Returns:
-        The dense checkpoint, and whether it is to the last bit that of the run.
+        The dense checkpoint, and whether it is bit-identical to the run's state.
 
     Raises:
-        CheckpointError: the program failed, or what it has computed is not what the run had.
+        CheckpointError: the program failed, or a replayed loss differs from the run's.
     """
     workers = workers or window.end.layout.get("world", 1)
     config = _config(parse_config(list(flags)), window, scratch)
     directory, save, log_dir = config.snapshot.ckpt_dir, config.checkpoint.save, config.logging.log_dir
-    assert directory is not None and save is not None and log_dir is not None  # _config() gives them
+    assert directory is not None and save is not None and log_dir is not None  # set by _config()
     links = Path(directory)
     links.mkdir()
     for iteration in window.manifests:
@@ -121,13 +121,13 @@ def compute_again(
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Runs the program, and shows what it says; if it fails, its sentence that says why."""
+    """Runs the program and shows its output; returns its error sentence if it fails."""
     reason = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout or ():
             said = _SENTENCE.match(line)
             reason = reason or (said and said[1])
-            if reason is None:  # what the launcher says then is of no use
+            if reason is None:  # the launcher's output after the error is of no use
                 print(line, end="", file=sys.stderr, flush=True)
     if process.returncode != 0:
         return reason or f"{PROGRAM.name} failed (exit code {process.returncode}), see above"
@@ -145,13 +145,13 @@ def _config(run: Config, window: ConvertedWindow, scratch: Path) -> Config:
         log_dir=str(scratch / "log"),
         eval_iters=0,
         override_opt_param_scheduler=False,
-        use_checkpoint_opt_param_scheduler=True,  # by it the iterations of the window were computed
+        use_checkpoint_opt_param_scheduler=True,  # the schedule by which the window was trained
     )
     return compose({name: value for name, value in run.given.items() if name not in passed_over} | its_own, run.model)
 
 
 def _check_loss(loss: float | None, manifest: Manifest, elsewhere: bool) -> None:
-    """Refuses an iteration that was computed again, and came out otherwise."""
+    """Rejects a replayed iteration whose loss differs."""
     was = manifest.state["record"]["loss"]
     if elsewhere and loss is not None and abs(loss - was) <= CLOSE * abs(was):
         return

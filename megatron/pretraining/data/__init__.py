@@ -1,1 +1,1 @@
-"""Text made samples, and where in them a run is."""
+"""Training data: from text to samples, and from a position to its batches."""

@@ -1,8 +1,8 @@
-"""Reads documents out of text files, JSON lines and directories of them.
+"""Reads documents from text files, JSON lines and directories of them.
 
-Reading is cheap and in order, decoding and parsing are not: so a `Reader` cuts files into `Piece`s of raw
-bytes, which may travel to another process, and `Piece.texts` turns one into text there. What is wrong with an
-input is a `BadText`: one sentence that names the file and the line.
+Reading is cheap and sequential, decoding and parsing are expensive: a `Reader` cuts files into `DocumentPiece`s of raw
+bytes, which can be sent to another process, where `DocumentPiece.texts` decodes them. Invalid input raises a `BadText`:
+one sentence that names the file and the line.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class BadText(ToolError):
-    """One document, or the rest of one file, that cannot be used."""
+    """An unusable document, or the unusable rest of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentPiece:
-    """A document, or a part of one, as it stands in its file."""
+    """A document, or a part of one, as raw bytes of its file."""
 
     path: str
     line: int
-    """Number of its first line, from 1."""
+    """Number of its first line, counted from 1."""
     data: bytes
     is_json: bool = False
     ends_document: bool = True
     error: str | None = None
-    """Set where the file could not be read on: what was read of this document is void."""
+    """Set if reading the file failed: earlier pieces of this document are void."""
 
     def texts(self, keys: Iterable[str]) -> dict[str, str]:
-        """The piece's text by JSON key; plain text goes by the key ``text``.
+        """The piece's text by JSON key; plain text has the key ``text``.
 
         Args:
-            keys: The keys to take out of a JSON object.
+            keys: The keys to read from a JSON object.
 
         Raises:
-            BadText: Not UTF-8, not a JSON object, or a key is missing or no text.
+            BadText: Not UTF-8, not a JSON object, or a key is missing or not a string.
         """
         if self.error:
             raise BadText(self.error)
@@ -86,16 +86,16 @@ class DocumentPiece:
 
 
 Splitter = Callable[[bytes], str | None]
-"""Told a line, says ``"before"`` (a document begins with it), ``"drop"`` (it parts documents) or None."""
+"""Maps a line to ``"before"`` (a document starts with it), ``"drop"`` (it separates documents) or None."""
 
 
 def on_blank_lines(line: bytes) -> str | None:
-    """The splitter that parts documents at lines without text."""
+    """A splitter that separates documents at blank lines."""
     return None if line.strip() else "drop"
 
 
 def on_regex(pattern: str) -> Splitter:
-    """The splitter that begins a document at every line in which the pattern is found."""
+    """A splitter that starts a document at every line that matches the pattern."""
     try:
         found = re.compile(pattern.encode()).search
     except re.error as error:
@@ -104,11 +104,11 @@ def on_regex(pattern: str) -> Splitter:
 
 
 def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) -> list[str]:
-    """The files named, and in sorted order those below the directories named.
+    """The given files, and in sorted order the matching files below given directories.
 
     Args:
-        inputs: Files and directories. A file is taken whatever its name is.
-        patterns: Names to take in directories; ``.gz`` and ``.zst`` need not be part of them.
+        inputs: Files and directories. A file is read whatever its name is.
+        patterns: Names to read in directories; they match with and without ``.gz`` and ``.zst``.
     """
     patterns, files = tuple(patterns), []
     for name in inputs:
@@ -142,7 +142,7 @@ def _uncompressed_name(path: str) -> str:
 
 
 def is_json(path: str) -> bool:
-    """Whether the file holds JSON lines, by its name."""
+    """Whether the file's name marks it as JSON lines."""
     return _uncompressed_name(path).endswith(_JSON)
 
 
@@ -151,7 +151,7 @@ class Reader:
 
     Args:
         files: Paths, as from `find_files`.
-        split: Parts plain text into documents; by default a file is one.
+        split: Separates plain text into documents; by default a file is one document.
     """
 
     def __init__(self, files: list[str], split: Splitter | None = None):
@@ -161,7 +161,7 @@ class Reader:
 
     @property
     def bytes_done(self) -> int:
-        """How many bytes of the files, as they lie on disk, were read so far."""
+        """Bytes read so far, as stored on disk."""
         return self._bytes_before + (self._raw.tell() if self._raw and self._raw.seekable() else 0)
 
     def __iter__(self) -> Iterator[DocumentPiece]:
@@ -199,7 +199,7 @@ def _uncompress(path: str, raw: Any) -> io.BufferedReader:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Reads all frames of a .zst file; unlike the package's own reader it notices a truncated one."""
+    """Reads all frames of a .zst file; unlike the package's own reader, it detects a truncated frame."""
 
     def __init__(self, raw: BinaryIO):
         import zstandard
@@ -256,7 +256,7 @@ def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterato
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
-    """Numbered lines, the very long ones in parts; the flag says that a line begins here."""
+    """Numbered lines, very long ones in parts; the flag marks the first part of a line."""
     number, begins, rest = 1, True, b""
     while data := stream.readline(PIECE_BYTES):
         data = rest + data
@@ -270,7 +270,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _good_cut(data: bytes) -> int:
-    """Where to cut the part of a line: before its last word, or else not within a character."""
+    """Where to cut a long line: before the last word, or else between characters."""
     space = data.rfind(b" ")
     if space > 0:
         return space
@@ -285,7 +285,7 @@ def _good_cut(data: bytes) -> int:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Cuts a long text into parts at ends of lines, as `Reader` does for plain files."""
+    """Cuts a long text into parts at line ends, as `Reader` cuts plain files."""
     if len(text) < PIECE_BYTES:
         yield text
         return
@@ -295,7 +295,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def sync(path: str | Path) -> None:
-    """Has the file, or the directory's list of names, written to the disk itself."""
+    """Flushes a file, or a directory's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -304,7 +304,7 @@ def sync(path: str | Path) -> None:
 
 
 def add_input_arguments(parser) -> None:
-    """The flags with which all data tools are told what to read."""
+    """Adds the input flags that all data tools share."""
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input",

@@ -1,4 +1,4 @@
-"""Writes Megatron's .bin/.idx pairs so that none is ever taken for whole before it is."""
+"""Writes Megatron's .bin/.idx pairs so that an incomplete pair is never taken for a complete one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moc.output import ToolError
 
 
 class PairWriter:
-    """Writes one .bin/.idx pair under temporary names, gone at the end unless published.
+    """Writes one .bin/.idx pair under temporary names, which are removed at the end unless published.
 
     Args:
         prefix: Path of the pair without suffix.
         dtype: numpy type of the token ids.
-        eod: The token to end documents with, or None.
+        eod: The token that ends documents, or None.
         overwrite: Whether an existing pair may be replaced.
     """
 
@@ -55,11 +55,11 @@ class PairWriter:
         self._lock.close()
 
     def add(self, tokens) -> None:
-        """Adds token ids to the document that is being written."""
+        """Appends token ids to the current document."""
         self._parts.append(tokens)
 
     def end_document(self) -> bool:
-        """Ends the document; False where it has no tokens and is left out."""
+        """Ends the current document; returns False if it is empty and left out."""
         import numpy
 
         parts, self._parts = self._parts, []
@@ -67,26 +67,26 @@ class PairWriter:
             return False
         if self._eod is not None:
             parts.append(numpy.array([self._eod], dtype=self.dtype))
-        document: Any = numpy.concatenate(parts)  # megatron-core declares a tensor, and takes an array
+        document: Any = numpy.concatenate(parts)  # megatron-core annotates a tensor, and accepts an array
         self._builder.add_document(document, [len(document)])
         self.tokens += len(document)
         return True
 
     def drop_document(self) -> None:
-        """Forgets what was added of the document that is being written."""
+        """Discards the current document."""
         self._parts = []
 
     def complete(self) -> None:
-        """Writes the index and has both files on the disk, still under their temporary names."""
+        """Writes the index and flushes both files to disk, still under their temporary names."""
         self._builder.finalize(self._idx)
         sync(self._bin)
         sync(self._idx)
 
     def publish(self) -> None:
-        """Gives the files their names: at no moment is there an .idx beside a .bin that is not its own."""
+        """Renames both files to their final names; an .idx is never visible beside another pair's .bin."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.prefix}.idx")
-        # megatron-core keeps sample indices of the old pair there, by path: they would fit this one no more
+        # megatron-core caches sample indices of the old pair there by path; they are invalid for the new pair
         shutil.rmtree(os.path.join(self.prefix, "cache"), ignore_errors=True)
         os.replace(self._bin, f"{self.prefix}.bin")
         os.replace(self._idx, f"{self.prefix}.idx")

@@ -1,8 +1,8 @@
 """Turns text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx.
 
-Files are read in order by this process, tokenized by worker processes, and written in order by this process
-again, so the output does not depend on the number of workers. It is written under temporary names; the .idx,
-without which Megatron sees no dataset, gets its name last (see `pairs`).
+This process reads files in order, worker processes tokenize them, and this process writes the result in order, so the
+output does not depend on the number of workers. It is written under temporary names; the .idx, without which Megatron
+sees no dataset, is renamed last (see `pairs`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moc.output import ToolError, refused
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024
-BATCHES_AHEAD = 64  # of the writer: bounds memory
+BATCHES_AHEAD = 64  # batches in flight ahead of the writer, to bound memory
 SHOWN_BAD = 20
 
 EPILOG = """\
@@ -52,7 +52,7 @@ parts cut at ends of lines. Documents without any token are left out."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line parser."""
     parser = argparse.ArgumentParser(
         description="Tokenize text files, directories and JSON lines into a Megatron dataset.",
         epilog=EPILOG,
@@ -89,10 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
-        The exit status: 0, 1 where something is wrong, 130 when interrupted.
+        The exit status: 0, 1 on an error, 130 when interrupted.
     """
     args = build_parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
@@ -119,10 +119,10 @@ def _interrupt(signum, frame):
 
 
 def preprocess(args: argparse.Namespace) -> str:
-    """Does the work and returns the summary that is printed at the end.
+    """Writes the datasets, and returns the summary to print.
 
     Args:
-        args: As `build_parser` parses them.
+        args: The flags, as parsed by `build_parser`.
     """
     if args.workers < 1:
         raise ToolError("--workers must be at least 1.")
@@ -177,7 +177,7 @@ def _load_tokenizer(args: argparse.Namespace):
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of one piece by key, or what is wrong with it."""
+    """The token ids of one piece by key, or the error in it."""
 
     tokens: dict
     size: int
@@ -189,17 +189,17 @@ class Encoder:
     """Tokenizes pieces.
 
     Args:
-        tokenizer: megatron-core's.
-        dtype: The numpy type that its ids are stored in.
+        tokenizer: megatron-core's tokenizer.
+        dtype: The numpy type to store ids in.
         keys: The JSON keys to tokenize.
-        numbers: The tokenizer is the NullTokenizer: it wants numbers with single spaces between them.
+        numbers: The tokenizer is a NullTokenizer, which requires numbers separated by single spaces.
     """
 
     def __init__(self, tokenizer, dtype, keys: tuple[str, ...], numbers: bool = False):
         self._tokenizer, self._dtype, self._keys, self._numbers = tokenizer, dtype, keys, numbers
 
     def __call__(self, piece: DocumentPiece) -> Encoded:
-        """Tokenizes one piece; what is wrong with it is returned, not raised."""
+        """Tokenizes one piece; returns an error in it instead of raising."""
         try:
             tokens = {key: self._encode(piece, text) for key, text in piece.texts(self._keys).items()}
         except BadText as error:
@@ -225,19 +225,19 @@ class Encoder:
 
 @contextlib.contextmanager
 def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Starts the worker processes; with one worker there is none, and this process does the work.
+    """Starts the worker processes; with one worker this process does the work, and None is yielded.
 
     Args:
-        encode: What they do to each piece.
-        workers: How many.
+        encode: Tokenizes pieces in the workers.
+        workers: Number of workers.
     """
     if workers == 1:
         yield None
         return
-    # fork: the workers inherit the loaded tokenizer instead of spending seconds on imports
+    # fork: workers inherit the loaded tokenizer instead of spending seconds on imports
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, _start_worker, (encode,)) as pool:
-        pool.submit(int).result()  # forks them all now, before a progress bar starts a thread
+        pool.submit(int).result()  # forks all workers now, before a progress bar starts a thread
         try:
             yield pool
         finally:
@@ -248,8 +248,8 @@ def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -
     """Tokenizes all pieces of the reader, in order.
 
     Args:
-        reader: What to tokenize.
-        encode: Does it where there is no pool.
+        reader: The pieces to tokenize.
+        encode: Tokenizes them if there is no pool.
         pool: From `worker_pool`.
     """
     if pool is None:
@@ -285,7 +285,7 @@ def _start_worker(encode: Encoder) -> None:
 
 
 def _die_with(parent) -> None:
-    parent.join()  # a killed parent leaves its workers waiting for ever
+    parent.join()  # without this, workers of a killed parent would wait forever
     os._exit(1)
 
 
@@ -294,7 +294,7 @@ def _encode_batch(batch: list[DocumentPiece]) -> list[Encoded]:
 
 
 def _write(results: Iterator[Encoded], pairs: dict[str, PairWriter], skip_bad: bool, progress) -> Counter:
-    """Writes what comes in, document by document, and counts it."""
+    """Writes the tokens document by document, and counts documents and bytes."""
     counts, bad = Counter(), None
     for result in results:
         counts["bytes"] += result.size
@@ -328,7 +328,7 @@ def _report_bad(reason: str, counts: Counter, pairs: dict[str, PairWriter]) -> N
 
 @contextlib.contextmanager
 def _progress(reader: Reader, interval: int):
-    """Gives a function to call with the counts so far: a bar on a terminal, a line now and then elsewhere."""
+    """Yields a callback for the counts so far: a progress bar on a terminal, periodic lines elsewhere."""
     if sys.stderr.isatty():
         from rich import progress as rich
         from rich.console import Console

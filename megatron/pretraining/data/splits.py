@@ -1,8 +1,8 @@
-"""How much text each split has, known before megatron-core looks for samples in it.
+"""Measures how much text each split has, before megatron-core searches it for samples.
 
-megatron-core adds up epochs of a split until they have the tokens that the run wants, and never ends where an epoch
-has none (NVIDIA/Megatron-LM#957).  What decides it stands in the ``.idx`` files, so every worker comes to the same
-answer by itself, those that read no data and those that take the place of a lost one included.
+megatron-core adds up epochs of a split until they have the tokens that the run needs, and loops forever if an epoch has
+none (NVIDIA/Megatron-LM#957).  The ``.idx`` files decide this, so every worker reaches the same verdict by itself,
+including those that read no data and those that replace a lost one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NAMES = ("train", "valid", "test")
 
 
 class Corpus(Protocol):
-    """Documents one after the other, and their tokens."""
+    """A sequence of documents with token counts."""
 
     documents: int
 
     def tokens(self, start: int, end: int) -> int:
-        """Of the documents from ``start`` to before ``end``."""
+        """Tokens of the documents ``[start, end)``."""
         ...
 
 
@@ -34,16 +34,16 @@ class IndexedCorpus:
     """A pair of ``.bin`` and ``.idx`` files.
 
     Args:
-        prefix: of both.
+        prefix: path of both without suffix.
     """
 
     def __init__(self, prefix: str):
-        index = IndexedDataset(prefix, mmap=False).index  # an empty .bin cannot be mapped
+        index = IndexedDataset(prefix, mmap=False).index  # an empty .bin cannot be memory-mapped
         self.documents = len(index)
         self._index = index
 
     def tokens(self, start: int, end: int) -> int:
-        """From where the first and the last of them begin: a large corpus is not read for it."""
+        """Tokens, from the offsets of the first and last document, without reading the lengths of all."""
         if start == end:
             return 0
         pointers, lengths = self._index.sequence_pointers, self._index.sequence_lengths
@@ -51,7 +51,7 @@ class IndexedCorpus:
 
 
 class MockCorpus:
-    """What ``--mock-data`` makes up.
+    """The documents of ``--mock-data``.
 
     Args:
         tokenizer: megatron-core's tokenizer object.
@@ -62,20 +62,20 @@ class MockCorpus:
         self.documents = len(self._lengths)
 
     def tokens(self, start: int, end: int) -> int:
-        """By adding up."""
+        """Tokens, by summing the lengths."""
         return int(numpy.sum(self._lengths[start:end]))
 
 
 @dataclass(frozen=True)
 class SplitSource:
-    """What a split takes from one dataset.
+    """The part of one dataset that a split reads.
 
     Attributes:
-        prefix: of its files; empty with ``--mock-data``.
+        prefix: of the dataset's files; empty with ``--mock-data``.
         whole: documents of the dataset.
-        documents: of these, the split's.
-        tokens: of the split's documents.
-        samples: that the split wants from it; None where it is read once, whatever the split wants.
+        documents: documents of the split in this dataset.
+        tokens: tokens of these documents.
+        samples: samples that the split needs from the dataset; None if it is read exactly once.
     """
 
     prefix: str
@@ -85,7 +85,7 @@ class SplitSource:
     samples: float | None
 
     def epochs(self, seq_length: int) -> float:
-        """How often the run reads the split's documents."""
+        """Number of times that the run reads the split's documents."""
         return 1.0 if self.samples is None else self.samples * seq_length / self.tokens
 
 
@@ -95,17 +95,17 @@ class Split:
 
     Attributes:
         name: ``train``, ``valid`` or ``test``.
-        sources: what it is blended from.
+        sources: the datasets that it blends.
     """
 
     name: str
     sources: tuple[SplitSource, ...]
 
     def describe(self, seq_length: int) -> str:
-        """Documents, tokens and epochs; of a blend, the epochs of the datasets that are read least and most often.
+        """Documents, tokens and epochs; for a blend, the lowest and highest epochs of its datasets.
 
         Args:
-            seq_length: tokens of a sample.
+            seq_length: tokens per sample.
         """
         documents, tokens = (sum(getattr(one, name) for one in self.sources) for name in ("documents", "tokens"))
         epochs = [one.epochs(seq_length) for one in self.sources]
@@ -119,11 +119,11 @@ def _figure(epochs: float) -> str:
 
 
 def drop_unread(config: GPTDatasetConfig, samples: Sequence[int]) -> None:
-    """Leaves out the splits to evaluate on that the run wants no sample of: megatron-core would look for one.
+    """Drops evaluation splits of which the run needs no sample, since megatron-core would look for one.
 
     Args:
-        config: megatron-core's; it is changed.
-        samples: that the run wants of each split.
+        config: megatron-core's dataset configuration; modified in place.
+        samples: samples that the run needs of each split.
     """
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(config, name)
@@ -138,8 +138,8 @@ def splits_of(
     """The splits that megatron-core is to build.
 
     Args:
-        config: megatron-core's.
-        samples: that the run wants of each split.
+        config: megatron-core's dataset configuration.
+        samples: samples that the run needs of each split.
         corpus: opens a dataset by its prefix.
     """
     separate, opened, found = config.blend_per_split, {}, []
@@ -169,19 +169,19 @@ def _samples_of_each(wanted: int, datasets: int, weights: Sequence[float] | None
 
 
 def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: float | None) -> SplitSource:
-    start, end = (int(round(share * corpus.documents)) for share in part)  # as megatron-core's builder rounds
+    start, end = (int(round(share * corpus.documents)) for share in part)  # rounds as megatron-core's builder does
     return SplitSource(prefix, corpus.documents, end - start, corpus.tokens(start, end), samples)
 
 
 def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
-    """Refuses what megatron-core would look for samples in without an end, or without a word.
+    """Rejects splits on which megatron-core would loop forever or fail silently.
 
     Args:
-        splits: that are to be built.
-        config: megatron-core's.
+        splits: the splits to build.
+        config: megatron-core's dataset configuration.
 
     Raises:
-        ConfigError: a split has no document, no token, or of a dataset that is read once no whole sample.
+        ConfigError: a split has no document or no token, or less than one sample in a dataset that is read once.
     """
     for split in splits:
         for source in split.sources:

@@ -1,7 +1,7 @@
-"""Training data by position: which samples an iteration sees follows from the consumed samples alone.
+"""Training data by position: the samples of an iteration are a function of the consumed samples alone.
 
-The datasets are megatron-core's (``GPTDataset``, ``IndexedDataset``, blends).  A stream can be asked for any
-position; it reads ahead from there, and nothing of what came before is read to get there.
+The datasets are megatron-core's (``GPTDataset``, ``IndexedDataset``, blends).  A stream starts at any position and
+reads ahead from there, without reading what precedes it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits; a split that the data does not provide, or that the run does not read, is None.
+    """The three splits; a split without data, or that the run does not read, is None.
 
     Attributes:
-        train: to train on.
-        valid: to evaluate while training.
-        test: to evaluate at the end.
-        described: a line for each split that is read, the same on all workers.
+        train: training samples.
+        valid: samples to evaluate during training.
+        test: samples to evaluate at the end.
+        described: a line for each split that is read, identical on all workers.
     """
 
     train: torch.utils.data.Dataset | None
@@ -49,12 +49,12 @@ def micro_batch_indices(
     """Samples of one micro batch of one data-parallel rank.
 
     A global batch is the next ``global_batch_size`` samples, dealt in turns of ``micro_batch_size`` to the
-    data-parallel ranks, as in Megatron-LM; so an iteration sees the same samples whatever the data-parallel size.
+    data-parallel ranks, as in Megatron-LM; an iteration therefore reads the same samples at any data-parallel size.
 
     Args:
         consumed_samples: samples consumed before this iteration.
         micro_batch: number of the micro batch within the iteration.
-        micro_batch_size: samples in a micro batch.
+        micro_batch_size: samples per micro batch.
         data_rank: data-parallel rank.
         data_size: number of data-parallel ranks.
     """
@@ -66,13 +66,12 @@ class BatchStream:
     """The micro batches of one data-parallel rank, from any position on.
 
     Args:
-        dataset: maps a sample index to tensors; a sample beyond its end is taken from its beginning again
-            only if ``wrap`` is set.
-        micro_batch_size: samples in a micro batch.
-        num_micro_batches: micro batches of this rank in an iteration.
-        world: this worker's place.
+        dataset: maps a sample index to tensors.
+        micro_batch_size: samples per micro batch.
+        num_micro_batches: this rank's micro batches per iteration.
+        world: this worker's ranks.
         num_workers: reader processes; 0 reads in this process.
-        wrap: start over at the end of the dataset (evaluation), instead of raising IndexError (training).
+        wrap: start over at the end of the dataset (evaluation), instead of running out of batches (training).
     """
 
     def __init__(
@@ -88,13 +87,13 @@ class BatchStream:
         self._micro_batch_size, self._num_micro_batches = micro_batch_size, num_micro_batches
         self._global_batch_size = micro_batch_size * num_micro_batches * world.data_size
         self._reader: Iterator[Batch] | None = None
-        self._position: int | None = None  # consumed samples at which the reader stands, if between iterations
+        self._position: int | None = None  # consumed samples at the reader's position, if between iterations
 
     def iteration(self, consumed_samples: int) -> Iterator[Batch]:
         """The micro batches of the iteration that starts at ``consumed_samples``, on this worker's device."""
         if self._reader is None or self._position != consumed_samples:
             self._reader = iter(self._loader(consumed_samples))
-        self._position = None  # unknown until the iteration has been drawn whole
+        self._position = None  # unknown until the whole iteration has been drawn
         for _ in range(self._num_micro_batches):
             batch = next(self._reader)
             yield {k: v.to(self._world.device, non_blocking=True) for k, v in batch.items()}
@@ -109,7 +108,7 @@ class BatchStream:
         )
 
     def _indices_from(self, consumed_samples: int) -> Iterator[list[int]]:
-        dataset: Any = self._dataset  # torch does not declare that it has a length
+        dataset: Any = self._dataset  # torch's Dataset declares no length
         total = len(dataset)
         while True:
             for micro_batch in range(self._num_micro_batches):
@@ -127,7 +126,7 @@ class BatchStream:
 
 
 class _IndexLists:
-    """A batch sampler, restartable as torch's DataLoader wants it."""
+    """A batch sampler, restartable as torch's DataLoader requires."""
 
     def __init__(self, make, position):
         self._make, self._position = make, position
@@ -140,18 +139,18 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
     """Builds the splits on the pipeline stages that read them; a collective call.
 
     Args:
-        config: the flags in force.
+        config: the flags.
         tokenizer: megatron-core's tokenizer object.
-        samples: number of samples wanted for training, validation and test.
+        samples: samples needed for training, validation and test.
 
     Raises:
-        ConfigError: a split is empty, or there are too few samples to train on; on all workers alike.
+        ConfigError: on all workers, if a split is empty or there are too few training samples.
     """
     data, core = config.data, gpt_dataset_config(config, tokenizer)
     drop_unread(core, samples)
     splits = splits_of(core, samples)
     refuse_empty(splits, core)
-    if data.mock_data:  # nothing to cache, and nothing to say about it on every worker
+    if data.mock_data:  # suppresses a warning on every worker that the mock data have no cache path
         logging.getLogger(gpt_dataset.__name__).setLevel(logging.ERROR)
     dataset_class = MockGPTDataset if data.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(dataset_class, list(samples), _stage_reads_data, core)
@@ -166,7 +165,7 @@ def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> 
 
 
 def gpt_dataset_config(config: Config, tokenizer) -> GPTDatasetConfig:
-    """Translates our flags into megatron-core's dataset configuration."""
+    """Translates the flags into megatron-core's dataset configuration."""
     data = config.data
     per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
     has_per_split = any(per_split)
@@ -182,7 +181,7 @@ def gpt_dataset_config(config: Config, tokenizer) -> GPTDatasetConfig:
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        # without document borders in the mask it is the causal one, which the attention makes itself
+        # without document boundaries the mask is causal, which the attention builds itself
         create_attention_mask=data.reset_attention_mask,
     )
 

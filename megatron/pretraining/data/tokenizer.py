@@ -15,7 +15,7 @@ TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokeni
 
 
 class TokenizerError(ValueError):
-    """The tokenizer that was asked for cannot be had; the message says why in one sentence."""
+    """The requested tokenizer is unavailable; the message gives the reason in one sentence."""
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None) -> Any:
@@ -23,17 +23,17 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, voc
 
     Args:
         tokenizer_type: One of ``TOKENIZER_TYPES``.
-        tokenizer_model: The ``.model`` file of SentencePieceTokenizer, or the local directory of
-            HuggingFaceTokenizer, or its name on the hub.
+        tokenizer_model: The ``.model`` file of SentencePieceTokenizer; for HuggingFaceTokenizer, a local directory or
+            a name on the hub.
         vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
 
     Returns:
-        megatron-core's tokenizer object, ready for ``GPTDatasetConfig(tokenizer=...)``; its base class declares none of
-        what all of them have. Its ``eod`` is the piece ``<eod>`` of a SentencePiece model that has one, else the
-        end-of-sentence piece.
+        megatron-core's tokenizer object, ready for ``GPTDatasetConfig(tokenizer=...)``; typed Any, since its base class
+        does not declare the common attributes. Its ``eod`` is the ``<eod>`` piece of a SentencePiece model that has
+        one, else the end-of-sentence piece.
 
     Raises:
-        TokenizerError: No such type, or its file is missing or unusable.
+        TokenizerError: The type is unknown, or its file is missing or unusable.
     """
     cpu.install()
     if tokenizer_type == "SentencePieceTokenizer":
@@ -48,10 +48,10 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, voc
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """The number of rows of the embedding: every tensor-parallel rank gets a multiple of ``divisible_by``.
+    """Rows of the embedding, padded so that every tensor-parallel rank gets a multiple of ``divisible_by``.
 
     Args:
-        vocab_size: The tokenizer's.
+        vocab_size: The tokenizer's vocabulary.
         divisible_by: ``--make-vocab-size-divisible-by``.
         tensor_parallel_size: The number of ranks that share the embedding.
     """
@@ -65,7 +65,7 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
     wants_directory = tokenizer_type == "HuggingFaceTokenizer"
     if not os.path.exists(path):
         if wants_directory and not path.startswith((".", "/")):
-            return path  # a name on the hub, or in its cache
+            return path  # a name on the hub or in its cache
         raise TokenizerError(f"The tokenizer {path} does not exist.")
     if os.path.isdir(path) != wants_directory:
         kind = "the directory of a tokenizer" if wants_directory else "a SentencePiece .model file"
@@ -78,7 +78,7 @@ def _sentencepiece(path: str) -> Any:
         tokenizer = _from_core("sentencepiece", path)
     except (OSError, RuntimeError) as error:
         raise TokenizerError(f"{path} is not a SentencePiece model, or not a whole one.") from error
-    # megatron-core's `eod` looks for this attribute, and takes eos, or the -1 for "none", where it is missing
+    # megatron-core's `eod` reads this attribute; if it is missing, it falls back to eos, or to -1 for "none"
     tokenizer._tokenizer.eod_id = _end_of_document(tokenizer._tokenizer.tokenizer, path)
     return tokenizer
 
@@ -95,7 +95,7 @@ def _end_of_document(processor, path: str) -> int:
 def _hugging_face(path: str) -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise TokenizerError("HuggingFaceTokenizer needs the package transformers: pip install -e '.[hf]'.")
-    # Its threads do not survive the fork of data workers, and it says so at every fork.
+    # the tokenizer's threads do not survive the fork of data workers, and it warns at every fork
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         tokenizer = _from_core("huggingface", path, use_fast=True)
@@ -113,7 +113,7 @@ def _first_line(error: Exception) -> str:
 def _from_core(library: str, path: str | None, **options) -> Any:
     from megatron.core.tokenizers import MegatronTokenizer
 
-    kinds: Any = MegatronTokenizer  # its metaclass makes what is called here
+    kinds: Any = MegatronTokenizer  # its metaclass defines the method called here
     return kinds.from_pretrained(
         tokenizer_path=path, metadata_path={"library": library, "model_type": "gpt"}, **options
     )

@@ -30,7 +30,7 @@ but U+2581, which SentencePiece itself uses for the space. Documents end with th
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line parser."""
     parser = argparse.ArgumentParser(
         description="Train a SentencePiece tokenizer on text files, directories and JSON lines.",
         epilog=EPILOG,
@@ -77,10 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
-        The exit status: 0, 1 where something is wrong, 130 when interrupted.
+        The exit status: 0, 1 on an error, 130 when interrupted.
     """
     args = build_parser().parse_args(argv)
     try:
@@ -94,10 +94,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Reads, trains, checks, writes, and says so.
+    """Reads the text, trains, checks and writes the tokenizer, and reports each step.
 
     Args:
-        args: As `build_parser` parses them.
+        args: The flags, as parsed by `build_parser`.
     """
     for path in (f"{args.output}.model", f"{args.output}.vocab"):
         if os.path.exists(path) and not args.overwrite:
@@ -129,11 +129,11 @@ def _texts(files: list[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[
 
 @dataclass
 class Sample:
-    """Chunks of text, chosen at random where there are more than fit.
+    """Chunks of text, sampled at random if they exceed a size.
 
     Args:
-        max_bytes: How much fits.
-        seed: The same seed and text give the same sample.
+        max_bytes: The size limit.
+        seed: Seed of the sampling; the same seed and text give the same sample.
     """
 
     max_bytes: int
@@ -147,24 +147,24 @@ class Sample:
         self._count = 0
 
     def add(self, text: str) -> None:
-        """Puts a text's chunks to the draw."""
+        """Adds a text's chunks to the sampling."""
         for chunk in chunked(text):
             size = len(chunk.encode("utf-8"))
             self.seen += size
             self.kept += size
             self._count += 1
-            # the heap's first is the one with the worst lot
+            # the heap's first entry has the highest random key, and is dropped first
             heapq.heappush(self._heap, (-self._random.random(), self._count, chunk, size))
             while self.kept > self.max_bytes and len(self._heap) > 1:
                 self.kept -= heapq.heappop(self._heap)[-1]
 
     def chunks(self) -> list[str]:
-        """What was kept, in the order of the text."""
+        """The sampled chunks, in the order of the text."""
         return [chunk for _, _, chunk, _ in sorted(self._heap, key=lambda entry: entry[1])]
 
 
 def chunked(text: str) -> Iterator[str]:
-    """Cuts a text after ends of lines into chunks of some thousand characters."""
+    """Cuts a text at line ends into chunks of at most ``CHUNK_CHARACTERS`` characters."""
     start = 0
     while start < len(text):
         end = start + CHUNK_CHARACTERS
@@ -179,7 +179,7 @@ def train(chunks: list[str], args: argparse.Namespace) -> bytes:
 
     Args:
         chunks: The text to train on.
-        args: As `build_parser` parses them.
+        args: The flags, as parsed by `build_parser`.
     """
     import sentencepiece
 
@@ -216,7 +216,7 @@ def _explain(error: str, vocab_size: int) -> str:
 
 
 def _check(model: bytes, chunks: list[str]) -> str:
-    """Tries the model on the start of the sample: bytes per token, and whether text comes back as it was."""
+    """Tests the model on the start of the sample: bytes per token, and whether chunks decode to themselves."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -247,7 +247,7 @@ def _write(prefix: str, model: bytes) -> None:
 
 
 def _escaped(piece: str) -> str:
-    """One line per piece, though pieces may hold ends of lines and tabs."""
+    """Escapes line ends and tabs within a piece, so that it fits one line."""
     return piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 
 

@@ -1,1 +1,1 @@
-"""The engine: how one iteration is computed, committed and computed again, on megatron-core."""
+"""The engine: computes, commits and replays iterations, on megatron-core."""

@@ -1,4 +1,4 @@
-"""The router's auxiliary losses, for the record: they ride on the vote instead of collectives of their own."""
+"""The router's auxiliary losses for the step record, reduced by the vote instead of by extra collectives."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NAMES = {
 
 
 class AuxiliaryLosses:
-    """Collects what megatron-core's routers noted during forward.
+    """Collects the losses that megatron-core's routers track during forward.
 
     Args:
-        config: the flags in force.
-        world: this worker's place.
-        num_micro_batches: micro batches in an iteration.
+        config: the flags.
+        world: this worker's ranks.
+        num_micro_batches: micro batches per iteration.
     """
 
     def __init__(self, config: Config, world: World, num_micro_batches: int):
@@ -33,7 +33,7 @@ class AuxiliaryLosses:
         self._num_layers = config.network.num_layers
 
     def take(self) -> dict[str, torch.Tensor]:
-        """This worker's contributions to the vote, by name (and layer); the tracker is emptied."""
+        """Returns this worker's contributions to the vote, by name (and layer), and clears the tracker."""
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         ballot = {}
         for name in self._names:
@@ -45,13 +45,13 @@ class AuxiliaryLosses:
         return ballot
 
     def means(self, vote: dict[str, float]) -> dict[str, float]:
-        """The voted means, by the names that :meth:`take` gave."""
+        """The voted means, under the names of :meth:`take`."""
         return {name: value for name, value in vote.items() if name in self._names or name.startswith("moe/")}
 
     def _share(self, entry: dict) -> torch.Tensor:
         """Scales a worker's values so that their sum over all workers is the mean.
 
-        What megatron-core would sum over tensor- (and data-) parallel ranks is a part; anything else is a copy.
+        Values that megatron-core reduces over tensor- (and data-) parallel ranks are partial sums; others are replicas.
         """
         values = entry["values"].detach().double() / self._num_micro_batches
         if entry.get("reduce_group") is None:
@@ -60,7 +60,7 @@ class AuxiliaryLosses:
 
 
 def tracked_names(config: Config) -> list[str]:
-    """The auxiliary losses that the flags switch on, by megatron-core's names."""
+    """Auxiliary losses that the flags enable, by megatron-core's names."""
     moe = config.moe
     if moe.num_experts is None:
         return []

@@ -1,8 +1,8 @@
-"""What takes the place of megatron-core's communicator in a pipeline schedule, to log what crosses or to replay it.
+"""Replacements for megatron-core's pipeline communicator that log or replay the traffic between stages.
 
-The schedules leave all traffic between stages to one object, and all of that goes through its method ``_communicate``.
-What passes there in which order follows from the schedule (:mod:`moc.logs.crossings`), so counting tells what it is:
-in the 1F1B and the interleaved schedule, with batched and unbatched messages.
+The schedules send all traffic between stages through one object's method ``_communicate``.  The schedule fixes the
+order of its calls (:mod:`moc.logs.crossings`), so counting them identifies each tensor, in the 1F1B and the interleaved
+schedule, with batched and unbatched messages.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron.core.transformer import TransformerConfig
 from moc.logs.crossings import Crossing, Direction, Pipeline
 
 Sink = Callable[[Crossing, torch.Tensor], None]
-"""Takes what a stage sends: a tensor on its device, that may be freed afterwards."""
+"""Takes a tensor that a stage sends, on its device; it may be freed after the call."""
 
 Source = Callable[[Crossing], torch.Tensor]
-"""Gives what a stage receives: a tensor on any device, that is not to be changed."""
+"""Returns a tensor that a stage receives, on any device; the caller must not modify it."""
 
 
 def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipeline:
-    """The order in which the schedule computes; needs megatron-core's process groups.
+    """The order in which the schedule computes; requires initialized process groups.
 
     Args:
-        core_config: of the model.
-        num_micro_batches: in an iteration.
+        core_config: megatron-core's configuration of the model.
+        num_micro_batches: micro batches per iteration.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = core_config.virtual_pipeline_model_parallel_size or 1
@@ -40,21 +40,21 @@ def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipel
 
 
 def schedule_groups() -> ProcessGroupCollection:
-    """The process groups that a schedule wants to be given together with a communicator; those that it would take."""
+    """The process groups that a schedule requires along with a communicator; its own defaults."""
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])
 
 
 class Recorder(P2PCommunicator):
-    """Communicates, and shows what this stage sends to a sink; for one iteration.
+    """Communicates, and passes every tensor that this stage sends to a sink, for one iteration.
 
     Args:
-        core_config: of the model.
-        pipeline: all stages.
-        sink: sees each tensor before it is sent.
+        core_config: megatron-core's configuration of the model.
+        pipeline: the pipeline's order of computation.
+        sink: called with each tensor before it is sent.
     """
 
     def __init__(self, core_config: TransformerConfig, pipeline: Pipeline, sink: Sink):
-        pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # declared as a list of them, too
+        pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
         super().__init__(pipeline_group, core_config)
         self._sending = _Sending(pipeline, self.pp_group.rank(), sink)
 
@@ -64,17 +64,17 @@ class Recorder(P2PCommunicator):
 
 
 class LogPlayer(Recorder):
-    """The same where some stages compute an iteration again: what others sent them comes from a source.
+    """A recorder for replay by some stages: tensors from all other stages come from a source.
 
-    Nothing is communicated with those others, which need not be there (MoEvement, section 3.4); stages that compute
-    again together communicate as ever.
+    It does not communicate with stages that do not replay; they may be absent (MoEvement, section 3.4).  Replaying
+    stages communicate with each other as in training.
 
     Args:
-        core_config: of the model.
-        pipeline: all stages.
-        sink: sees each tensor that this stage sends.
-        source: gives what this stage received from others when the iteration was computed first.
-        stages: that compute again; by default this one alone.
+        core_config: megatron-core's configuration of the model.
+        pipeline: the pipeline's order of computation.
+        sink: called with each tensor that this stage sends.
+        source: returns the tensors that this stage received from others when the iteration was first computed.
+        stages: the stages that replay; by default this one alone.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LogPlayer(Recorder):
             "recv_next": recv_next,
         }
         self._sending(tensor_send_next, tensor_send_prev)
-        communicate: Any = P2PCommunicator._communicate  # declared to return two of three
+        communicate: Any = P2PCommunicator._communicate  # annotated to return two values, returns three
         activation, gradient, requests = communicate(
             self,
             tensor_send_next=tensor_send_next if self._with_next else None,
@@ -119,7 +119,7 @@ class LogPlayer(Recorder):
             gradient = self._receive(Direction.BACKWARD, tensor_shape)
         if wait_on_reqs:
             return activation, gradient, None
-        done = {name: _Done() for name, is_so in busy.items() if is_so}  # looked for one by message
+        done = {name: _Done() for name, is_so in busy.items() if is_so}  # the schedule expects one request a message
         return activation, gradient, done | dict(requests or {})
 
     def _receive(self, direction: Direction, shape) -> torch.Tensor:
@@ -137,7 +137,7 @@ class LogPlayer(Recorder):
 
 
 class _Sending:
-    """Says of each tensor that leaves a stage which one it is."""
+    """Identifies each tensor that leaves a stage, and passes it to the sink."""
 
     def __init__(self, pipeline: Pipeline, stage: int, sink: Sink):
         self._forward: Iterator[Crossing] = iter(pipeline.sent(stage, Direction.FORWARD))
@@ -152,7 +152,7 @@ class _Sending:
 
 
 class _Done:
-    """A request that is done."""
+    """A completed request."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""

@@ -1,4 +1,4 @@
-"""Frozen operators: they pass gradients on to their inputs, and stay what they are."""
+"""Freezes operators: they pass gradients on to their inputs and take no updates."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Freezer:
     Args:
         chunks: the model chunks.
         optimizer: their optimizer.
-        pieces: the places of their parameters in the unpartitioned model.
+        pieces: where each parameter lies in the unpartitioned model.
     """
 
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, pieces: Pieces):
         self._chunks, self._optimizer = chunks, optimizer
-        self._operators = {  # of each parameter that has a place in the gradient buffers
+        self._operators = {  # of each parameter in the gradient buffers
             parameter: {operator_of(piece.name) for piece in described}
             for parameter, described in pieces.items()
             if hasattr(parameter, "main_grad")
@@ -79,6 +79,6 @@ class Freezer:
 
 
 def _let_gradients_through(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-    # recomputed layers get weight gradients only if their input needs a gradient, which a frozen embedding's does not
+    # recomputed layers compute weight gradients only if their input requires one, which a frozen embedding's does not
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()

@@ -1,4 +1,4 @@
-"""megatron-core as an engine of :mod:`moc.session`."""
+"""megatron-core as an engine for :mod:`moc.session`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from moc.state.shape import model_operators
 
 
 class MegatronEngine:
-    """What a session asks of this worker; see :class:`moc.session.engine.Engine`.
+    """This worker's implementation of :class:`moc.session.engine.Engine`.
 
     Args:
-        config: the flags in force.
-        stepper: computes iterations; its participants in the vote are not asked.
-        stream: this worker's samples; None on stages that read none.
+        config: the flags.
+        stepper: computes iterations; its vote participants are not used.
+        stream: this worker's training samples; None on stages that read none.
         vocab_size: rows of the embedding.
     """
 
@@ -42,7 +42,7 @@ class MegatronEngine:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """By layer, the pipeline stage that computes it."""
+        """The pipeline stage of each layer."""
         return stages_of(self._config)
 
     @property
@@ -53,21 +53,21 @@ class MegatronEngine:
 
     @property
     def slices(self) -> Sequence[int]:
-        """Ranks that hold the tensor-parallel slices of what this one holds."""
+        """Ranks that hold the tensor-parallel slices of this rank's parameters."""
         group: Any = parallel_state.get_tensor_model_parallel_group()
         return dist.get_process_group_ranks(group)
 
     @property
     def reduced(self) -> int | None:
-        """The iteration of which this worker still has the reduced gradients."""
+        """The iteration whose reduced gradients this worker still holds, or None."""
         return self._stepper.optimizer.reduced
 
     def scalars(self, position: Position) -> dict:
-        """What of the state is not a tensor."""
+        """The part of the state that is not tensors."""
         state = contents.training_state(
             self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler
         )
-        return state | {"optimizer": self._config.regularization.optimizer}  # snapshots always have its state
+        return state | {"optimizer": self._config.regularization.optimizer}  # snapshots always hold optimizer state
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         """Restores loss scale and learning-rate schedule."""
@@ -75,27 +75,27 @@ class MegatronEngine:
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Refuses the state of another model or optimizer, and a window of another precision."""
+        """Rejects the state of another model or optimizer, and a window of another precision."""
         contents.check_shape(self._config, saved["shape"], where)
         contents.check_optimizer(self._config, saved, where)
         if window:
             contents.check_window(self._config, saved, where)
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
-        """Warns where samples come in another order."""
+        """Warns if the saved run reads samples in another order."""
         contents.warn_of_other_samples(self._config, self.world, saved["sample_order"], say)
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
     ) -> Outcome:
-        """Computes an iteration again."""
+        """Replays an iteration."""
         rate = self._stepper.optimizer.learning_rate
         samples = None if self._stream is None else self._stream.iteration(position.consumed_samples)
         sums = self._stepper.repeat(record, samples, completing)
         return Outcome({name: float(value) for name, value in sums.items()}, rate)
 
     def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
-        """Updates the state from the reduced gradients that are left, or from others, in the place of these."""
+        """Updates the state from this worker's reduced gradients, or from ``gradients`` in their place."""
         if gradients is not None:
             self._stepper.optimizer.zero_grad()
             self._stepper.optimizer.hold_router_biases(lambda: None)
@@ -105,14 +105,14 @@ class MegatronEngine:
         self._stepper.complete(record)
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterCounts:
-        """Counts what routers do."""
+        """A counter of the tokens that routers send to experts."""
         moe, chunks = self._config.moe, self._stepper.chunks
         padded = moe.moe_pad_expert_input_to_capacity
         return RouterCounts(chunks, list(layers), moe.num_experts or 0, padded, self.world.device, with_probabilities)
 
 
 def stages_of(config: Config) -> tuple[int, ...]:
-    """By layer, the pipeline stage that computes it."""
+    """The pipeline stage of each layer."""
     parallel, layers = config.parallel, config.network.num_layers
     pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))

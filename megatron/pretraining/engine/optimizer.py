@@ -1,9 +1,9 @@
-"""megatron-core's optimizers, split at the vote: what a rank knows alone, and what all may do once all agree.
+"""megatron-core's optimizers, split at the vote: rank-local statistics before it, the agreed update after it.
 
 ``MegatronOptimizer.step()`` mixes collectives with changes of state.  Here the gradient statistics of a rank are a
 pure contribution (:meth:`VotedOptimizer.local_square_norm`), combined by the one all-reduce of the vote, and
-:meth:`VotedOptimizer.apply` changes state without any collective that could leave ranks apart.  What ZeRO-1 then has
-to collect, :meth:`VotedOptimizer.gather_weights` does, which can be done again.
+:meth:`VotedOptimizer.apply` changes state without any collective that could leave ranks apart.  ZeRO-1's all-gather
+of updated weights is :meth:`VotedOptimizer.gather_weights`, which is safe to repeat.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.pretraining.model.build import compute_dtype
 
 
 class VotedOptimizer:
-    """A megatron-core optimizer whose step is cut in two by the vote of all ranks."""
+    """A megatron-core optimizer whose step is split by the vote of all ranks."""
 
     def __init__(self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float):
         self.core = core
@@ -38,11 +38,11 @@ class VotedOptimizer:
         ]
         self._next_biases: list[torch.Tensor] = []
         self.reduced: int | None = None
-        """The iteration, counted from 1, of which this rank has the reduced gradients; None while it has none."""
+        """The iteration, counted from 1, whose reduced gradients this rank holds; None if it holds none."""
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the loss is multiplied before backward (1.0 without fp16)."""
+        """The factor on the loss before backward (1.0 without fp16)."""
         return float(self.core.get_loss_scale().item())
 
     @property
@@ -52,31 +52,31 @@ class VotedOptimizer:
         return max((g["lr"] for g in groups), default=0.0)
 
     def zero_grad(self) -> None:
-        """Drops the gradients of the previous iteration, which were kept until now."""
+        """Drops the gradients of the previous iteration, which are kept until the next one starts."""
         self.reduced = None
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.core.zero_grad()
 
     def hold_router_biases(self, reduce) -> None:
-        """Runs ``reduce``; router biases that it moves are put back and kept for :meth:`apply`.
+        """Runs ``reduce``, reverts its updates of router biases, and keeps these for :meth:`apply`.
 
-        megatron-core updates them while it reduces gradients, before anybody knows that the iteration counts.
+        megatron-core updates the biases while it reduces gradients, before the iteration is committed.
         """
         before = [module.expert_bias.clone() for module in self._biases]
         try:
             reduce()
-        finally:  # if it was cut off, they must not have moved either
+        finally:  # an interrupted reduction must not move the biases either
             self._next_biases = [module.expert_bias.clone() for module in self._biases]
             for module, bias in zip(self._biases, before, strict=True):
                 module.expert_bias.copy_(bias)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Hands the reduced gradients to the optimizer; those of frozen operators stay behind."""
+        """Hands the reduced gradients to the optimizer, without those of frozen operators."""
         for member in members(self.core):
             if isinstance(member, MixedPrecisionOptimizer):
-                copies: Any = member  # each of its kinds does, but does not say so
+                copies: Any = member  # every subclass has the method; the base class does not declare it
                 copies._copy_model_grads_to_main_grads()
             else:
                 member.prepare_grads()
@@ -86,9 +86,9 @@ class VotedOptimizer:
     def local_square_norm(self) -> torch.Tensor:
         """This rank's part of the squared gradient norm, still loss-scaled; a float64 scalar on the device.
 
-        The parts of all ranks add up to the whole, each element counted once: shared and tensor-parallel copies
-        are left out as in Megatron-LM, and of data-parallel copies only the first counts.  An overflow anywhere
-        makes the sum non-finite.
+        The parts of all ranks add up to the whole, each element counted once: shared parameters and tensor-parallel
+        duplicates are left out as in Megatron-LM, and of data-parallel replicas only the first counts.  An overflow on
+        any rank makes the sum non-finite.
         """
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
@@ -99,7 +99,7 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def count_zeros(self) -> torch.Tensor:
-        """This rank's number of zero gradient elements (``--log-num-zeros-in-grad``), counted as the norm is."""
+        """This rank's number of zero gradient elements (``--log-num-zeros-in-grad``), counted as in the norm."""
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for member in members(self.core):
             if _counts_for_norm(member):
@@ -109,7 +109,7 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def local_params_square_norm(self) -> torch.Tensor:
-        """This rank's part of the squared norm of all weights (``--log-params-norm``), counted as gradients are."""
+        """This rank's part of the squared norm of all weights (``--log-params-norm``), each element counted once."""
         total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for chunk in self._chunks:
             weights: list[torch.Tensor] = [p for p in chunk.parameters() if _is_first_copy(p)]
@@ -119,10 +119,10 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def apply(self, grad_norm: float) -> None:
-        """Clips and updates what this rank owns, or skips where the norm is not finite; the same on every rank.
+        """Clips and updates this rank's parameters, or skips if the norm is not finite; all ranks decide alike.
 
         Args:
-            grad_norm: what :meth:`grad_norm` says of the voted sum; or said, when an iteration is computed again.
+            grad_norm: :meth:`grad_norm` of the voted sum; in a replay, the recorded norm.
         """
         finite = math.isfinite(grad_norm)
         if finite:
@@ -138,16 +138,16 @@ class VotedOptimizer:
                 scaler.update(not finite)
 
     def gather_weights(self) -> None:
-        """Collects, with ZeRO-1, what the data-parallel peers have updated; can be done again if it is cut off.
+        """All-gathers, with ZeRO-1, the weights that the data-parallel peers have updated; safe to repeat.
 
-        With ``--overlap-param-gather`` it does nothing: the next forward collects weights as it comes to them.
+        Does nothing with ``--overlap-param-gather``: the next forward gathers weights as it reaches them.
         """
         for chunk in self._chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
 
     def grad_norm(self, square_norm: float) -> float:
-        """The norm before clipping, with the loss scale taken out; inf where it is not finite."""
+        """The norm before clipping, with the loss scale divided out; inf if it is not finite."""
         return math.sqrt(square_norm) / self.loss_scale if math.isfinite(square_norm) else math.inf
 
     def _gradient_factor(self, grad_norm: float) -> float:
@@ -162,7 +162,7 @@ class VotedOptimizer:
             held = [(p, p.grad) for p in member.get_parameters() if p.grad is not None]
             if held:
                 gradients = [gradient for _, gradient in held]
-                # not in place: these may be the reduced gradients themselves, which are kept
+                # not in place: these may be the reduced gradients themselves, which must stay unscaled
                 scaled = torch._foreach_mul(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  # no other
                 for (parameter, _), gradient in zip(held, scaled, strict=True):
                     parameter.grad = gradient
@@ -170,7 +170,7 @@ class VotedOptimizer:
 
 def _update(member: MegatronOptimizer) -> None:
     if isinstance(member, DistributedOptimizer):
-        super(DistributedOptimizer, member).step_with_ready_grads()  # its own would also gather: all weights, each time
+        super(DistributedOptimizer, member).step_with_ready_grads()  # DistributedOptimizer's own also all-gathers
     else:
         member.step_with_ready_grads()
 
@@ -203,7 +203,7 @@ def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> VotedOptimizer:
-    """Builds the optimizer over the model chunks and couples fp16's loss scale to the schedule."""
+    """Builds the optimizer over the model chunks and sets fp16's loss scale on the model."""
     core = get_megatron_optimizer(optimizer_config(config), [*chunks], use_gloo_process_groups=False)
     if moments := config.mixed_precision.moments:
         for member in members(core):
@@ -213,7 +213,7 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Vo
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
-    """Translates our flags into megatron-core's ``OptimizerConfig``."""
+    """Translates the flags into megatron-core's ``OptimizerConfig``."""
     regularization, precision = config.regularization, config.mixed_precision
     return OptimizerConfig(
         optimizer=regularization.optimizer,
@@ -226,7 +226,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         sgd_momentum=regularization.sgd_momentum,
         clip_grad=regularization.clip_grad,
         fp16=precision.fp16,
-        bf16=precision.bf16 and precision.main_params_dtype == "fp32",  # else megatron-core makes masters in fp32
+        bf16=precision.bf16 and precision.main_params_dtype == "fp32",  # True makes megatron-core keep fp32 masters
         params_dtype=compute_dtype(config),
         loss_scale=precision.loss_scale,
         initial_loss_scale=precision.initial_loss_scale,
@@ -244,10 +244,10 @@ def build_scheduler(
     """Builds the schedule of learning rate and weight decay; its clock counts samples.
 
     Args:
-        config: the flags in force.
-        optimizer: whose parameter groups it drives.
+        config: the flags.
+        optimizer: the optimizer whose parameter groups it sets.
         train_samples: samples of the whole run.
-        batch: samples of an iteration.
+        batch: samples per iteration.
     """
     rate, regularization = config.learning_rate, config.regularization
     decay = rate.lr_decay_samples or (rate.lr_decay_iters or 0) * batch or train_samples

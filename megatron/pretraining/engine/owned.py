@@ -1,7 +1,7 @@
 """Optimizer state by parameter: the live slices of master weights and moments that this rank owns.
 
-One adapter for each way in which megatron-core keeps them: ZeRO-1 (``DistributedOptimizer``), replicated with
-fp32 masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16.
+One adapter for each way in which megatron-core stores it: ZeRO-1 (``DistributedOptimizer``), replicated with fp32
+masters beside 16-bit weights, and replicated with master and weight in one tensor, fp32 or bf16.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a megatron-core optimizer chains (dense and expert ones), stubs left out."""
+    """The optimizers that a megatron-core optimizer chains (dense and expert), without stubs."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [o for o in chained if not o.is_stub_optimizer]
 
 
 def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
-    """Yields what this rank owns; moments that torch would make at the first step are made now, as zeros."""
+    """Yields the slices that this rank owns; moments that torch would create at the first step are created as zeros."""
     for member in members(optimizer):
         moments = _MOMENTS[member.config.optimizer]
         sharded = isinstance(member, DistributedOptimizer)
@@ -41,10 +41,10 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
-    """Number of updates that the moments have seen (Adam's bias correction); equal for all parameters.
+    """Number of updates in the moments (for Adam's bias correction); equal for all parameters.
 
     Raises:
-        ValueError: parameters have seen different numbers of updates.
+        ValueError: parameters have different numbers of updates.
     """
     steps = {int(counter.get("step", 0)) for counter in _counters(optimizer)}
     if len(steps) > 1:
@@ -59,7 +59,7 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def write_step(counter: dict, step: int) -> None:
-    """Sets the number of updates in a dict that counts them."""
+    """Sets the number of updates in a counter."""
     if isinstance(counter.get("step"), torch.Tensor):
         counter["step"] = torch.full_like(counter["step"], float(step))
     else:
@@ -67,9 +67,9 @@ def write_step(counter: dict, step: int) -> None:
 
 
 def drop_frozen_gradients(member: MegatronOptimizer) -> None:
-    """Takes the gradients of parameters that need none from an optimizer, which then passes them over.
+    """Removes the gradients of frozen parameters from an optimizer, which then skips them.
 
-    A gradient of zeros would not do: momentum and weight decay would go on.
+    Gradients of zeros would not do: momentum and weight decay would still be applied.
     """
     for parameter, main in _parameters_and_masters(member):
         if not parameter.requires_grad:
@@ -87,7 +87,7 @@ def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
 def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
     if member.config.optimizer != "adam":
         return {}
-    # torch counts for each parameter; Transformer Engine's and apex's fused Adam for each group, from the first update
+    # torch counts per parameter; Transformer Engine's and apex's fused Adam per group, from the first update on
     return state if isinstance(member.optimizer, _TORCH_ADAMS) else group
 
 
@@ -105,7 +105,7 @@ def _parameters_and_masters(member: MegatronOptimizer) -> Iterator[tuple[torch.n
 
 
 def _primed_state(inner: torch.optim.Optimizer, main: torch.Tensor, moments: tuple[str, ...]) -> dict:
-    state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # some have their own
+    state, formats = inner.state[main], getattr(inner, "name_to_dtype_map", {})  # some keep moments in other dtypes
     for moment in moments:
         if state.get(moment) is None:
             dtype = formats.get(moment, main.dtype)

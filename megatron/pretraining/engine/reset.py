@@ -1,4 +1,4 @@
-"""What an iteration that was cut off has left in megatron-core's objects, and must not be found by the next one."""
+"""Clears what an interrupted iteration leaves in megatron-core's objects."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 def drop_unfinished_iteration(chunks: list[DistributedDataParallel]) -> None:
-    """Brings everything but parameters and optimizer state back to where it is between two iterations.
+    """Resets everything but parameters and optimizer state to between two iterations.
 
-    Gradients need nothing, since every iteration begins with zeros; random streams and data are functions of position.
+    Gradients need no reset, since every iteration starts by zeroing them; random streams and data are functions of
+    the position.
     """
     for chunk in chunks:
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -1,4 +1,4 @@
-"""How many tokens each expert was given, by the routers; the counts of all workers ride on the vote."""
+"""Counts the tokens that routers give to each expert; the vote sums the counts of all workers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megatron.pretraining.model.parameters import unwrap
 
 
 class RouterCounts:
-    """Counts the tokens of an iteration.
+    """Counts the routed tokens of an iteration.
 
-    A token that an expert's capacity drops is not counted for the expert, only among those that were sent.  What is
-    computed again in the backward pass counts once.
+    A token dropped by an expert's capacity does not count for the expert, only as sent.  Activation recomputation does
+    not count twice.
 
     Args:
-        chunks: the model chunks of this worker.
-        layers: global numbers of the layers with experts, ascending.
-        num_experts: experts of each.
-        padded: experts are filled up to their capacity with tokens that were not sent to them.
-        device: where to count.
-        probabilities: add up, too, with what probabilities tokens were sent.
+        chunks: this worker's model chunks.
+        layers: global numbers of the MoE layers, ascending.
+        num_experts: experts per layer.
+        padded: experts are padded to their capacity with tokens that were not routed to them.
+        device: the device of the counters.
+        probabilities: also sum the probabilities with which tokens are routed.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RouterCounts:
         self._hooks = [router.register_forward_hook(self._count) for router in routers]
 
     def close(self) -> None:
-        """Counts no more."""
+        """Stops counting."""
         for hook in self._hooks:
             hook.remove()
 
@@ -51,7 +51,7 @@ class RouterCounts:
         """This worker's contributions to the vote since the last call.
 
         Returns:
-            ``expert_tokens`` and ``sent_tokens``, flat; and ``expert_probabilities``, if they are added up.
+            ``expert_tokens`` and ``sent_tokens``, flat; and ``expert_probabilities``, if these are summed.
         """
         ballot = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
         if self._adds_up:
@@ -61,24 +61,24 @@ class RouterCounts:
         return ballot
 
     def by_layer(self, tally: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """What the vote says, by layer: tokens of each expert, and tokens times TopK that were sent."""
+        """The voted counts by layer: tokens of each expert, and tokens sent times TopK."""
         experts, tokens = self._counts.shape[1], [int(n) for n in tally["expert_tokens"]]
         counts = {layer: tokens[place * experts :][:experts] for layer, place in self._place.items()}
         return counts, {layer: int(tally["sent_tokens"][place]) for layer, place in self._place.items()}
 
     def probabilities(self, tally: dict[str, list[float]]) -> dict[int, list[float]]:
-        """By layer and expert the sum of the probabilities with which it was given tokens, if they are added up."""
+        """The voted sums of routing probabilities by layer and expert, if these are summed."""
         sums, experts = tally["expert_probabilities"], self._counts.shape[1]
         return {layer: sums[place * experts :][:experts] for layer, place in self._place.items()}
 
     def _count(self, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         probabilities, routed = output
-        # with recomputation the first pass is without gradients; it is the second one that counts
+        # with recomputation, the first forward pass runs without gradients; only the second counts
         if not router.training or not torch.is_grad_enabled():
             return
         if self._padded:
             routed = routed & (probabilities != 0)
-        assert router.layer_number is not None  # it is in a layer
+        assert router.layer_number is not None  # the router belongs to a layer
         place = self._place[router.layer_number - 1]
         self._counts[place] += routed.detach().sum(dim=0)
         self._sent[place] += routed.shape[0] * router.topk

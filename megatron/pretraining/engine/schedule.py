@@ -1,4 +1,4 @@
-"""The pipeline schedule of one iteration: megatron-core's, given our micro batches and boundary communicator."""
+"""The pipeline schedule of one iteration: megatron-core's, with this project's micro batches and communicator."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Schedule:
         forward_step: ``(micro batches, model chunk) -> (output, loss function of the output)``, megatron-core's
             contract; it draws a batch only on chunks that need one.
         chunks: this worker's model chunks.
-        num_micro_batches: micro batches in an iteration.
-        micro_batch_size: samples in a micro batch.
-        seq_length: tokens in a sample.
+        num_micro_batches: micro batches per iteration.
+        micro_batch_size: samples per micro batch.
+        seq_length: tokens per sample.
     """
 
     def __init__(
@@ -42,32 +42,32 @@ class Schedule:
             num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length
         )
         self._tokens = None
-        # the gradients' reduction is a step of its own in step.py; the schedule only tells the token count
+        # step.py reduces gradients itself; the schedule only reports the token count
         chunks[0].config.finalize_model_grads_func = self._note_tokens
 
     def forward_backward(
         self, batches: Iterator[Batch] | None, communicator: P2PCommunicator | None = None
     ) -> tuple[list[dict], torch.Tensor | None]:
-        """Computes all gradients of an iteration, not yet reduced.
+        """Computes all gradients of an iteration, unreduced.
 
         Args:
             batches: this worker's micro batches; None on stages that read no data.
-            communicator: by what stages communicate (:mod:`megatron.pretraining.engine.boundary`); None for
+            communicator: the communicator between stages (:mod:`megatron.pretraining.engine.boundary`); None for
                 megatron-core's.
 
         Returns:
-            What the loss function reported for each micro batch (last stage; else empty), and the number of
-            tokens that this rank's gradients are to be divided by, or None where they are averaged already.
+            The loss function's report of each micro batch (last stage; else empty), and the number of tokens to divide
+            this rank's gradients by, or None if they are averaged already.
         """
         reports = self._run(batches, forward_only=False, communicator=communicator)
         return reports, self._tokens
 
     def forward(self, batches: Iterator[Batch] | None) -> list[dict]:
-        """Computes the losses alone (evaluation)."""
+        """Computes the losses only (evaluation)."""
         return self._run(batches, forward_only=True)
 
     def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
-        # at most one chunk of a worker is the first or last of the model, so all may share one iterator
+        # at most one chunk of a worker is the model's first or last, so all can share one iterator
         several = len(self._chunks) > 1
         tap: dict[str, Any] = (
             {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())

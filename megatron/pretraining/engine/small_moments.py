@@ -1,17 +1,17 @@
-"""Adam whose moments take 8 and 16 bits between two updates: the optimizer state of MoEvement's Table 7, fourth row.
+"""Adam with moments stored in 8 and 16 bits between updates: the optimizer state of MoEvement's Table 7, fourth row.
 
 Table 7 takes it from FP8-LM (Peng et al., 2023), which scales each tensor by its largest value.  Here every element
-stands for itself, so that whatever slices moments (ZeRO, tensor parallelism, snapshots, conversion) finds the same bits
-in any layout, and experts that no token has reached yet, whose largest value is zero, need no exception:
+is encoded alone, so that any slicing of the moments (ZeRO, tensor parallelism, snapshots, conversion) yields the same
+bits in any layout, and experts without tokens so far, whose largest value is zero, need no special case:
 
-    exp_avg_sq   the root of the second moment v in fp16, times 2^14: gradients between 4e-12 and 4 have one
-    exp_avg      the first moment m over that root in fp8 (e4m3), times 32
+    exp_avg_sq   the square root of the second moment v in fp16, times 2^14: covers gradients between 4e-12 and 4
+    exp_avg      the first moment m divided by that root in fp8 (e4m3), times 32
 
-Adam's two means bound the quotient: by the inequality of Cauchy and Schwarz, for beta1^2 < beta2,
+Adam's two means bound the quotient: by the Cauchy-Schwarz inequality, for beta1^2 < beta2,
 
     |m| / sqrt(v) <= (1 - beta1) / sqrt(1 - beta2) / sqrt(1 - beta1^2 / beta2)
 
-which is 7.3 for (0.9, 0.999) and 1.2 for (0.9, 0.95); there is room for 14.  What is beyond is cut off.
+which is 7.3 for (0.9, 0.999) and 1.2 for (0.9, 0.95); the format holds up to 14.  Larger values are clamped.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from torch.optim.adamw import adamw
 
 FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
-_SCALE = {_FIRST: 2.0**5, _SECOND: 2.0**14}  # powers of two, so that they round nothing
-_AT_ONCE = 2**26  # elements whose moments have 32 bits at a time: 1 GB with weight and gradient
+_SCALE = {_FIRST: 2.0**5, _SECOND: 2.0**14}  # powers of two, which scale without rounding
+_AT_ONCE = 2**26  # elements decoded to fp32 at a time: 1 GB with weight and gradient
 
 
 class SmallMomentsAdam(torch.optim.AdamW):
-    """torch's AdamW, computed in fp32 on weights in 16 or 32 bits, of whose state less is kept.
+    """torch's AdamW in fp32 on 16- or 32-bit weights, with moments stored in smaller formats.
 
     Args:
-        groups: parameters and settings of another Adam, in whose place this one is; the same dicts.
+        groups: parameter groups of the Adam that this one replaces; the same dicts.
         exp_avg: format of the first moment, a key of ``FORMATS``.
-        exp_avg_sq: the same of the second; not fp8, since 3 bits would not show that it decays.
+        exp_avg_sq: format of the second moment; not fp8, since 3 mantissa bits would not resolve its decay.
     """
 
     def __init__(self, groups: list[dict], exp_avg: str, exp_avg_sq: str):
-        super().__init__([{**group, "params": []} for group in groups])  # of ZeRO-1's slices torch would say: no leaves
+        super().__init__([{**group, "params": []} for group in groups])  # torch rejects ZeRO-1's slices as non-leaves
         for group, settings in zip(groups, self.param_groups, strict=True):
             group.update(settings | group)
         self.param_groups = groups
         self.name_to_dtype_map = {_FIRST: FORMATS[exp_avg], _SECOND: FORMATS[exp_avg_sq]}
-        """By moment what it is kept in; by the name that Transformer Engine's optimizer has for it."""
+        """Storage dtype of each moment, under the name that Transformer Engine's optimizer uses."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Updates every parameter that has a gradient; the state of all others stays as it is, bit by bit."""
+        """Updates every parameter that has a gradient; the state of all others stays bit-identical."""
         for group in self.param_groups:
             for parameters in _at_once(parameter for parameter in group["params"] if parameter.grad is not None):
                 self._update(group, parameters)
 
     def _update(self, group: dict, parameters: list[torch.Tensor]) -> None:
         states = [self._begun(parameter) for parameter in parameters]
-        weights = [parameter.float() for parameter in parameters]  # those that have 32 bits are themselves
+        weights = [parameter.float() for parameter in parameters]  # fp32 parameters are returned as they are
         means, squares = zip(*(_decoded(state) for state in states), strict=True)
         beta1, beta2 = group["betas"]
         adamw(
             weights,
-            [parameter.grad.float() for parameter in parameters if parameter.grad is not None],  # all have one
+            [parameter.grad.float() for parameter in parameters if parameter.grad is not None],  # none is None here
             list(means),
             list(squares),
             [],
@@ -96,10 +96,10 @@ def _decoded(state: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _encode(mean: torch.Tensor, square: torch.Tensor, state: dict) -> None:
-    """Writes both into what is kept of them, rounded to the nearest, so that no memory moves."""
+    """Stores both moments in place in their formats, rounded to nearest."""
     if state[_SECOND].dtype != torch.float32:
         _write(square.sqrt().mul_(_SCALE[_SECOND]), state[_SECOND])
-        square = (state[_SECOND].float() / _SCALE[_SECOND]).square_()  # what the next update finds
+        square = (state[_SECOND].float() / _SCALE[_SECOND]).square_()  # the value that the next update decodes
     if state[_FIRST].dtype != torch.float32:
         root = square.sqrt()
         quotient = torch.where(root > 0, mean / root, 0.0)
@@ -112,7 +112,7 @@ def _write(values: torch.Tensor, kept: torch.Tensor) -> None:
 
 
 def _at_once(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Some at a time, so that what has 32 bits for a moment does not take the memory that formats save."""
+    """Batches of parameters, so that temporary fp32 moments do not take the memory that the formats save."""
     some, elements = [], 0
     for parameter in parameters:
         if some and elements + parameter.numel() > _AT_ONCE:

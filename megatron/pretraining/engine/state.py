@@ -1,4 +1,4 @@
-"""The state of megatron-core's model and optimizer, as :class:`moc.state.interface.TrainingState` asks for it."""
+"""The state of megatron-core's model and optimizer, as a :class:`moc.state.interface.TrainingState`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ PARAM, GRAD = "param", "grad"
 class MegatronState:
     """The state of this rank's model chunks and their optimizer, by operator.
 
-    Nothing here communicates but :meth:`gather_weights`.  All methods are for the time between iterations; gradients
-    can be read from their reduction until the next iteration starts.
+    Only :meth:`gather_weights` communicates.  Call the methods between iterations only; gradients can be read from
+    their reduction until the next iteration starts.
 
     Args:
         chunks: the model chunks, built by megatron-core and wrapped for data parallelism.
-        optimizer: megatron-core's optimizer of them, replicated or ZeRO-1, in fp32, bf16 or fp16.
+        optimizer: their megatron-core optimizer, replicated or ZeRO-1, in fp32, bf16 or fp16.
 
     Raises:
-        ValueError: a parameter belongs to no operator that is known.
+        ValueError: a parameter belongs to no known operator.
     """
 
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer):
@@ -45,18 +45,18 @@ class MegatronState:
         self._freezer = Freezer(chunks, optimizer, self._parameters)
 
     def operators(self) -> list[str]:
-        """Names of the operators of which this rank holds a part, in model order."""
+        """Names of the operators that this rank holds a part of, in model order."""
         names = (operator_of(piece.name) for pieces in self._parameters.values() for piece in pieces)
         return list(dict.fromkeys(names))
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
-        """Yields what lives on this rank of some operators, as views of live memory, in model order.
+        """Yields this rank's fragments of some operators, as views of live memory, in model order.
 
         Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.
 
         Args:
-            operators: names; those that live elsewhere are passed over.
-            detail: how much of them.
+            operators: names; those that other ranks hold are skipped.
+            detail: how much of each operator.
         """
         wanted = set(operators)
         for part in self._slices(detail):
@@ -68,18 +68,17 @@ class MegatronState:
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:
         """Writes values into the live memory of a fragment, and keeps weights and masters consistent.
 
-        With a ``master``, the same elements of the model's weight are set to it, rounded to their dtype; with
-        a ``param``, the same elements of the master are set to the weight.  So the next update finds each in line with
-        the other, and if both are loaded, the later counts: load ``COMPUTE`` first.  With ZeRO-1 either is a slice,
-        and the rest of the weight is on the data-parallel peers: after all of them have loaded,
-        :meth:`gather_weights` must follow.
+        Loading a ``master`` sets the same elements of the model's weight, rounded to its dtype; loading a ``param``
+        sets the same elements of the master.  The two therefore agree at the next update, and if both are loaded, the
+        later wins: load ``COMPUTE`` first.  With ZeRO-1 either is a slice of the weight, whose rest is on the
+        data-parallel peers: call :meth:`gather_weights` after all of them have loaded.
 
         Args:
-            fragment: one that :meth:`fragments` gave, of any detail.
+            fragment: one from :meth:`fragments`, of any detail.
             values: ``fragment.region.numel`` elements in any shape, of the dtype of ``fragment.view``, on any device.
 
         Raises:
-            ValueError: another number of elements, or another dtype.
+            ValueError: the number of elements or the dtype differs.
         """
         view = fragment.view
         if values.numel() != view.numel() or values.dtype != view.dtype:
@@ -97,10 +96,10 @@ class MegatronState:
                 master[start - first : stop - first].copy_(view[start - fragment.start : stop - fragment.start])
 
     def gather_weights(self) -> None:
-        """Collects, with ZeRO-1, the rest of every weight from the data-parallel peers; a collective of them.
+        """All-gathers, with ZeRO-1, every weight from the data-parallel peers; a collective of them.
 
-        The biases of routers, which the first of them owns, too.  Needed after masters or weights were loaded; does
-        nothing with a replicated optimizer.
+        Broadcasts the router biases, too, from the first peer, which owns them.  Required after masters or weights are
+        loaded; does nothing with a replicated optimizer.
         """
         if self._zero:
             for chunk in self._chunks:
@@ -109,10 +108,10 @@ class MegatronState:
                 dist.broadcast(buffer, group=self._peers, group_src=0)
 
     def steps(self) -> dict[str, int]:
-        """Updates that the moments of each operator have seen, which Adam corrects its bias by.
+        """Number of updates in each operator's moments, for Adam's bias correction.
 
         Returns:
-            Operators of which this rank's optimizer owns a slice; none with SGD.
+            By operator, for those of which this rank's optimizer owns a slice; empty with SGD.
         """
         counted = {}
         for operator, counter in self._counters:
@@ -121,9 +120,9 @@ class MegatronState:
         return counted
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
-        """Sets the number of updates of operators; those that live elsewhere are passed over.
+        """Sets the number of updates of operators; those that other ranks hold are skipped.
 
-        Transformer Engine's and apex's fused Adam counts for all operators together: the last one counts.
+        Transformer Engine's and apex's fused Adam counts for a whole parameter group: the last operator set wins.
         """
         for operator, counter in self._counters:
             if operator in steps:
@@ -131,31 +130,30 @@ class MegatronState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The operators that are frozen, whether they live on this rank or not."""
+        """All frozen operators, including those that other ranks hold."""
         return self._freezer.frozen
 
     def freeze(self, operators: Iterable[str]) -> None:
-        """Freezes operators, until they are activated; to be called with the same operators on all ranks.
+        """Freezes operators until they are activated; call it with the same operators on all ranks.
 
-        A frozen operator computes forward and the gradients of its inputs; those of all other operators stay
-        bit-identical.  It computes no gradients of its weights (but for the router's, a matrix of experts times
-        hidden size: megatron-core always multiplies it out), and takes no update: weights, moments, decay, count of
-        updates and a router's biases stand still.  Its gradients enter neither the norm nor the count of zeros.
-        Its place in megatron-core's gradient buffers holds zeros, which are reduced with the bucket that it is part
-        of; ZeRO-1's gather carries its unchanged weights along.  A fused Adam, which counts updates for a whole group
-        of parameters, goes on counting.
+        A frozen operator computes forward and the gradients of its inputs; the gradients of all other operators stay
+        bit-identical.  It computes no weight gradients (except the router's, a matrix of experts times hidden size,
+        which megatron-core always computes), and takes no update: weights, moments, decay, update count and router
+        biases stay unchanged.  Its gradients count neither in the norm nor among the zeros.  Its place in
+        megatron-core's gradient buffers holds zeros, which are reduced with their bucket; ZeRO-1's gather carries its
+        unchanged weights along.  A fused Adam, which counts updates for a whole parameter group, keeps counting.
 
         Args:
-            operators: names; those that live elsewhere are left to the ranks that hold them.
+            operators: names; each rank freezes those that it holds.
 
         Raises:
-            FreezingError: gradients or weights are communicated while the model computes, or an operator shares
-                a parameter with one that is not to be frozen.  Nothing has changed.
+            FreezingError: communication of gradients or weights overlaps with computation, or an operator shares a
+                parameter with one that is not to be frozen.  Nothing has changed.
         """
         self._freezer.freeze(operators)
 
     def activate(self, operators: Iterable[str]) -> None:
-        """Lets frozen operators learn again, from the state that they have now; the others stay as they are.
+        """Lets frozen operators train again from their current state; other operators are unaffected.
 
         Raises:
             FreezingError: as :meth:`freeze`.
@@ -170,7 +168,7 @@ class MegatronState:
             yield from self._owned_buffers()
 
     def _owned_buffers(self) -> Iterator[OwnedSlice]:
-        # no optimizer shards them; but what is saved once, and gathered from there, is of use on all nodes
+        # no optimizer shards buffers; with ZeRO-1 the first peer saves them once, and gather_weights broadcasts them
         if not self._zero or self._peers.rank() == 0:
             for buffer in self._buffers:
                 yield OwnedSlice(buffer, 0, buffer.numel(), {PARAM: _flat(buffer)}, sharded=self._zero)
@@ -182,7 +180,7 @@ class MegatronState:
 
 
 def optimizer_fragments(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Fragment]:
-    """Yields every fragment of optimizer state that lives on this rank, in a fixed order."""
+    """Yields every fragment of optimizer state on this rank, in a fixed order."""
     pieces = parameter_pieces(chunks)
     for owned in owned_slices(optimizer):
         yield from fragments_of(owned, pieces[owned.parameter])
@@ -197,7 +195,7 @@ def _weights(owned: OwnedSlice) -> OwnedSlice:
 
 
 def _gradient(owned: OwnedSlice) -> OwnedSlice:
-    parameter: Any = owned.parameter  # megatron-core gives it main_grad
+    parameter: Any = owned.parameter  # megatron-core sets main_grad on it
     values = _flat(parameter.main_grad)[owned.start : owned.stop]
     return dataclasses.replace(owned, slots={GRAD: values})
 

@@ -1,13 +1,13 @@
-"""ONE training iteration, and the moment from which it counts.
+"""ONE training iteration, and the moment that commits it.
 
 1. forward and backward of all micro batches (:mod:`megatron.pretraining.engine.schedule`);
-2. gradients are reduced, and kept until the next iteration starts;
-3. **vote**: one small all-reduce over all workers.  Nobody can pass it before every worker holds its reduced
-   gradients, so whoever has seen the vote of iteration t knows that all can complete iteration t;
+2. reduce: gradients are reduced, and kept until the next iteration starts;
+3. **vote**: one small all-reduce over all workers.  No worker passes it before every worker holds its reduced
+   gradients, so a worker that has seen the vote of iteration t knows that all can complete iteration t;
 4. apply: every worker takes the same decision from the same vote, without a collective that could part them;
-5. the step record is all that a replay of the iteration will need beside tensors;
-6. gather: with ZeRO-1 weights are collected from those who have updated them.  Whoever is cut off here has completed
-   the iteration all the same: recovery collects them again.
+5. record: the step record holds everything but tensors that a replay of the iteration needs;
+6. gather: with ZeRO-1, updated weights are all-gathered.  A worker interrupted here has completed the iteration:
+   recovery repeats the gather.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from moc.state.record import StepRecord, mean_loss
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradients of an iteration are not finite, on all workers alike."""
+    """The loss or gradients of an iteration are not finite; raised on all workers together."""
 
 
 @dataclass(frozen=True)
 class Stepper:
-    """The parts of a worker that compute an iteration."""
+    """Computes iterations with the parts of a worker."""
 
     world: World
     chunks: list[DistributedDataParallel]
@@ -58,16 +58,16 @@ class Stepper:
     boundaries: UpstreamTap = field(default_factory=UpstreamTap)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
-        """Computes iteration ``iteration`` (counted from 0) and commits it; :meth:`gather_weights` is to follow.
+        """Computes iteration ``iteration`` (counted from 0) and commits it; call :meth:`gather_weights` next.
 
         Args:
             iteration: iterations completed before this one.
             batches: this worker's micro batches; None on stages that read no data.
-            stop: whether this worker asks all to stop after this iteration.
+            stop: whether this worker asks all workers to stop after this iteration.
 
         Raises:
-            NonFiniteError: on all workers, if the loss or a gradient is not finite and that is not fp16's
-                ordinary overflow; no parameter has moved.
+            NonFiniteError: on all workers, if the loss or a gradient is not finite and ``refuse_non_finite`` is set;
+                no parameter has changed.
         """
         reach("start", iteration + 1)
         reports = self.reduced_gradients(iteration, batches)
@@ -78,7 +78,7 @@ class Stepper:
         record = self._decide(iteration, vote)
 
         progress("save")
-        for participant in self.participants:  # a snapshot under way reads what the update is about to change
+        for participant in self.participants:  # a snapshot under way reads state that the update is about to change
             participant.on_vote(vote)
         progress("step")
         self.complete(record)
@@ -91,19 +91,19 @@ class Stepper:
         batches: Iterator[Batch] | None,
         completing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> dict[str, torch.Tensor]:
-        """Computes an iteration again that is known by its record; what is frozen then does not change.
+        """Replays an iteration from its step record; frozen operators do not change.
 
-        It is clipped by the recorded norm, since frozen operators have no gradients that could be part of one, and
-        stages that compute alone know only their own.  Loss scale and learning rate are to be those of the iteration.
+        Gradients are clipped by the recorded norm, since frozen operators have no gradients to contribute to one, and
+        stages that replay alone know only their own.  Loss scale and learning rate must be those of the iteration.
 
         Args:
-            record: of the iteration.
+            record: the iteration's step record.
             batches: as for :meth:`step`.
-            completing: what to be in while the state is between two iterations.
+            completing: context manager around the update, while the state is between two iterations.
 
         Returns:
-            This worker's part of the loss; all parts are bit by bit that of the record, where layout, data and kernels
-            are the same.
+            This worker's part of the loss; with the same layout, data and kernels, the parts of all workers sum to the
+            recorded loss, bit by bit.
         """
         reports = self.reduced_gradients(record.iteration - 1, batches, record.tokens)
         self.auxiliary.take()
@@ -113,17 +113,17 @@ class Stepper:
         return sum_losses(reports, self.world)
 
     def complete(self, record: StepRecord) -> None:
-        """Does what an iteration decided, once its gradients are reduced.
+        """Updates the state as the vote decided, once gradients are reduced.
 
         Args:
-            record: of the iteration, from a worker that has seen the vote.
+            record: the iteration's step record, from a worker that has seen the vote.
         """
         self.optimizer.apply(record.grad_norm)
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)
 
     def gather_weights(self) -> None:
-        """Collects, with ZeRO-1, what the data-parallel peers have updated; see :class:`VotedOptimizer`."""
+        """All-gathers, with ZeRO-1, the weights that the data-parallel peers have updated."""
         self.optimizer.gather_weights()
 
     def reduced_gradients(
@@ -134,10 +134,10 @@ class Stepper:
         Args:
             iteration: iterations completed before it.
             batches: as for :meth:`step`.
-            tokens: of the iteration, where they are known.
+            tokens: loss tokens of the iteration over all ranks, if known (replay).
 
         Returns:
-            What the loss function reported for each micro batch (last stage; else empty).
+            The loss function's report of each micro batch (last stage; else empty).
         """
         seed_streams(self.seed, iteration, self.world)
         self.optimizer.zero_grad()
@@ -191,11 +191,11 @@ class Stepper:
 
 
 def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
-    """This worker's sums over micro batches; tensor-parallel copies count once.
+    """This worker's sums over micro batches; tensor-parallel replicas count once.
 
     Args:
         reports: the loss function's reports, ``{"loss_sum", "loss_tokens"}`` of scalars on the device.
-        world: this worker's place.
+        world: this worker's ranks.
     """
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     if world.tensor_rank == 0:

@@ -1,8 +1,8 @@
-"""What happens at the boundaries of pipeline stages beside the schedule: nothing, or logging.
+"""The boundaries of pipeline stages: plain communication, or MoEvement's upstream logging (section 3.4).
 
-MoEvement's upstream logging (section 3.4): each stage keeps the activations and gradients that it sends in the memory
-of its node.  From its neighbours' logs a stage computes an iteration again while all others wait: schedule, model and
-the reductions among its own peers are those of training, so its gradients are those that were, to the last bit.
+With upstream logging, each stage keeps the activations and gradients that it sends in the memory of its node.  A stage
+replays an iteration from its neighbours' logs while all others wait: schedule, model and the reductions among its peers
+are those of training, so its gradients are bit-identical.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from moc.store.errors import CheckpointError, MissingRegionError
 
 
 class UpstreamTap(NoTap):
-    """The boundaries of this worker's stage; here nothing happens but what megatron-core does."""
+    """The boundaries of this worker's stage; the base class leaves communication to megatron-core."""
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
-        """While forward and backward of an iteration are computed.
+        """A context for forward and backward of an iteration.
 
         Args:
-            iteration: which, counted from 1.
+            iteration: its number, counted from 1.
 
         Returns:
-            What the schedule communicates by; None for its own.
+            The communicator for the schedule; None for its own.
         """
         yield None
 
@@ -51,21 +51,21 @@ class UpstreamTap(NoTap):
         """Reduces the gradients of an iteration.
 
         Args:
-            chunks: the model.
-            tokens: by how many tokens of this rank they are to be divided; None where they are averaged already.
-            known: tokens of all ranks, where an iteration is computed again.
+            chunks: the model chunks.
+            tokens: this rank's tokens to divide the gradients by; None if they are averaged already.
+            known: tokens of all ranks, in a replay.
         """
         finalize_model_grads([*chunks], tokens)
 
 
 class UpstreamLog(UpstreamTap):
-    """Logs what this worker sends to other stages.
+    """Logs the tensors that this worker sends to other stages.
 
     Args:
-        config: the flags in force.
-        core_config: of the model.
-        world: this worker's place.
-        tell: takes a line of prose.
+        config: the flags.
+        core_config: megatron-core's configuration of the model.
+        world: this worker's ranks.
+        tell: prints a message.
     """
 
     def __init__(self, config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]):
@@ -78,7 +78,7 @@ class UpstreamLog(UpstreamTap):
         self._directory: Path | None = None
 
     def open(self, memory: Path) -> None:
-        """See :class:`UpstreamTap`; what an earlier process of this rank has left is taken over."""
+        """See :class:`UpstreamTap`; takes over the log of an earlier process of this rank."""
         stage, self._directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
         crossings = [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)]
         shape, dtype = boundary_shape(self._config), compute_dtype(self._config)
@@ -99,7 +99,7 @@ class UpstreamLog(UpstreamTap):
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[Recorder]:
-        """See :class:`UpstreamTap`; what is computed again is logged again."""
+        """See :class:`UpstreamTap`; a replayed iteration is logged again."""
         self._log.begin(iteration)
         tap = self._core_config, self._pipeline, lambda crossing, tensor: self._log.write(crossing.key, tensor)
         if self._replaying:
@@ -113,10 +113,10 @@ class UpstreamLog(UpstreamTap):
         if not self._replaying:
             super().reduce(chunks, tokens, known)
             return
-        finalize_model_grads([*chunks], None)  # only tied embeddings and the number of tokens would ask another stage
-        if tokens is not None and known:  # of which only the last stage knows; the total is in the step record
+        finalize_model_grads([*chunks], None)  # communicates with other stages only for tied embeddings and tokens
+        if tokens is not None and known:  # only the last stage counts tokens; the step record has the total
             for chunk in chunks:
-                scale: Any = 1.0 / torch.full_like(tokens, known)  # megatron-core declares a float, and passes tensors
+                scale: Any = 1.0 / torch.full_like(tokens, known)  # megatron-core annotates a float and passes a tensor
                 chunk.scale_gradients(scale)
 
     @contextlib.contextmanager
@@ -145,7 +145,7 @@ class UpstreamLog(UpstreamTap):
         return False
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """See :class:`UpstreamTap`; one message for all that goes to a stage in one direction."""
+        """See :class:`UpstreamTap`; sends one message per stage and direction."""
         under_way = []
         for stage, tensors in self._sent_to(iteration, stages):
             packed = torch.stack(tensors).to(self._world.device)
@@ -162,7 +162,7 @@ class UpstreamLog(UpstreamTap):
                     yield stage, [reader.read(iteration, one.key) for one in crossings]
 
     def _received(self) -> dict[Crossing, torch.Tensor]:
-        """What others :meth:`serve` this worker, on its device."""
+        """Receives the tensors that other stages :meth:`serve` to this worker, on its device."""
         received, under_way, stage = {}, [], self._world.pipeline_rank
         for way in Direction:
             crossings, sender = self._pipeline.received(stage, way), self._pipeline.sender(stage, way)
@@ -200,9 +200,9 @@ class UpstreamLog(UpstreamTap):
         }
 
     def on_stored(self, plan: SnapshotPlan) -> None:
-        """See :class:`UpstreamTap`; the last snapshot of a window supersedes what happened before its first."""
+        """See :class:`UpstreamTap`; the last snapshot of a window supersedes all logs from before its first."""
         if plan.ends_window:
-            assert plan.since is not None  # where the window begins
+            assert plan.since is not None  # the window's first iteration
             self._log.collect(before=plan.since + 1)
 
     def close(self) -> None:
@@ -227,22 +227,22 @@ class UpstreamLog(UpstreamTap):
 def boundaries(
     config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]
 ) -> UpstreamTap:
-    """What the flags ask for; see :class:`UpstreamLog`."""
+    """The boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
     return UpstreamLog(config, core_config, world, tell) if config.snapshot.upstream_logging else UpstreamTap()
 
 
 def _pipeline_group() -> dist.ProcessGroup:
-    group: Any = parallel_state.get_pipeline_model_parallel_group()  # declared as a list of them, too
+    group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
     return group
 
 
 def _rank_in(stage: int) -> int:
-    """The worker of a stage that this one exchanges with."""
+    """Global rank of the worker of a stage in this worker's pipeline group."""
     return dist.get_global_rank(_pipeline_group(), stage)
 
 
 def boundary_shape(config: Config) -> tuple[int, int, int]:
-    """Shape of what crosses stages: sequence (of this tensor-parallel rank), micro batch, hidden size."""
+    """Shape of a tensor between stages: sequence (of this tensor-parallel rank), micro batch, hidden size."""
     parallel = config.parallel
     parts = parallel.tensor_model_parallel_size if config.sequence_parallel else 1
     return config.data.seq_length // parts, config.training.micro_batch_size, config.network.hidden_size

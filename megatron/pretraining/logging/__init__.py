@@ -1,1 +1,1 @@
-"""What a run says: console, TensorBoard, throughput."""
+"""Reports of a run: console, TensorBoard, throughput."""

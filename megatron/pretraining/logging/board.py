@@ -1,4 +1,4 @@
-"""TensorBoard beside training: what it cannot write is counted and dropped, since ``events.jsonl`` has it too."""
+"""TensorBoard beside training: values that cannot be written are counted and dropped; ``events.jsonl`` has them too."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
 
-_MOST_WAITING = 1000  # batches of values; more come only if a write hangs
+_MOST_WAITING = 1000  # batches of values; reached only if a write hangs
 _CLOSING_S = 10.0
 
 
 class Board:
-    """Writes scalars, in a thread of its own.
+    """Writes scalars in its own thread.
 
     Args:
-        directory: of TensorBoard's files.
-        queue_size: values that TensorBoard holds before it writes.
-        say: takes a line of prose, in that thread.
-        lost: is told, there, when files can be written again: how many values are lost, and after how many seconds.
+        directory: TensorBoard's directory.
+        queue_size: values that TensorBoard buffers before it writes.
+        say: prints a message; called in that thread.
+        lost: called in that thread when files can be written again, with the number of lost values and the seconds.
     """
 
     def __init__(self, directory: str, queue_size: int, say: Callable[[str], None], lost: Callable[[int, float], None]):
-        from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, so only on use
 
         self._make = lambda: SummaryWriter(directory, max_queue=queue_size)
         self._directory, self._say, self._lost = directory, say, lost
@@ -37,11 +37,11 @@ class Board:
         self.add_scalars({}, 0)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """As TensorBoard's own."""
+        """Adds one value, as TensorBoard's own method does."""
         self.add_scalars({name: value}, step)
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Several values of one moment; returns at once."""
+        """Adds several values of one step; returns at once."""
         self._waiting = [one for one in self._waiting if not one.done()]
         if len(self._waiting) < _MOST_WAITING:
             self._waiting.append(self._thread.submit(self._write, dict(values), step))
@@ -49,7 +49,7 @@ class Board:
             self._dropped += len(values)
 
     def close(self) -> None:
-        """Writes what is left, if that can be done."""
+        """Writes the remaining values, if possible."""
         closed = self._thread.submit(self._close)
         self._thread.end()
         wait([closed], timeout=_CLOSING_S)
@@ -60,13 +60,13 @@ class Board:
             return
         try:
             if self._writer is not None and not Path(self._directory).is_dir():
-                self._writer = None  # somebody has removed it, and writes to what is removed succeed
+                self._writer = None  # the directory was removed, and writes to removed files succeed
             self._writer = self._writer or self._make()
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
             if self._trouble:
                 self._writer.flush()
-        except Exception as error:  # whatever TensorBoard makes of it
+        except Exception as error:  # TensorBoard may raise anything
             self._writer = None
             self._dropped += len(values)
             if self._trouble.failed():
@@ -86,7 +86,7 @@ class Board:
 
 
 def _silence_writers() -> None:
-    """TensorBoard's threads end with the error that is reported here anyway."""
+    """Hides exceptions of TensorBoard's threads, which are reported here anyway."""
     before = threading.excepthook
     if getattr(before, "of_board", False):
         return

@@ -1,4 +1,4 @@
-"""Model FLOPs of an iteration, and the peak of the device to compare with."""
+"""Model FLOPs of an iteration, and the device's peak for comparison."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PEAK_TFLOPS = {
 
 
 def flops_per_sample(config: Config, vocab_size: int) -> float:
-    """Floating-point operations that forward and backward of one sample need, recomputation not counted.
+    """Floating-point operations of forward and backward of one sample, without recomputation.
 
-    A multiply-add is two operations and backward is twice forward, so every weight that a token meets costs six,
-    and causal attention half of the full score matrix.
+    A multiply-add is two operations and backward is twice forward, so every weight that a token uses costs six, and
+    causal attention half of the full score matrix.
     """
     network, seq = config.network, config.data.seq_length
     queries = network.kv_channels * network.num_attention_heads
     groups = network.num_query_groups if network.group_query_attention else network.num_attention_heads
     attention = network.hidden_size * (2 * queries + 2 * network.kv_channels * groups)
-    scores = queries * seq  # query x key and probability x value, half of each masked
+    scores = queries * seq  # query x key and probability x value, each half masked
     gate = 3 if network.swiglu else 2
     dense_layers = network.num_layers - config.num_moe_layers
     weights = (
@@ -50,7 +50,7 @@ def _expert_weights(config: Config, gate: int) -> int:
 
 
 def peak_tflops() -> float | None:
-    """The device's 16-bit peak in TFLOP/s, or None where it is not known (CPUs, other devices)."""
+    """The device's 16-bit peak in TFLOP/s, or None if unknown (CPUs, other devices)."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""What a run tells: Megatron's console line, TensorBoard, and ``events.jsonl``."""
+"""Reports a run: Megatron's console line, TensorBoard, and ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moc.events import EventLog
 from moc.runtime.world import World
 from moc.state.record import StepRecord
 
-# megatron-core gathers these by position, so all workers must name the same ones
+# megatron-core gathers timers by position, so all workers must name the same ones
 _TIMERS = [
     "forward-backward",
     "forward-compute",
@@ -41,18 +41,18 @@ _TIMERS = [
 
 
 def print_rank_0(world: World, message: str) -> None:
-    """Prints on the first worker only, at once; not where nothing can be printed, as on a disk that is full."""
+    """Prints on rank 0 and flushes; output that fails (a full disk) is dropped."""
     if world.rank == 0:
         with contextlib.suppress(OSError):
             print(message, flush=True)
 
 
 class Log:
-    """Takes step records and reports them; only the first worker writes.
+    """Reports step records; only rank 0 writes.
 
     Args:
-        config: the flags in force.
-        world: this worker's place.
+        config: the flags.
+        world: this worker's ranks.
         vocab_size: padded vocabulary, for the FLOP count.
         train_iters: iterations of the whole run.
         timers: megatron-core's timers; all workers must report them together.
@@ -74,9 +74,9 @@ class Log:
         """Reports one completed iteration, and prints every ``--log-interval``-th.
 
         Args:
-            record: of it.
-            consumed_samples: by the run so far.
-            gauges: by name, what else there is to see over time.
+            record: its step record.
+            consumed_samples: samples consumed by the run so far.
+            gauges: further values to plot over time, by name.
         """
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
@@ -105,13 +105,13 @@ class Log:
             self._window = _Window()
 
     def catch_up(self, record: StepRecord | None, consumed_samples: int, gauges: Mapping[str, float]) -> None:
-        """Reports the iteration that a run goes on from, if who was to report it was lost before that."""
+        """Reports the iteration that the run resumes from, if its reporter was lost before reporting it."""
         if record is not None and self._reported == record.iteration - 1:
             self.skip_time()
             self.iteration(record, consumed_samples, gauges)
 
     def skip_time(self) -> None:
-        """Leaves what happened since the last iteration (evaluation, saving) out of the next one's time."""
+        """Excludes the time since the last iteration (evaluation, saving) from the next iteration's."""
         self._last = time.perf_counter()
 
     def evaluation(self, iteration: int, split: str, loss: float) -> None:
@@ -128,7 +128,7 @@ class Log:
         )
 
     def message(self, text: str) -> None:
-        """Prints a line of prose on the first worker."""
+        """Prints a message on rank 0."""
         print_rank_0(self._world, f" [{_clock()}] {text}")
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Log:
             self.message(f"TensorBoard's files can be written again, after {seconds:.0f} s; {values} values are lost")
 
         logging = self._config.logging
-        assert logging.tensorboard_dir is not None  # or there is none
+        assert logging.tensorboard_dir is not None  # checked by the caller
         return Board(logging.tensorboard_dir, logging.tensorboard_queue_size, self.message, lost)
 
     def _line(self, record: StepRecord, consumed_samples: int) -> str:
@@ -205,7 +205,7 @@ class Log:
         self._tensorboard.add_scalar("lm loss vs samples", record.loss, consumed_samples)
 
     def _log_timers(self, iteration: int) -> None:
-        """A collective call: megatron-core gathers the times of all workers."""
+        """Logs the timers; a collective call, since megatron-core gathers the times of all workers."""
         if self._config.logging.timing_log_level == 0:
             return
         iterations = self._window.iterations

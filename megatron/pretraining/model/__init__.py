@@ -1,1 +1,1 @@
-"""The model, and its shape and precision."""
+"""The model: construction, shape and precision."""

@@ -1,4 +1,4 @@
-"""The GPT-MoE model: megatron-core's modules, configured by our flags and initialised independently of layout."""
+"""The GPT-MoE model: megatron-core's modules, configured by the flags and initialised independently of layout."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
     """Builds this worker's model chunks, initialised and wrapped for data parallelism.
 
     Args:
-        config: the flags in force.
+        config: the flags.
         vocab_size: rows of the embedding, padded for tensor parallelism.
         provider: builds a bare chunk, as :func:`build_gpt` does.
 
     Returns:
-        One chunk, or with an interleaved schedule one for each virtual stage.  All share one
-        ``TransformerConfig`` as ``chunk.config``.
+        One chunk, or one per virtual stage with an interleaved schedule.  All share one ``TransformerConfig`` as
+        ``chunk.config``.
     """
     core_config = transformer_config(config)
     stages = config.virtual_pipeline_model_parallel_size
@@ -64,12 +64,12 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
 
 
 def build_gpt(config: Config, core_config: TransformerConfig, vocab_size: int, stage: int | None) -> GPTModel:
-    """One bare chunk of the model; ``stage`` is its virtual pipeline stage or None."""
+    """Builds one bare chunk of the model; ``stage`` is its virtual pipeline stage or None."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     network = config.network
-    layers: Any = layer_specs(config, core_config, stage)  # of a block, which GPTModel does not declare
-    positions: Any = network.position_embedding_type  # a choice of its flag
+    layers: Any = layer_specs(config, core_config, stage)  # a block specification, missing in GPTModel's annotation
+    positions: Any = network.position_embedding_type  # limited to GPTModel's literals by the flag's choices
     return GPTModel(
         core_config,
         layers,
@@ -99,7 +99,7 @@ def layer_specs(config: Config, core_config: TransformerConfig, stage: int | Non
 
 
 class Norm:
-    """Makes torch's LayerNorm or RMSNorm; unlike megatron-core's ``WrappedTorchNorm`` with sequence parallelism."""
+    """Builds torch's LayerNorm or RMSNorm, with sequence parallelism, which ``WrappedTorchNorm`` does not support."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **ignored):
         """Returns the torch module, its parameters marked for the tensor-parallel gradient sum."""
@@ -126,12 +126,12 @@ def _replace_torch_norm(spec: Any) -> None:
 
 
 def _mend_experts(chunk: torch.nn.Module) -> None:
-    """Corrects what megatron-core 0.16.1 gets wrong about experts with biases.
+    """Repairs megatron-core 0.16.1's handling of experts with biases.
 
-    Alone, their linear layers pass through collectives of one worker, and autograd refuses to add the bias in place
-    to what comes out of there.  With tensor parallelism the biases of different experts are taken for copies of one:
-    their gradients are added up, and counted once in the norm.  But the dispatcher communicates for the experts;
-    their linear layers, which are never split where there are biases, have nothing to exchange.
+    Without other workers, the experts' linear layers pass through one-worker collectives, and autograd rejects the
+    in-place addition of the bias to their output.  With tensor parallelism, the biases of different experts are treated
+    as replicas of one: their gradients are summed, and counted once in the norm.  The dispatcher communicates for the
+    experts; their linear layers, which are never split if they have biases, need no communication.
     """
     for layer in chunk.modules():
         module: Any = layer
@@ -139,11 +139,11 @@ def _mend_experts(chunk: torch.nn.Module) -> None:
             module.explicit_expert_comm = True
             if getattr(module, "bias", None) is not None:
                 module.bias.sequence_parallel = False
-                module.bias.tensor_model_parallel = True  # no other worker holds a copy that counts
+                module.bias.tensor_model_parallel = True  # not a replica: each worker's bias counts in the norm
 
 
 def transformer_config(config: Config) -> TransformerConfig:
-    """Translates our flags into megatron-core's ``TransformerConfig``."""
+    """Translates the flags into megatron-core's ``TransformerConfig``."""
     return TransformerConfig(
         **_network_fields(config),
         **_expert_fields(config),
@@ -234,13 +234,13 @@ def _parallel_fields(config: Config) -> dict:
         sequence_parallel=config.sequence_parallel,
         overlap_p2p_comm=overlap_p2p,
         batch_p2p_comm=not overlap_p2p,
-        # NCCL's sends keep their memory until they are done, gloo's do not
+        # NCCL's sends hold their memory until they are done, gloo's do not
         deallocate_pipeline_outputs=torch.cuda.is_available(),
     )
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """The dtype of the compute weights and of what crosses pipeline stages."""
+    """The dtype of the compute weights and of the tensors between pipeline stages."""
     precision = config.mixed_precision
     return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
@@ -261,7 +261,7 @@ def _precision_fields(config: Config) -> dict:
 
 
 def _fusion_fields(config: Config) -> dict:
-    """Fused kernels where they exist; on the CPU there are none."""
+    """Fused kernels, where available; the CPU has none."""
     fusion, moe = config.fusion, config.moe
     if not torch.cuda.is_available():
         off = ("bias_activation", "bias_dropout", "masked_softmax", "gradient_accumulation")
@@ -293,7 +293,7 @@ def _recompute_fields(config: Config) -> dict:
 
 
 def data_parallel_config(config: Config) -> DistributedDataParallelConfig:
-    """Translates our flags into the configuration of megatron-core's data-parallel wrapper."""
+    """Translates the flags into the configuration of megatron-core's data-parallel wrapper."""
     parallel = config.parallel
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.mixed_precision.accumulate_allreduce_grads_in_fp32,
@@ -301,24 +301,24 @@ def data_parallel_config(config: Config) -> DistributedDataParallelConfig:
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         bucket_size=parallel.ddp_bucket_size,
-        # non-finite gradients are found by the vote, on all ranks at once (step.py)
+        # the vote detects non-finite gradients, on all ranks at once (step.py)
         check_for_nan_in_grad=False,
     )
 
 
 def _let_schedule_overlap_communication(core_config, ddp_config, chunks) -> None:
-    """Hands the schedule the hooks that it calls around the last micro batch."""
+    """Gives the schedule the hooks that it calls around the last micro batch."""
     if ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         core_config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
 
 
 def initialize_weights(chunk: MegatronModule, config: Config) -> None:
-    """Gives each matrix and router values that follow from (seed, name in the unpartitioned model) alone.
+    """Initialises each matrix and router bias from (seed, name in the unpartitioned model) alone.
 
-    Megatron's distributions: N(0, std), and N(0, std / sqrt(2 * layers)) for the projections back into the
-    residual stream.  Norms and other biases keep the ones and zeros of their modules.  So the same model starts
-    alike in every layout, and a stage can be initialised without its neighbours.
+    Megatron's distributions: N(0, std), and N(0, std / sqrt(2 * layers)) for the projections back into the residual
+    stream.  Norms and other biases keep the ones and zeros of their modules.  The same model therefore starts identical
+    in every layout, and a stage can be initialised without its neighbours.
     """
     std = config.rng.init_method_std
     residual_std = std / math.sqrt(2.0 * config.network.num_layers)

@@ -1,9 +1,9 @@
-"""Matrix products in 8 bits by torch's own kernel, in megatron-core's local linear layers.
+"""8-bit matrix products by torch's own kernel, in megatron-core's local linear layers.
 
-A tensor is scaled by its largest value just before it is multiplied, as Transformer Engine's recipe *tensorwise* does
-it (MoEvement, section 5.7, trains so).  Nothing is remembered from one product to the next, so a checkpoint holds no
-more than without, and an iteration that is computed again gives the same bits.  Weights and all else stay in 16 bits.
-Operators that are frozen do the same product forward, and only that by the weight backward.
+A tensor is scaled by its largest value just before the product, as in Transformer Engine's *tensorwise* recipe
+(MoEvement, section 5.7, trains so).  No state is carried from one product to the next, so checkpoints hold nothing
+more, and a replayed iteration is bit-identical.  Weights and everything else stay in 16 bits.  A frozen operator
+computes the same product forward; backward, it computes only the input gradient.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.pretraining.config import ConfigError
 
 TILE = 16
-"""What CUDA's product in 8 bits takes multiples of."""
+"""CUDA's 8-bit product requires multiples of this."""
 LEAST = 1e-12
-"""A tensor is scaled as if its largest value were at least that, so that one that is all zeros stays finite."""
+"""Lower limit of the largest value that a tensor is scaled by, so that an all-zero tensor stays finite."""
 CAPABILITY = (8, 9)
-"""The first GPUs that multiply in 8 bits: Ada and Hopper."""
+"""The first GPUs with 8-bit products: Ada and Hopper."""
 _OF_VALUES = torch.float8_e4m3fn
 _OF_GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
 class Scaled(NamedTuple):
-    """A matrix in 8 bits: ``values * scale``.
+    """An 8-bit matrix: ``values * scale``.
 
     Attributes:
-        values: in one of the formats of 8 bits.
+        values: in an 8-bit format.
         scale: fp32, one element.
     """
 
@@ -46,12 +46,12 @@ class Scaled(NamedTuple):
     scale: torch.Tensor
 
     def t(self) -> Scaled:
-        """The same transposed."""
+        """The transposed matrix."""
         return Scaled(self.values.t(), self.scale)
 
 
 def scaled(matrix: torch.Tensor, dtype: torch.dtype) -> Scaled:
-    """The matrix rounded to 8 bits, its largest value to the largest there is; not finite if it has such values."""
+    """The matrix rounded to 8 bits, its largest value scaled to the format's; non-finite values stay non-finite."""
     most = torch.finfo(dtype).max
     scale = matrix.abs().amax().float().clamp(min=LEAST) / most
     return Scaled((matrix.float() / scale).clamp(-most, most).to(dtype), scale)
@@ -63,18 +63,18 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, quick: bool = False) -> to
     Args:
         a: ``[n, k]``.
         b: ``[k, m]``; k and m multiples of 16.
-        dtype: of what comes out, of 16 bits or 32.
-        quick: sums in the precision of a Hopper's tensor cores, which is enough where no gradient is made.
+        dtype: of the result, 16 or 32 bits.
+        quick: accumulate in the precision of Hopper's tensor cores, which suffices if the result is no gradient.
     """
-    rows, columns = a.values.contiguous(), b.values.t().contiguous().t()  # as CUDA takes them
+    rows, columns = a.values.contiguous(), b.values.t().contiguous().t()  # the memory layout that CUDA requires
     with _without_onednn():
-        scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # torch has no public one
+        scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  # torch has no public equivalent
         return scaled_mm(rows, columns, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=quick)
 
 
 @contextlib.contextmanager
 def _without_onednn():
-    """Where the CPU has no such products, oneDNN takes 500 times as long as torch by itself; a GPU does not notice."""
+    """Disables oneDNN: on a CPU without such products it takes 500 times as long as torch; a GPU is unaffected."""
     onednn = torch.backends.mkldnn
     before, onednn.enabled = onednn.enabled, False
     try:
@@ -84,13 +84,13 @@ def _without_onednn():
 
 
 class _Linear(torch.autograd.Function):
-    """``inputs @ weight.T``, and its gradients, from matrices in 8 bits."""
+    """``inputs @ weight.T``, and its gradients, by 8-bit products."""
 
     @staticmethod
     def forward(ctx, inputs: torch.Tensor, weight: torch.Tensor, of_gradients: torch.dtype) -> torch.Tensor:
         """``[..., k]`` and ``[m, k]`` to ``[..., m]``, in the dtype of the inputs."""
         rows = scaled(_tiled(inputs), _OF_VALUES)
-        # 16 bits of a weight that is there anyway, rather than 8 more for each micro batch in flight
+        # save the existing 16-bit weight, rather than 8 more bits per element for each micro batch in flight
         ctx.save_for_backward(weight, *(rows if ctx.needs_input_grad[1] else ()))
         ctx.of_gradients, ctx.shape = of_gradients, inputs.shape
         found = product(rows, scaled(weight, _OF_VALUES).t(), inputs.dtype, quick=True)
@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        """The gradients of those of both that learn."""
+        """The gradients of inputs and weight, if they are required."""
         weight, *rows = ctx.saved_tensors
         of_outputs = scaled(_tiled(gradient), ctx.of_gradients)
         of_inputs = of_weight = None
@@ -111,7 +111,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _tiled(tensor: torch.Tensor) -> torch.Tensor:
-    """As a matrix, with zeros below, so that its rows are some multiple of 16: an expert gets any number, or none."""
+    """A matrix padded with zero rows to a multiple of 16: an expert gets any number of tokens, or none."""
     rows = tensor.flatten(0, -2)
     missing = -len(rows) % TILE if len(rows) else TILE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
@@ -132,17 +132,17 @@ def linear(
     tp_group: torch.distributed.ProcessGroup | None = None,
     **ignored,
 ) -> torch.Tensor:
-    """What megatron-core's parallel linear layers compute with, in 8 bits.
+    """An 8-bit replacement for the computation of megatron-core's parallel linear layers.
 
     Args:
         input: ``[sequence, batch, k]`` or ``[tokens, k]``, in 16 bits.
         weight: ``[m, k]``.
         bias: ``[m]``.
-        fp8_format: all in ``e4m3``, or with gradients in e5m2: ``hybrid``.
-        allreduce_dgrad: the gradient of the input is the sum of what the tensor-parallel workers find.
-        sequence_parallel: each of them has a part of the sequence, to be gathered, and scattered backward.
-        tp_group: these workers.
-        ignored: ways to compute the gradient of weights that have no meaning here.
+        fp8_format: ``e4m3`` for all tensors, or ``hybrid``, with gradients in e5m2.
+        allreduce_dgrad: sum the gradient of the input over the tensor-parallel workers.
+        sequence_parallel: each of these workers holds a part of the sequence; gather it forward, and scatter backward.
+        tp_group: the tensor-parallel workers.
+        ignored: options for weight gradients, which do not apply here.
     """
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -153,16 +153,16 @@ def linear(
 
 
 def multiply_in_8_bits(chunk: MegatronModule, fp8_format: str) -> None:
-    """Lets the linear layers of attention and of feed-forward parts, experts among them, compute in 8 bits.
+    """Makes the linear layers of attention and feed-forward parts, including experts, compute in 8 bits.
 
     Routers, embeddings and the output layer stay in 16 bits, as with Transformer Engine.
 
     Args:
-        chunk: of megatron-core's local layers.
-        fp8_format: all in ``e4m3``, or with gradients in e5m2: ``hybrid``.
+        chunk: a chunk of megatron-core's local layers.
+        fp8_format: ``e4m3`` for all tensors, or ``hybrid``, with gradients in e5m2.
 
     Raises:
-        ConfigError: a weight has sides for which there is no such product, or the GPU has none.
+        ConfigError: a weight's sides are not multiples of 16, or the GPU has no 8-bit products.
     """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY:
         raise ConfigError(

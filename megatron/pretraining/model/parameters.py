@@ -1,7 +1,7 @@
 """The parameters of a model chunk by their names and places in the unpartitioned model.
 
-megatron-core knows both: ``sharded_state_dict`` describes every local tensor as a box of a global one.  We ask
-it for a description in which each layer, expert and half of a gated linear layer is a tensor of its own.
+megatron-core's ``sharded_state_dict`` describes every local tensor as a box of a global one.  This module requests a
+description in which each layer, expert and half of a gated linear layer is a tensor of its own.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def unpartitioned_parameters(model: MegatronModule) -> dict[str, list[Piece]]:
     """Describes every parameter of a bare megatron-core model chunk.
 
     Returns:
-        For each local parameter name its pieces in ascending ``start``; together they cover the parameter.
+        By local parameter name, its pieces in ascending ``start``; together they cover the parameter.
 
     Raises:
-        ValueError: megatron-core does not describe some parameter.
+        ValueError: megatron-core does not describe a parameter.
     """
     described = _described(model)
     pieces = {}
@@ -58,7 +58,7 @@ def unpartitioned_buffers(model: MegatronModule) -> dict[str, list[Piece]]:
 
 
 def parameter_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
-    """For each parameter of the model chunks its places in the unpartitioned model, in model order."""
+    """The pieces of each parameter of the model chunks, in model order."""
     pieces: Pieces = {}
     for model in map(unwrap, chunks):
         described = unpartitioned_parameters(model)
@@ -67,7 +67,7 @@ def parameter_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
 
 
 def buffer_pieces(chunks: Sequence[torch.nn.Module]) -> Pieces:
-    """The same for what is trained without an optimizer: the biases by which routers balance their experts."""
+    """The pieces of each buffer trained without the optimizer: the routers' expert-balancing biases."""
     pieces: Pieces = {}
     for model in map(unwrap, chunks):
         buffers = dict(model.named_buffers())
@@ -87,7 +87,7 @@ def _tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]
 
 
 def _piece(tensor: ShardedTensor, parameter: torch.Tensor) -> Piece:
-    assert tensor.data is not None  # it is described where it is
+    assert tensor.data is not None  # sharded_state_dict describes live tensors
     view, replica = tensor.data.detach(), cast(tuple, tensor.replica_id)
     return Piece(
         name=tensor.key,

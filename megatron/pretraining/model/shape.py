@@ -1,4 +1,4 @@
-"""From flags to the plain numbers that operators are counted from."""
+"""Translates flags into the plain numbers that define a model's operators."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def model_shape(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> ModelS
     """The shape of the model that these flags describe.
 
     Args:
-        network: its size.
-        moe: its experts.
-        vocab_size: rows of the embedding, with padding where there is some.
+        network: flags of the network's size.
+        moe: flags of its experts.
+        vocab_size: rows of the embedding, including padding.
     """
     return ModelShape(
         expert_layers=moe.expert_layers(network.num_layers),
@@ -36,7 +36,7 @@ def model_shape(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> ModelS
 
 
 def count_parameters(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> tuple[int, int]:
-    """Weights of a model: all of them, and those that one token passes through; arguments as of :func:`model_shape`."""
+    """Total and active weights of a model (active: used by one token); arguments as of :func:`model_shape`."""
     operators = model_operators(model_shape(network, moe, vocab_size))
     total = sum(operator.parameters for operator in operators)
     idle = sum(o.parameters for o in operators if o.expert is not None and o.expert >= moe.moe_router_topk)

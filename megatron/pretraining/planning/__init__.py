@@ -1,1 +1,1 @@
-"""What checkpoints and failures will cost a model of ours, told without a GPU and without torch."""
+"""Predicts what checkpoints and failures cost a model, without a GPU."""

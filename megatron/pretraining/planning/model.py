@@ -1,4 +1,4 @@
-"""From a preset and the program's own flags to the operators of a model, for tools that need no GPU."""
+"""Translates a preset and training flags into the operators of a model, for tools that need no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.pretraining.presets import PRESETS
 from moc.state.operators import Operator
 from moc.state.shape import model_operators
 
-# What parse_config asks for and the shape of the model does not depend on.
+# Flags that parse_config requires and that do not affect the model's shape.
 _RUN = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--mock-data", "--sequence-parallel"]
 
 
@@ -22,12 +22,12 @@ def config_of(
     pp: int | None = None,
     ep: int | None = None,
 ) -> Config:
-    """The configuration that these flags of pretrain_gpt_moe.py give.
+    """The configuration given by these flags of pretrain_gpt_moe.py.
 
     Args:
         model: a preset's name, or None.
         model_flags: further flags that shape the model.
-        vocab_size: tokens before padding.
+        vocab_size: vocabulary before padding.
         tp: tensor parallelism.
         pp: pipeline stages.
         ep: expert parallelism.
@@ -47,11 +47,11 @@ def operators_of(config: Config, vocab_size: int | None) -> list[Operator]:
     """Every operator of the model.
 
     Args:
-        config: of :func:`config_of`.
-        vocab_size: tokens before padding; by default the preset's.
+        config: from :func:`config_of`.
+        vocab_size: vocabulary before padding; by default the preset's.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: neither a vocabulary nor a preset is given.
     """
     if vocab_size is None and config.model is None:
         raise ValueError("--vocab-size is missing: give it, or a --model")

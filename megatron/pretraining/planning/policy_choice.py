@@ -1,4 +1,4 @@
-"""The part of plan_checkpoint.py that chooses a policy with all of its settings, as ``--ckpt-policy auto`` does."""
+"""The part of plan_checkpoint.py that chooses a policy and its settings, as ``--ckpt-policy auto`` does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moc.state.operators import Operator
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--explain-policy`` and what it needs beside the flags of ``--explain-k``."""
+    """Adds ``--explain-policy`` and the flags that it needs beside those of ``--explain-k``."""
     group = parser.add_argument_group(
         "--explain-policy: what --ckpt-policy auto would choose (docs/how-to/choose-a-policy.md), from --iteration-s, "
         "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
@@ -45,17 +45,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def chosen(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
 ) -> tuple[Running, PolicyChoice]:
-    """What is expected of a run, and what is chosen for it.
+    """The assumed run, and the policy chosen for it.
 
     Args:
         args: the parsed flags.
-        config: of the model.
-        operators: of the model.
-        layout: where the ranks stand.
+        config: the model's configuration.
+        operators: the model's operators.
+        layout: the parallel layout.
         state: bytes of each parameter.
 
     Raises:
-        ValueError: a flag is missing or not possible, or nothing keeps to the limits.
+        ValueError: a flag is missing or invalid, or no policy keeps to the limits.
     """
     if args.mtbf_hours is None or not args.mtbf_hours > 0:
         raise ValueError("--explain-policy needs --mtbf-hours, above 0: add it")
@@ -73,7 +73,7 @@ def chosen(
 
 
 def explained(run: Running, plan: PolicyChoice) -> str:
-    """The choice and the runner-ups, for people."""
+    """The choice and the runners-up, as text."""
     lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.others)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
     tier = f"--ckpt-tier {run.tier}"
@@ -81,7 +81,7 @@ def explained(run: Running, plan: PolicyChoice) -> str:
 
 
 def told(run: Running, plan: PolicyChoice) -> dict:
-    """The same, for JSON."""
+    """The choice and the runners-up, for JSON."""
     found = {
         one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes} for one in (plan.best, *plan.others)
     }
@@ -89,7 +89,7 @@ def told(run: Running, plan: PolicyChoice) -> dict:
 
 
 def _allowed(config: Config, policy: str, tier: str) -> bool:
-    """Whether training takes such flags."""
+    """Whether the training flags allow this policy with this tier."""
     try:
         config.replace("snapshot", ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=".")
     except ConfigError:

@@ -36,7 +36,7 @@ examples:
 
 Durations are seconds, or have a unit: 90s, 10m, 2h, 3d; --mtbf inf is a run without failures."""
 
-_RATES = {  # flag: field of the cluster, and what it is of
+_RATES = {  # by flag: field of the cluster, and description
     "host": ("host_bandwidth", "from a GPU to host memory"),
     "network": ("inter_bandwidth", "of a node to other nodes"),
     "storage": ("storage_bandwidth", "of the job to storage"),
@@ -45,7 +45,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def duration(text: str) -> float:
-    """Seconds that a text such as ``10m`` means."""
+    """Parses a duration such as ``10m`` to seconds."""
     number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
     try:
         seconds = float(number) * unit
@@ -57,7 +57,7 @@ def duration(text: str) -> float:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of this tool; what it does not know goes on to the parser of the model's flags."""
+    """The parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
     parser = argparse.ArgumentParser(
         description="Simulate training with failures: ETTR, goodput, recovery and bytes of every policy.",
         epilog=EPILOG,
@@ -157,10 +157,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
-        The exit status: 0, or 1 where something does not fit together.
+        The exit status: 0, or 1 if the flags or files are invalid.
     """
     args, model_flags = build_parser().parse_known_args(argv)
     try:
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reproduce(name: str, as_json: bool) -> int:
-    """What ``python -m benchmarks.papers`` does, which no wheel holds."""
+    """Runs ``python -m benchmarks.papers``, which no wheel contains."""
     try:
         from benchmarks.papers.program import main as papers
     except ModuleNotFoundError as error:
@@ -245,7 +245,7 @@ def _policies(text: str) -> list[str]:
 
 
 def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
-    # The stages may be uneven here, so the layers need not fit the pipeline.
+    # the simulator allows uneven stages, so the layers need not divide by the pipeline
     expert_tp = 1 if args.ep > 1 else args.tp
     sliced = ["--expert-tensor-parallel-size", str(expert_tp)] if args.ep > 1 else []
     config = config_of(args.model, [*model_flags, *sliced], vocab_size=args.vocab_size, tp=args.tp, ep=args.ep)
@@ -255,7 +255,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     pipelines = max(1, cluster.gpus // (args.tp * args.pp * args.ep))
     before = max(1, cluster_named(args.cluster).gpus // (args.tp * args.pp * args.ep)) if args.scale_to else pipelines
     work = Work(
-        global_batch=args.global_batch * pipelines // before,  # each pipeline has as much work as before
+        global_batch=args.global_batch * pipelines // before,  # the work of each pipeline stays the same
         micro_batch=args.micro_batch,
         seq_length=config.data.seq_length,
         hidden_size=config.network.hidden_size,
@@ -269,13 +269,13 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
 
 
 def _program(args: argparse.Namespace) -> RecoveryCosts | None:
-    """What a recovery of our program takes, where policies are to come back as it does."""
+    """Measured costs of this program's recovery, with ``--ways program``; else None."""
     if args.ways == "papers":
         return None
     seen = read_profile(args.profile).recoveries if args.profile else ()
     if not seen:
         raise ValueError("--ways program takes its times from a run: give --profile one in which workers were lost")
-    return dataclasses.replace(fitted(seen), more_s=0.0)  # nodes that are lost together do not share processors
+    return dataclasses.replace(fitted(seen), more_s=0.0)  # nodes lost together do not share processors
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
@@ -295,7 +295,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _timing(args: argparse.Namespace, operators, layout: Layout, cluster: Cluster, work: Work) -> Timing:
-    """What was measured, or else the cost model's."""
+    """The measured timing, or else the cost model's."""
     model = estimate(operators, layout, cluster, work)
     seconds = args.iteration_s or (read_profile(args.profile).iteration_s if args.profile else None)
     return model if seconds is None else measured_timing(seconds, model.micro_batches, model.stages)

@@ -53,7 +53,7 @@ rule is.  What stands in brackets behind a size is its reduction against the bas
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of this tool; what it does not know goes on to the parser of the model's flags."""
+    """The parser of this tool's flags; unknown flags are left to the parser of the model's flags."""
     parser = argparse.ArgumentParser(
         description="Print how many bytes the busiest rank saves under each sharding rule.",
         epilog=EPILOG,
@@ -88,10 +88,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool.
 
     Args:
-        argv: The command line, by default the process's own.
+        argv: The command line; by default the process's own.
 
     Returns:
-        The exit status: 0, or 1 where something does not fit together.
+        The exit status: 0, or 1 if the flags are invalid.
     """
     args, model_flags = build_parser().parse_known_args(argv)
     try:
@@ -162,10 +162,10 @@ def _layout(world: int | None, config: Config) -> Layout:
 
 @dataclass(frozen=True)
 class Row:
-    """What the busiest rank saves when k experts of each layer are saved; sizes in bytes."""
+    """Bytes that the busiest rank saves with k experts of each layer."""
 
     k: int | None
-    """None: everything is saved, without a choice."""
+    """None saves everything."""
     total: int
     ideal: float
     forced: int
@@ -175,12 +175,12 @@ class Row:
     """MoC's eq. 9 holds: the chosen experts cannot be shared out equally."""
 
     def reduction(self, scheme: str) -> float:
-        """By how much less than under the baseline, in percent."""
+        """Reduction against the baseline, in percent."""
         return 100 * (1 - self.bottleneck[scheme] / self.bottleneck["baseline"])
 
     @property
     def over(self) -> float:
-        """How far the best scheme is above what no rule can go below, in percent."""
+        """Excess of the best scheme over the lower bound of all rules, in percent."""
         return 100 * (min(self.bottleneck.values()) / max(self.ideal, self.forced) - 1)
 
     def to_dict(self) -> dict:
@@ -191,7 +191,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SizePlan:
-    """A model, a layout, and what is saved of it."""
+    """A model, a layout, and the part of the state to save."""
 
     config: Config
     name: str
@@ -207,7 +207,7 @@ class SizePlan:
 
     @property
     def shape(self) -> tuple[Config, list[Operator], Layout, StateBytes]:
-        """What a policy is chosen for."""
+        """The arguments for choosing a policy."""
         return self.config, self.operators, self.layout, self.state
 
     @property
@@ -216,11 +216,11 @@ class SizePlan:
         return sorted({o.place[0] for o in self.operators if o.place is not None})
 
     def rows_wanted(self) -> list[int | None]:
-        """K = 1, 2, ... all experts (powers of two where these are many), and None for a checkpoint without PEC."""
+        """K = 1, 2, ... all experts (powers of two if these are many), and None for a checkpoint without PEC."""
         return [*candidates(self.num_experts), None]
 
     def items(self, k: int | None) -> list[Item]:
-        """What is saved when k experts of each layer are; None for everything."""
+        """The items to save with k experts of each layer; None for everything."""
         items = contents(
             self.operators,
             self.layout,
@@ -239,7 +239,7 @@ class SizePlan:
         }
 
     def row(self, k: int | None) -> Row:
-        """The bottleneck rank under each scheme."""
+        """The busiest rank's bytes under each scheme."""
         items = self.items(k)
         layout, layers = self.layout, len(self.moe_layers)
         return Row(
@@ -254,7 +254,7 @@ class SizePlan:
         )
 
     def ranks(self, k: int) -> dict[str, list[int]]:
-        """Bytes of every rank under each scheme when k experts of each layer are saved."""
+        """Bytes of every rank under each scheme with k experts of each layer."""
         if not 1 <= k <= self.num_experts:
             raise ToolError(f"--pec-k must be from 1 to {self.num_experts}, the experts of a layer, not {k}")
         items = self.items(k)
@@ -291,7 +291,7 @@ def _title(plan: SizePlan) -> str:
 
 
 def _equation_8(plan: SizePlan) -> str:
-    """MoC's eq. 8 for what it was written for: data and expert parallelism alone."""
+    """MoC's eq. 8, for the layouts that it covers: data and expert parallelism alone."""
     layout, count = plan.layout, plan.facts()["parameters"]
     if layout.tp * layout.pp > 1 or not plan.num_experts:
         return ""

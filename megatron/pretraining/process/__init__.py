@@ -1,1 +1,1 @@
-"""One worker's process: its device, groups and random streams, its start and its end."""
+"""The process of a worker: device, groups, random streams, start and end."""

@@ -1,4 +1,4 @@
-"""Which megatron-core there is: a foreign one on ``PYTHONPATH`` is refused by name, before it is imported."""
+"""Checks megatron-core's version before it is imported; rejects a foreign one on ``PYTHONPATH`` by name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OLDEST, BEFORE = (0, 16, 1), (0, 17, 0)
-"""The versions that this package is written for, as ``pyproject.toml`` has them: it uses parts that are not public."""
+"""The supported versions, as in ``pyproject.toml``; bounded above, since non-public parts are used."""
 
 WANTED = "megatron-core>=0.16.1,<0.17"
 
 
 class CoreError(RuntimeError):
-    """There is no megatron-core, or another one than this package is written for; the message says what to do."""
+    """megatron-core is missing or of an unsupported version; the message has the remedy."""
 
 
 def check_core() -> None:
-    """Looks where ``megatron.core`` would be imported from, and of which version that is; imports nothing of it.
+    """Checks the version of ``megatron.core`` at the place that it would be imported from, without importing it.
 
     Raises:
-        CoreError: it is not there, or another one.
+        CoreError: megatron-core is missing or of an unsupported version.
     """
     found = find_spec("megatron.core")
     if found is None or not found.submodule_search_locations:
@@ -37,7 +37,7 @@ def check_core() -> None:
 
 
 def version_in(directory: Path) -> tuple[int, int, int] | None:
-    """The version of the megatron-core in a directory; None if it does not say."""
+    """The version of the megatron-core in a directory; None if it states none."""
     try:
         text = (directory / "package_info.py").read_text()
     except OSError:

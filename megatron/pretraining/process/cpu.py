@@ -1,14 +1,14 @@
-"""Lets megatron-core run where there is no CUDA, on torch's CPU kernels and gloo.
+"""Runs megatron-core without CUDA, on torch's CPU kernels and gloo.
 
-``install()`` must be called before ``megatron.core`` is imported.  Where CUDA is available it only mends
-one defect of megatron-core 0.16.1 (see :func:`_repair_router_without_te`), so that the same program runs
-on GPUs untouched.  Without CUDA it gives "the CPU" as the meaning of the small part of ``torch.cuda`` that
-megatron-core uses unconditionally; ``torch.cuda.is_available()`` stays False:
+Call ``install()`` before ``megatron.core`` is imported.  With CUDA it silences warnings and repairs one defect of
+megatron-core 0.16.1 (see :func:`_repair_router_without_te`), so that the same program runs on GPUs.  Without CUDA it
+maps the small part of ``torch.cuda`` that megatron-core uses unconditionally to the CPU; ``torch.cuda.is_available()``
+stays False:
 
 * ``torch.cuda.current_device()`` is ``torch.device("cpu")``; streams, events and memory calls do nothing;
 * the "CUDA" random generator is torch's default CPU generator;
 * ``device="cuda"`` given to a tensor factory, ``Tensor.cuda()`` and ``Module.cuda()`` mean the CPU;
-* ``Tensor.type()`` answers megatron-core with ``torch.cuda.XTensor``: its optimizers compare that string;
+* ``Tensor.type()`` returns ``torch.cuda.XTensor`` to megatron-core, whose optimizers compare that string;
 * megatron-core's JIT fuser is the identity (torch.compile would run a C++ compiler for half a minute).
 """
 
@@ -35,25 +35,25 @@ def device() -> torch.device:
 
 
 def default_backend() -> str:
-    """The torch.distributed backend that fits the device: ``nccl`` or ``gloo``."""
+    """The torch.distributed backend for the device: ``nccl`` or ``gloo``."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def install() -> None:
-    """Makes ``import megatron.core`` work on this machine; calling it again does nothing.
+    """Makes ``import megatron.core`` work on this machine; further calls do nothing.
 
     Raises:
-        CoreError: megatron-core is not there, or another one than this package is written for.
-        RuntimeError: megatron.core was imported before, too early to be adapted.
+        CoreError: megatron-core is missing or of an unsupported version.
+        RuntimeError: megatron.core is already imported, and can no longer be adapted.
     """
     global _installed
     if _installed:
         return
     check_core()
-    # optional everywhere: --help says what is used where it is present
+    # both are optional; --help says where they are used
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Transformer Engine and Apex are not)")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
-    # old names of torch that megatron-core still calls
+    # deprecated torch names that megatron-core still calls
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core|torch\.distributed")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     if not torch.cuda.is_available():
@@ -68,7 +68,7 @@ def install() -> None:
 
 
 class _Stream:
-    """CPU work is synchronous: every stream is always up to date."""
+    """A stream on the CPU, whose work is synchronous: always up to date."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -175,7 +175,7 @@ def _cuda_named_type(real_type):
 
 
 class _SameGenerator(logging.Filter):
-    """Drops the warning that the CPU generator moved while the "GPU" one was in use: they are one."""
+    """Drops the warning that the CPU generator moved while the "GPU" one was in use: they are the same generator."""
 
     def filter(self, record):
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -199,13 +199,13 @@ def _import_megatron_core() -> None:
 
 
 def _split_sizes_to_numpy(tensor, as_numpy=False, record_stream=False):
-    # megatron-core turns split sizes into numpy only while it moves them off a GPU, but
-    # torch's all_to_all_single needs sequences of ints on every device
+    # megatron-core converts split sizes to numpy only while moving them off a GPU, but torch's all_to_all_single
+    # needs sequences of ints on every device
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _repair_router_without_te() -> None:
-    """RouterGatingLinearFunction of 0.16.1 names ``te_general_gemm`` also where TE is not installed."""
+    """Defines ``te_general_gemm``, which 0.16.1's RouterGatingLinearFunction names even without TE."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

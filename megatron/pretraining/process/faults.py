@@ -1,4 +1,4 @@
-"""Has done to this worker what ``--inject`` wants."""
+"""Arms the faults of ``--inject`` in this worker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moc.runtime.job import Job
 
 
 def inject_faults(config: Config, job: Job) -> None:
-    """Arms the faults that the flags name, if they name any.
+    """Arms the faults that the flags name, if any.
 
     Raises:
-        ConfigError: they name workers that there are not.
+        ConfigError: the flags name workers that do not exist.
     """
     if not config.faults.wanted:
         return
@@ -24,12 +24,12 @@ def inject_faults(config: Config, job: Job) -> None:
     for fault in faults:
         if max(fault.ranks, default=0) >= job.size:
             raise ConfigError(f"--inject {fault}: workers are counted from 0 to {job.size - 1}: name one of them.")
-    assert config.logging.log_dir is not None  # flags of faults need it
+    assert config.logging.log_dir is not None  # required by the fault flags
     directory, node = Path(config.logging.log_dir), int(os.environ.get("GROUP_RANK", "0"))
 
     def tell(what: dict) -> None:
-        events = EventLog(directory)  # of its own: that of the run is the first worker's
-        events.write("inject", **what)  # a write that has returned outlives the process
+        events = EventLog(directory)  # opened here, since rank 0 owns the run's event log
+        events.write("inject", **what)  # a completed write survives the process
         events.close()
         print("injected: {action} of worker {rank} in iteration {iteration}, {point}".format(**what), flush=True)
 

@@ -20,8 +20,8 @@ def initialize(config: Config, job: Job | None = None) -> World:
     """Joins the job and builds every process group.
 
     Args:
-        config: the flags in force.
-        job: which; by default the one that torchrun's environment variables describe.
+        config: the flags.
+        job: the job to join; by default the one that torchrun's environment variables describe.
 
     Raises:
         ConfigError: the flags do not fit the number of workers or the backend.
@@ -51,21 +51,21 @@ def initialize(config: Config, job: Job | None = None) -> World:
 
 
 def shut_down(job: Job | None = None) -> None:
-    """Leaves the job: after this no collective works."""
+    """Leaves the job; no collective works afterwards."""
     parallel_state.destroy_model_parallel()
     (job or Job()).leave()
 
 
 def seed_streams(seed: int, iteration: int, world: World) -> None:
-    """Starts every random stream afresh for one iteration.
+    """Reseeds every random stream for one iteration.
 
-    The streams follow from (seed, iteration, stage, data-parallel rank) alone; megatron-core's tracker adds
-    the tensor- and expert-parallel coordinates.  So any iteration can be computed again by itself, and a
-    checkpoint holds no random state.  Tensor-parallel peers share the default stream, as dropout outside of
-    tensor-parallel regions requires.
+    The streams depend on (seed, iteration, stage, data-parallel rank) only; megatron-core's tracker adds the tensor-
+    and expert-parallel coordinates.  Any iteration can therefore be replayed by itself, and a checkpoint holds no
+    random state.  Tensor-parallel peers share the default stream, as dropout outside of tensor-parallel regions
+    requires.
     """
     entropy = (seed, iteration, world.pipeline_rank, world.data_rank)
-    # 32 bits, since numpy takes no more; megatron-core adds its own offsets of a few thousand
+    # 32 bits is numpy's limit; the halving leaves room for megatron-core's own offsets of a few thousand
     base = int(numpy.random.SeedSequence(entropy).generate_state(1, numpy.uint32)[0]) // 2
     random.seed(base)
     numpy.random.seed(base)
@@ -76,12 +76,12 @@ def seed_streams(seed: int, iteration: int, world: World) -> None:
 def _choose_device(deterministic: bool) -> None:
     if torch.cuda.is_available():
         if deterministic:
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first context is made
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first CUDA context is created
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
             torch.use_deterministic_algorithms(True)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     elif "OMP_NUM_THREADS" not in os.environ:
-        # one thread a worker: results do not depend on the machine, and workers do not fight for cores
+        # one thread per worker: results do not depend on the machine, and workers do not compete for cores
         torch.set_num_threads(1)
 
 

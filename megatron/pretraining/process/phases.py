@@ -1,4 +1,4 @@
-"""Where start-up time goes, from the launch of the process to the first iteration."""
+"""Measures start-up time by phase, from the launch of the process to the first iteration."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import psutil
 
 
 class Phases:
-    """A stopwatch over named phases; the first begins with the process itself."""
+    """A stopwatch over named phases; the first starts with the process itself."""
 
     def __init__(self):
         self._last = psutil.Process().create_time()
         self.seconds: dict[str, float] = {}
 
     def done(self, name: str) -> None:
-        """Ends the phase that began when the one before ended."""
+        """Ends the current phase and starts the next."""
         now = time.time()
         self.seconds[name] = round(now - self._last, 3)
         self._last = now

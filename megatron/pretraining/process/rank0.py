@@ -1,19 +1,19 @@
-"""Who speaks, where all workers of a job have found the same mistake."""
+"""Lets rank 0 report an error that all workers of a job find alike."""
 
 from __future__ import annotations
 
 import os
 import time
 
-PATIENCE = 3.0  # seconds in which the first worker says it, and its exit makes the launcher end the others
+PATIENCE = 3.0  # seconds for rank 0 to report and exit, whereupon the launcher ends the other workers
 
 
 def is_first_worker() -> bool:
-    """Whether this is the job's first worker, or there is no job."""
+    """Whether this process is rank 0, or belongs to no job."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def let_first_worker_speak() -> None:
-    """Waits, on every other worker; one that is alone with its mistake goes on and says it."""
+    """Waits, on all ranks but 0, until rank 0 can have reported; a worker alone with its error then reports it."""
     if not is_first_worker():
         time.sleep(PATIENCE)

@@ -1,4 +1,4 @@
-"""When to stop before the end: signals and time limits, noticed by one worker and agreed on by all."""
+"""Stops before the last iteration: signals and time limits, noticed by one worker and agreed on by all."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moc.runtime.agreement import sum_over_workers
 from moc.runtime.world import World
 
 EXIT_DONE = 0
-EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: asked to stop; start the same command again to go on
+EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: asked to stop; restart the same command to resume
 
 
 class StopRequested(Exception):
-    """A worker was asked to stop during set-up, before there was anything to save."""
+    """A worker was asked to stop during set-up; there is no state to save yet."""
 
 
 class StopRequests:
-    """Notes, from the moment it is made, whether this worker has been asked to stop.
+    """Records, from its construction on, whether this worker has been asked to stop.
 
-    With ``--exit-signal-handler`` SIGTERM, SIGUSR1 and ``--exit-signal`` ask for it, and
-    ``--exit-duration-in-mins`` does when it is over.
+    With ``--exit-signal-handler``, SIGTERM, SIGUSR1 and ``--exit-signal`` request it; ``--exit-duration-in-mins``
+    requests it when the time is over.
     """
 
     def __init__(self, config: Config):
@@ -41,10 +41,10 @@ class StopRequests:
         return self.signal is not None or (self._deadline is not None and time.monotonic() > self._deadline)
 
     def anybody_in(self, world: World) -> bool:
-        """Whether any worker was asked by a signal; a collective call."""
+        """Whether any worker has received a stop signal; a collective call."""
         return sum_over_workers({"signal": float(self.signal is not None)}, world)["signal"] > 0
 
     def check_set_up(self, world: World) -> None:
-        """Raises StopRequested on all workers if any was asked by a signal; a collective call."""
+        """Raises StopRequested on all workers if any has received a stop signal; a collective call."""
         if self.anybody_in(world):
             raise StopRequested

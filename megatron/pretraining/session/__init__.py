@@ -1,1 +1,1 @@
-"""Fault tolerance of a run: snapshots beside training, and the way back."""
+"""Connects the training session (:mod:`moc.session`) to the flags."""

@@ -1,4 +1,4 @@
-"""What ``--ckpt-policy auto`` may choose, by the other flags."""
+"""The choices of ``--ckpt-policy auto`` that the other flags allow."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
 
 @dataclass(frozen=True)
 class FlaggedChoices:
-    """As :class:`moc.session.auto.Choices`, beside the flags as they were given."""
+    """The flags as given, as :class:`moc.session.auto.Choices`."""
 
     config: Config
 
     def check(self, flags: Mapping[str, object]) -> None:
-        """Refuses flags that the others do not allow.
+        """Rejects chosen flags that contradict the given ones.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: they do.
         """
         in_force(self.config, flags)
 
     def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
-        """The settings with chosen flags in force."""
+        """The session's settings with the chosen flags in force."""
         return settings_of(in_force(self.config, flags), engine)
 
 
 def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
-    """What chooses the policy; None unless ``--ckpt-policy auto``."""
+    """The object that chooses the policy; None unless ``--ckpt-policy auto``."""
     snapshot, parallel = config.snapshot, config.parallel
     if snapshot.ckpt_policy != AUTO:
         return None
@@ -59,21 +59,21 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
     """The configuration with a chosen policy in place of ``auto``.
 
     Args:
-        asked: as it was given.
-        flags: what was chosen, by field.
+        asked: the configuration as given.
+        flags: the chosen values, by field.
 
     Raises:
-        ConfigError: the other flags do not allow it.
+        ConfigError: the other flags do not allow the choice.
     """
     policy, others = flags["ckpt_policy"], flags_of(SnapshotFlags)
-    unknown = flags.keys() - {spec.name for spec in others}  # of a policy that is not installed any more
+    unknown = flags.keys() - {spec.name for spec in others}  # flags of a policy that is no longer installed
     refuse(unknown, f"there is no {', '.join(sorted(unknown))}: install the policy that it is of.")
     plain = {spec.name: spec.default for spec in others if not _is_of(spec.name, policy, asked)}
     return asked.replace("snapshot", **plain | dict(flags))
 
 
 def _is_of(flag: str, policy: object, asked: Config) -> bool:
-    """Whether a flag has a meaning with a policy that was chosen."""
+    """Whether a flag applies to the chosen policy."""
     if (owner := owners().get(flag)) is None:
         return flag not in _OWN_FLAGS
     needs = next(one.needs for one in owner.flags if one.name == flag)

@@ -1,4 +1,4 @@
-"""A session's settings, from flags."""
+"""Builds a session's settings from the flags."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moc.session.settings import Settings
 
 
 def settings_of(config: Config, engine: Engine) -> Settings:
-    """What a session is told of this job.
+    """The settings of this job's session.
 
     Raises:
-        ConfigError: the policy cannot be made for this model.
+        ConfigError: the policy cannot be built for this model.
     """
     snapshot, options = config.snapshot, {}
     if snapshot.ckpt_policy not in (None, AUTO):
