@@ -120,6 +120,13 @@ class Launched:
         mine = str(self._directory)
         return [p.pid for p in psutil.process_iter(["cmdline"]) if mine in " ".join(p.info["cmdline"] or ())]
 
+    def left(self, seconds: float = 30) -> list[tuple[int, str]]:
+        """The processes of this job that do not end; launchers of other nodes may end a little after the first."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [(pid, " ".join(psutil.Process(pid).cmdline())) for pid in left if psutil.pid_exists(pid)]
+
     @property
     def console(self) -> str:
         """What all processes wrote."""

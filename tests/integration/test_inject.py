@@ -45,7 +45,7 @@ def test_every_fault_happens_once_and_nobody_can_tell(data, tmp_path):
         flags = common | places | dict(snapshot_interval=1, inject=FAULTS)
         with Launched("EP2", flags, tmp_path / "job") as job:
             assert job.wait(240) == 0, job.console[-4000:]
-            assert job.processes() == []
+            assert job.left() == []
     fired = sorted((event["rank"], event["point"]) for event in job.events("inject"))
     assert fired == EXPECTED, job.console[-4000:]
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in alone]

@@ -60,7 +60,7 @@ def ended_with(flags: dict) -> dict:
 def assert_nobody_can_tell(job: Launched, flags: dict, expected: tuple) -> None:
     assert job.wait() == 0, job.console[-4000:]
     assert (job.records(), ended_with(flags)) == expected
-    assert job.processes() == []
+    assert job.left() == []
 
 
 def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturbed, tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_without_a_majority_the_job_ends_and_can_be_started_again(flags, tmp_pat
         job.lose(0)
         assert job.wait() == 75
         assert "no controller has been there for 5 s" in job.console and "start the job again" in job.console
-        assert job.processes() == []
+        assert job.left() == []
 
 
 def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
@@ -210,7 +210,7 @@ def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
         job.lose(1)
         assert job.wait() == 75
         assert "node 1 is missing, and nobody has come for 1 s (--max-wait)" in job.console
-        assert job.processes() == []
+        assert job.left() == []
     assert list(Path(flags["ckpt_memory_dir"]).rglob("manifest.json"))  # what the nodes have in memory stays there
 
 
@@ -252,7 +252,7 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
         assert psutil.Process(job.pids[1]).environ()["MALLOC_ARENA_MAX"] == "2"
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 75
-        assert job.processes() == []
+        assert job.left() == []
     assert Store(LocalPlace(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
 
 
@@ -267,7 +267,7 @@ def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
         job.reach(iteration)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         assert job.wait() == 130
-        assert job.processes() == [] and "started again" not in job.console and "Traceback" not in job.console
+        assert job.left() == [] and "started again" not in job.console and "Traceback" not in job.console
 
 
 @pytest.mark.parametrize("node, missing", [(0, 1), (1, 0)], ids=["for the other", "for the first"])
@@ -296,7 +296,7 @@ def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):
 def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
     with Launched("EP2", flags | mistake, tmp_path / "job") as job:
         assert job.wait() == code and sentence in job.console
-        assert job.processes() == [] == job.events("generation")
+        assert job.left() == [] == job.events("generation")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, fl
         os.kill(job.children("moc.runtime.zygote")[0], number)
         assert job.wait() == 70, job.console[-4000:]
         assert f"mocrun: error: the process that workers are forked from {sentence}" in job.console
-        assert job.processes() == []
+        assert job.left() == []
 
 
 def test_a_launcher_that_stands_still_loses_its_workers_before_others_have_their_places(flags, undisturbed, tmp_path):
