@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,7 +199,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args()
-    plan = Plan(own.peer.resolve(), own.peer_python, own.precision, own.saving, own.iterations)
+    python = os.path.abspath(shutil.which(own.peer_python) or own.peer_python)  # jobs have directories of their own
+    plan = Plan(own.peer.resolve(), python, own.precision, own.saving, own.iterations)
     chance, load = random.Random(own.seed), os.getloadavg()[0]
     seconds = timed(plan, own)
     amounts, apart, ends = undisturbed(plan, chance)

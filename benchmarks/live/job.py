@@ -111,6 +111,7 @@ class Job:
         alike = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [python, "-W", "ignore", *map(str, command)],
+            cwd=directory,  # of two checkouts, Python would take the one that it stands in
             env=os.environ | alike | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
