@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pretraining.config import Config, train_iterations
+from megatron.pretraining.config import Config, ConfigError, train_iterations
 from moc.policy import AUTO, JobShape, policy_named
 from moc.session.engine import Engine
 from moc.session.settings import Settings
@@ -17,7 +17,10 @@ def settings_of(config: Config, engine: Engine) -> Settings:
     snapshot, options = config.snapshot, {}
     if snapshot.ckpt_policy not in (None, AUTO):
         job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
-        options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
+        try:
+            options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
+        except ValueError as error:
+            raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
     return Settings(
         directory=config.snapshot_dir or "",
         train_iters=train_iterations(config, engine.world.size),

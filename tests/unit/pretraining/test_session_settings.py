@@ -1,0 +1,23 @@
+"""Settings of a session, from flags."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.pretraining.config import ConfigError
+from megatron.pretraining.session.settings import settings_of
+from moc.policy.full import Full
+from tests.unit.pretraining.flags import parse
+
+ENGINE = SimpleNamespace(world=SimpleNamespace(size=1), stages=(0, 0))
+
+
+def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(monkeypatch):
+    def refuses(*_):
+        raise ValueError("this layout has no turns")
+
+    config = parse("--ckpt-policy full --ckpt-dir x")
+    assert settings_of(config, ENGINE).policy == "full"
+    monkeypatch.setattr(Full, "settings", refuses)
+    with pytest.raises(ConfigError, match=r"^--ckpt-policy full: this layout has no turns\.$"):
+        settings_of(config, ENGINE)
