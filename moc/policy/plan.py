@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Interval
@@ -18,8 +18,25 @@ from moc.state.operators import Operator
 Load = Mapping[int, Sequence[int]]
 """Tokens given to each expert since training began, by global layer number."""
 
-Busiest = Callable[[Mapping[str, Detail]], int]
-"""Maps operators with their details to the bytes of the rank that saves the most."""
+
+class Busiest(Protocol):
+    """Sizes of snapshots by the sharding rules; calls are collective.
+
+    Attributes:
+        nodes: node of each rank.
+        replicas: other nodes that keep a copy of each node's snapshots; 0 without peers.
+    """
+
+    nodes: tuple[int, ...]
+    replicas: int
+
+    def __call__(self, operators: Mapping[str, Detail]) -> int:
+        """Bytes of the rank that saves the most of operators, each at its detail."""
+        ...
+
+    def by_rank(self, plans: Mapping[str, Mapping[str, Detail]]) -> dict[str, dict[int, int]]:
+        """Bytes of each rank by plan, where any; one collective call for all plans."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -185,7 +202,10 @@ class Policy(ABC):
         """Receives the sizes of snapshots; called once, before training, on all ranks.
 
         Args:
-            busiest: gives the bytes of the rank that saves the most of a plan's operators.
+            busiest: gives the bytes of the rank that saves the most of a plan's operators, and of each rank.
+
+        Raises:
+            ValueError: settings do not fit these sizes; the message names the remedy.
         """
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027

@@ -140,7 +140,7 @@ class Peers:
         self._safe = 0
         self._node = tiers.nodes[tiers.node[0]]
         self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
-        self._rate = None if rate is None else rate * 1e9
+        self._rate, self.replicas = None if rate is None else rate * 1e9, placement.replicas
         self._client: ReplicaClient | None = None
         self._addresses: dict[str, str] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-replicate")

@@ -23,7 +23,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from moc.policy import Policy, interval_named, policy_named
-from moc.runtime.agreement import gather
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
@@ -33,6 +32,7 @@ from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.resuming import resume
 from moc.session.resume.survivors import LiveState, LocalRemains
 from moc.session.settings import Settings, SettingsError
+from moc.session.sizes import SnapshotSizes
 from moc.session.snapshots import Describer, Snapshots
 from moc.session.storage_health import storage_of
 from moc.session.tiers import tiers_of
@@ -113,9 +113,13 @@ class Session(VoteParticipant):
         undo.callback(close, parts, _patience_s(parts))
         start = resume(engine, parts, self.remains, self._elsewhere, log, settings.begin_at, tidies=not beside)
         storage = storage_of(settings, parts, start, log, beside)
-        policy.on_sizes(busiest := lambda operators: max(gather(parts.contents.busiest(operators))))
+        sizes = SnapshotSizes(parts)
+        try:
+            policy.on_sizes(sizes)
+        except ValueError as error:  # on all workers alike
+            raise SettingsError(f"--ckpt-policy {policy.name}: {error}.") from None
         if chooser is not None:
-            chooser.on_sizes(busiest, engine, lambda: may_replay(engine, parts, settings.tier))
+            chooser.on_sizes(sizes, engine, lambda: may_replay(engine, parts, settings.tier))
         elif mine is None:
             parts.report.expected(policy, settings)
         self.position, self.record = start.position, start.record

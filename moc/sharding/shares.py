@@ -185,13 +185,13 @@ def shares(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> 
     return dict(result)
 
 
-def heaviest(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> int:
-    """Bytes of the busiest rank of a stage under a plan; arguments as in :func:`shares`."""
+def rank_loads(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> Counter[int]:
+    """Bytes of each rank of a stage under a plan, where any; arguments as in :func:`shares`."""
     items = cut_large(stage.items(plan))
     load: Counter[int] = Counter()
     for item, rank in zip(items, assign(items, scheme), strict=True):
         load[rank] += item.nbytes
-    return max(load.values(), default=0)
+    return load
 
 
 def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange]) -> list[Fragment]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from moc.sharding import Scheme
-from moc.sharding.shares import StageHoldings, heaviest, share_of, shares
+from moc.sharding.shares import StageHoldings, rank_loads, share_of, shares
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
@@ -96,9 +96,9 @@ class Contents:
                 self._fragments[detail][fragment.operator].append(fragment)
         return self._fragments[detail].get(operator, [])
 
-    def busiest(self, operators: Mapping[str, Detail]) -> int:
-        """Bytes of the rank of this stage that saves the most of these operators, without file headers."""
-        return heaviest(self._stage, operators, self._scheme)
+    def loads(self, operators: Mapping[str, Detail]) -> Mapping[int, int]:
+        """Bytes of these operators by rank of this stage, where any, without file headers."""
+        return rank_loads(self._stage, operators, self._scheme)
 
     def entries(self, operators: Mapping[str, Detail]) -> dict[str, OperatorEntry]:
         """Returns the manifest entries of this rank's share, with the updates that its moments have seen so far."""

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from megatron.pretraining.engine.state import MegatronState
 from moc.sharding import scheme_named
-from moc.sharding.shares import ByteRange, StageHoldings, describe, heaviest, pack, share_of, shares, unpack
+from moc.sharding.shares import ByteRange, StageHoldings, describe, pack, rank_loads, share_of, shares, unpack
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from tests.integration.bodies import with_run
@@ -43,7 +43,7 @@ def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
                 mine = _share(state, plan, parts)
                 boxes = [[f.slot, f.name, f.global_shape, f.region.offset, f.region.shape] for f in mine]
                 nbytes = sum(f.view.numel() * f.view.element_size() for f in mine)
-                most = heaviest(stage, plan, scheme_named(scheme))
+                most = max(rank_loads(stage, plan, scheme_named(scheme)).values(), default=0)
                 told[name][scheme] = {"boxes": boxes, "bytes": nbytes, "most": most}
                 if scheme == schemes[0]:
                     write(Path(directory) / name, run.world.rank, mine)

@@ -30,8 +30,9 @@ from tests.worlds import run_world, start_world
 
 NODES = ["0", "1", "2", "3"]
 SUBSETS = [lost for number in range(len(NODES) + 1) for lost in itertools.combinations(NODES, number)]
-PEC = dict(ckpt_policy="pec", pec_k_snapshot=4, pec_k_persist=1, ckpt_tier="memory", ckpt_keep=99)
-PEC |= dict(node_of_rank=",".join(NODES), snapshot_interval=1, persist_interval=2)
+PLACES = dict(ckpt_tier="memory", ckpt_keep=99, node_of_rank=",".join(NODES), snapshot_interval=1, persist_interval=2)
+PEC = PLACES | dict(ckpt_policy="pec", pec_k_snapshot=4, pec_k_persist=1)
+SELECTIVE = PLACES | dict(ckpt_policy="selective", selective_experts=2)
 
 Source = tuple[int, str]
 """Iteration and tier of what something comes from; of one iteration, memory sorts before storage."""
@@ -199,12 +200,10 @@ SCENES = {
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("scene", SCENES)
-def test_every_subset_of_nodes_can_be_lost(scene, data, tmp_path):
-    flags, pec = (
-        FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8),
-        PEC | SCENES[scene].changes,
-    )
+@pytest.mark.parametrize(("policy", "scene"), [(policy, scene) for policy in (PEC, SELECTIVE) for scene in SCENES])
+def test_every_subset_of_nodes_can_be_lost(policy, scene, data, tmp_path):
+    flags = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8)
+    pec = policy | SCENES[scene].changes
     logged = dict(log_dir=str(tmp_path / "log"))
     with node_memory() as memory:
         run = Spot(tmp_path / "run", Path(memory))

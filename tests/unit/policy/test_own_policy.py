@@ -9,6 +9,7 @@ import pytest
 
 from moc.policy import POLICIES
 from moc.policy.full import Full
+from moc.policy.selective import Selective
 from tests.own_policy import FILE, PAGE, ROOT, USE, install
 from tests.unit.pretraining.flags import BASE
 
@@ -31,7 +32,7 @@ def test_it_is_found_and_works_as_the_docs_say(env):
 
 def test_its_flags_are_in_help_and_belong_to_it(env):
     words = run("pretrain_gpt_moe.py", "--help", env=env).split()
-    assert "--busier-experts" in words and "{auto,busier,full,pec,sparse}" in "".join(words)
+    assert "--busier-experts" in words and "{auto,busier,full,pec,selective,sparse}" in "".join(words)
     flags = f"{BASE} --save x --busier-experts 2 --ckpt-policy".split()
     for policy, more, sentence in (
         ("full", [], "--busier-experts needs --ckpt-policy busier, not full: drop it or change the policy."),
@@ -84,8 +85,12 @@ def test_no_policy_is_named_outside_of_their_room():
     assert not named
 
 
+OTHER_MEANINGS = (Full.name, Selective.name)
+"""Policies with names that Megatron's flags have other meanings for, such as ``--recompute-granularity``."""
+
+
 def words_that_decide():
-    """The names of policies; of "full", which has other meanings, where something is decided by it."""
+    """The names of policies; of those with other meanings where something is decided by them."""
     for path in sorted((ROOT / "moc").rglob("*.py")) + sorted((ROOT / "megatron").rglob("*.py")):
         if (ROOT / "moc" / "policy") in path.parents:
             continue
@@ -99,7 +104,7 @@ def words_that_decide():
 def deciding(node):
     """The parts of a node that name a policy, if they have its name: in comparisons, subscripts, cases, tables."""
     if isinstance(node, ast.Constant):
-        return [node] if node.value != Full.name else []
+        return [node] if node.value not in OTHER_MEANINGS else []
     if isinstance(node, ast.Compare) and "recompute_granularity" not in ast.unparse(node.left):
         return [node.left, *node.comparators]
     if isinstance(node, ast.Subscript):

@@ -1,0 +1,80 @@
+"""The budgets of a selective snapshot, as limits on its experts (MoEtion, section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from moc.policy.selection import Limit, Place
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of snapshots.
+
+    Attributes:
+        dense: of all dense operators, by rank.
+        experts: of each expert, by the ranks that save it.
+        nodes: node of each rank.
+        replicas: nodes that receive a copy of each node's snapshot; 0 without peers.
+    """
+
+    dense: Mapping[int, int]
+    experts: Mapping[Place, Mapping[int, int]]
+    nodes: tuple[int, ...] = ()
+    replicas: int = 0
+
+    def by_rank(self, budget: float) -> Limit:
+        """The limit of each rank's bytes; dense operators come off first.
+
+        Replicas save whole experts in turn, so a rank may save up to one more than its mean share: room is left for it.
+        """
+        room = {
+            rank: budget - self.dense.get(rank, 0) - most * (1 - 1 / ranks)
+            for rank, (most, ranks) in self._largest.items()
+        }
+        return Limit(_from_0(room), self.experts)
+
+    def by_node(self, received: float) -> Limit:
+        """The limit of the bytes that each node receives; every node keeps copies for ``replicas`` others."""
+        sent = received / max(1, self.replicas)
+        return Limit(_from_0({node: sent - dense for node, dense in self._dense_of_nodes.items()}), self._of_nodes)
+
+    @cached_property
+    def least_of_rank(self) -> int:
+        """The smallest budget of a rank that leaves every rank room for an expert."""
+        return max((self.dense.get(rank, 0) + most for rank, (most, _) in self._largest.items()), default=0)
+
+    @cached_property
+    def least_of_node(self) -> int:
+        """The smallest budget of a node, in bytes received, that leaves every node room for an expert."""
+        largest = max((amount for nodes in self._of_nodes.values() for amount in nodes.values()), default=0)
+        return max(1, self.replicas) * (max(self._dense_of_nodes.values(), default=0) + largest)
+
+    @cached_property
+    def _largest(self) -> dict[int, tuple[int, int]]:
+        """Bytes of the largest expert of each rank, and the number of ranks that save it."""
+        found: dict[int, tuple[int, int]] = {}
+        for ranks in self.experts.values():
+            for rank in ranks:
+                found[rank] = max(found.get(rank, (0, 1)), (sum(ranks.values()), len(ranks)))
+        return found
+
+    @cached_property
+    def _of_nodes(self) -> dict[Place, dict[int, int]]:
+        return {place: self._joined(ranks) for place, ranks in self.experts.items()}
+
+    @cached_property
+    def _dense_of_nodes(self) -> dict[int, int]:
+        return dict.fromkeys(self.nodes, 0) | self._joined(self.dense)
+
+    def _joined(self, ranks: Mapping[int, int]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for rank, amount in ranks.items():
+            found[self.nodes[rank]] = found.get(self.nodes[rank], 0) + amount
+        return found
+
+
+def _from_0(room: Mapping[int, float]) -> dict[int, float]:
+    return {key: max(0.0, left) for key, left in room.items()}

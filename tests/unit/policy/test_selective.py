@@ -1,0 +1,256 @@
+"""The policy ``selective``: what a snapshot holds, by which budgets, and what the policy remembers."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.policy import Every, IntervalTuner, JobShape, Observed, Transfer, policy_named
+from moc.policy.budgets import Sizes
+from moc.policy.interval import BLOCK, WARM_UP
+from moc.policy.prices import Machine
+from moc.policy.prices import Sizes as SnapshotSizes
+from moc.policy.selective import FLAGS, Selective
+from moc.policy.selective_tuner import SelectiveTuner
+from moc.state.detail import Detail
+from tests.unit.policy.test_pec import operators, saved, take
+
+OPERATORS = operators((1, 1), experts=4)
+DENSE = [one.name for one in OPERATORS if one.expert is None]
+ZEROS = {0: [0] * 4, 1: [0] * 4}
+GB = 10**9
+
+
+class Told:
+    """Sizes of snapshots: two ranks on two nodes, each with two experts of each layer, of so many bytes."""
+
+    nodes, replicas = (0, 1), 1
+
+    def __init__(self, dense=100, expert=10):
+        self._dense, self._expert = dense, expert
+
+    def by_rank(self, plans):
+        """As the sizes of a session."""
+        found = {}
+        for name, plan in plans.items():
+            numbers = {int(operator.split(".")[3]) for operator in plan if ".expert." in operator}
+            found[name] = {number // 2: self._expert for number in numbers} or {0: self._dense, 1: self._dense}
+        return found
+
+
+def measured(policy, copied=(0.0, 0.0), replicated=(0.0, 0.0), written=(0.0, 0.0), iterations=WARM_UP + BLOCK):
+    """Feeds a policy iterations of 2 s, half of them before the update; transfers in bytes and seconds."""
+    for number in range(iterations):
+        moved = zip(("copied", "replicated", "written"), (copied, replicated, written), strict=True)
+        seen = {name: Transfer(*transfer) for name, transfer in moved if number == iterations - 1}
+        policy.interval.observe(Observed(2.0, forward_backward_s=1.0, **seen))
+    return policy
+
+
+def based(policy, iteration=1, load=ZEROS):
+    policy.on_snapshot(policy.everything(iteration), load)
+    return policy
+
+
+def test_after_a_full_snapshot_it_saves_dense_operators_and_the_experts_with_the_most_to_lose():
+    policy = Selective(OPERATORS, Every(1), experts=1)
+    assert policy.plan(1, ZEROS).complete
+    load = {0: [5, 9, 0, 1], 1: [1, 1, 1, 1]}
+    plan = take(based(policy), 2, load)
+    assert saved(plan) == {0: [0, 1]} and not plan.complete  # of both layers, two experts
+    assert set(DENSE) < set(plan.operators) and set(plan.operators.values()) == {Detail.FULL}
+    assert saved(take(policy, 3, {0: [6, 10, 0, 1], 1: [1, 2, 1, 5]})) == {1: [1, 3]}
+
+
+def test_algorithm_1_is_a_rule():
+    policy = based(Selective(OPERATORS, Every(1), experts=1, rule="proportional"))
+    assert saved(policy.plan(2, {0: [50, 90, 0, 1], 1: [9, 0, 0, 61]})) == {0: [1], 1: [3]}
+
+
+def test_every_expert_is_saved_before_it_is_too_old():
+    policy = based(Selective(OPERATORS, Every(1), experts=2))  # of 4: at the age of 4 * 2
+    load, seen = {0: [1, 0, 0, 0], 1: [1, 0, 0, 0]}, {}
+    for iteration in range(2, 30):
+        load = {layer: [row[0] + 900, row[1] + 900, row[2] + 900, row[3]] for layer, row in load.items()}
+        for layer, experts in saved(take(policy, iteration, load)).items():
+            seen.update({(layer, expert): iteration for expert in experts})
+        oldest = min([seen.get((layer, 3), 1) for layer in (0, 1)])
+        assert iteration - oldest <= 8 + 1
+    assert (0, 3) in seen
+
+
+def test_asking_changes_nothing_and_tokens_must_be_counted():
+    policy = based(Selective(OPERATORS, Every(1), experts=1))
+    assert policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4}) == policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4})
+    with pytest.raises(ValueError, match="count them"):
+        policy.plan(2)
+
+
+def test_a_run_measures_first_then_saves_everything_and_waits_for_what_that_costs():
+    policy = Selective(OPERATORS, IntervalTuner())
+    policy.on_sizes(Told())
+    assert isinstance(policy.interval, SelectiveTuner) and policy.plan(1, ZEROS) is None
+    measured(policy)
+    plan = policy.plan(15, ZEROS)
+    assert plan.complete
+    policy.on_snapshot(plan, ZEROS)
+    policy.interval.observe(Observed(2.0, started=True, busy=True, forward_backward_s=1.0))
+    assert policy.plan(16, ZEROS) is None
+    policy.interval.observe(Observed(2.0, busy=True, forward_backward_s=1.0, copied=Transfer(120.0, 1.0)))
+    plan = policy.plan(17, {0: [1, 2, 3, 4], 1: [5, 6, 7, 8]})
+    assert saved(plan) == {1: [0, 1, 2, 3]}  # 120 bytes in a forward and backward: dense operators and two experts
+    assert "a rank copies 1.2e-07 GB" in policy.reason()
+
+
+def test_the_budget_is_that_of_the_rank_that_saves_the_most():
+    policy = based(measured(Selective(OPERATORS, Every(1), max_age=99), copied=(120.0, 1.0)))
+    policy.on_sizes(Told())
+    load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
+    assert saved(policy.plan(20, load)) == {0: [0, 1, 2], 1: [2]}  # two experts of each rank, not the four busiest
+
+
+def test_what_nodes_receive_is_a_budget_of_its_own():
+    sized = dict(interval=Every(1), tier="peers", max_age=99)
+    policy = based(measured(Selective(OPERATORS, **sized), copied=(1e9, 1.0), replicated=(55.0, 1.0)))
+    policy.on_sizes(Told())
+    load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
+    assert saved(policy.plan(20, load)) == {0: [0], 1: [2]}  # 110 bytes in an iteration of 2 s
+    assert "a node receives 1.1e-07 GB" in policy.reason()
+    given_ = based(measured(Selective(OPERATORS, **sized, remote_gb=130 / GB), copied=(1e9, 1.0)))
+    given_.on_sizes(Told())
+    assert saved(given_.plan(20, load)) == {0: [0, 1, 2, 3], 1: [0, 2]}
+    on_disk = based(
+        measured(Selective(OPERATORS, Every(1), tier="disk", max_age=99), copied=(1e9, 1.0), written=(65.0, 1.0))
+    )
+    on_disk.on_sizes(Told())
+    assert saved(on_disk.plan(20, load)) == {0: [0, 1, 2, 3], 1: [0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("moved", "apart"),
+    [
+        (dict(copied=(110.0, 1.0)), 1),
+        (dict(copied=(50.0, 1.0)), 20),  # 60 bytes too many: a stall of 1.2 s is 3 % of 40 s
+        (dict(copied=(1e9, 1.0), replicated=(18.0, 1.0)), 4),  # 110 bytes, of which an iteration brings 36
+    ],
+)
+def test_snapshots_are_further_apart_where_not_even_one_expert_hides(moved, apart):
+    policy = based(measured(Selective(OPERATORS, Every(2), tier="peers", max_age=99), **moved))
+    policy.on_sizes(Told())
+    assert policy.iterations_apart == -(-apart // 2) * 2
+    load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
+    due = [iteration for iteration in range(1, 41) if policy.plan(iteration, load)]
+    assert due == list(range(policy.iterations_apart, 41, policy.iterations_apart))
+    assert {0: [0], 1: [2]} == saved(policy.plan(due[0], load)) or apart == 4
+
+
+def test_a_given_budget_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="set --selective-local-gb to 1.1e-07 or more"):
+        Selective(OPERATORS, Every(1), local_gb=105 / GB).on_sizes(Told())
+    with pytest.raises(ValueError, match="set --selective-remote-gb to 1.1e-07 or more"):
+        Selective(OPERATORS, Every(1), remote_gb=105 / GB, tier="peers").on_sizes(Told())
+    Selective(OPERATORS, Every(1), local_gb=110 / GB).on_sizes(Told())
+
+
+def test_replicas_save_whole_experts_in_turn_so_room_is_left_for_one():
+    sizes = Sizes({0: 100, 1: 100}, {(0, expert): {0: 5, 1: 5} for expert in range(8)})
+    assert sizes.by_rank(120).room == {0: 15.0, 1: 15.0} and sizes.by_rank(90).room == {0: 0.0, 1: 0.0}
+    assert sizes.least_of_rank == 110
+
+
+def test_storage_gets_the_experts_that_it_lacks():
+    policy = Selective(OPERATORS, Every(1), experts=1, persist_interval=4)
+    first = policy.everything(1)
+    assert policy.stores(first)
+    policy.on_snapshot(first, ZEROS)
+    policy.on_stored(policy.for_storage(first))
+    load = {0: [9, 5, 0, 0], 1: [0] * 4}
+    assert saved(take(policy, 2, load)) == {0: [0, 1]}
+    load = {0: [9, 5, 3, 1], 1: [0] * 4}
+    assert saved(take(policy, 3, load)) == {0: [2, 3]}
+    load = {0: [9, 5, 3, 2], 1: [1, 0, 0, 0]}
+    plan = take(policy, 5, load)  # goes to storage, which lacks nine tokens of the first
+    assert saved(plan) == {0: [0, 1]} and policy.for_storage(plan) == plan
+    policy.on_stored(plan)
+    assert saved(policy.plan(6, load)) == {0: [3], 1: [0]}
+    assert saved(policy.plan(9, load)) == {0: [2, 3]}
+
+
+def test_partial_checkpoints_are_of_no_use_in_empty_storage():
+    policy = based(Selective(OPERATORS, Every(1), experts=1))
+    with pytest.raises(ValueError, match="of no use in storage"):
+        policy.for_storage(policy.plan(2, ZEROS))
+    policy.told.stored = True
+    policy.storage_lost()
+    assert policy.plan(2, ZEROS).complete
+    policy.on_resume(in_memory=True, in_storage=False)
+    assert policy.plan(2, ZEROS).complete
+    policy.on_resume(in_memory=True, in_storage=True)
+    assert not policy.plan(2, ZEROS).complete
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=8, max_size=8), min_size=1, max_size=6))
+def test_what_it_was_told_survives_json(rows):
+    policy, load = based(Selective(OPERATORS, Every(1), experts=2)), ZEROS
+    for iteration, row in enumerate(rows, start=2):
+        load = {0: [a + b for a, b in zip(load[0], row[:4], strict=True)], 1: [*map(sum, zip(load[1], row[4:]))]}  # noqa: B905
+        other = Selective(OPERATORS, Every(1), experts=2)
+        other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+        assert other.plan(iteration, load) == policy.plan(iteration, load)
+        take(policy, iteration, load)
+
+
+def test_a_damaged_state_is_refused_by_name():
+    for state in ({}, {"based": True}, policy_named("selective")(OPERATORS, Every(1)).state_dict() | {"saved": 3}):
+        with pytest.raises(ValueError, match="no state of selective checkpoints"):
+            Selective(OPERATORS, Every(1)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("settings", [dict(experts=0), dict(experts=5), dict(rule="best"), dict(score="age")])
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match=r"choose|set --selective-experts to at most"):
+        Selective(OPERATORS, Every(1), **settings)
+
+
+def asked(**flags) -> SimpleNamespace:
+    defaults = {flag.name: flag.default for flag in FLAGS}
+    others = dict(ckpt_tier="peers", persist_interval=None, snapshot_interval="2", mtbf_s=1.0)
+    return SimpleNamespace(**(others | defaults | flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (dict(selective_experts=2, selective_local_gb=1.0), "that --selective-local-gb would choose"),
+        (dict(selective_remote_gb=1.0, ckpt_tier="memory"), "add --ckpt-tier peers"),
+        (dict(selective_rule="proportional", selective_max_age=3), "--selective-max-age belongs to"),
+        (dict(selective_rule="proportional", selective_score="tokens"), "--selective-score belongs to"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags, sentence):
+    (refused,) = Selective.refusals(asked(**flags))
+    assert sentence in refused and not list(Selective.refusals(asked()))
+
+
+def test_settings_from_flags():
+    flags = asked(selective_experts=2, persist_interval=8)
+    policy = Selective(OPERATORS, Every(2), **Selective.settings(flags, JobShape()))
+    assert (policy.experts, policy.tier, policy.persist_interval, policy.interval) == (2, "peers", 8, Every(2))
+    assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
+
+
+def test_the_most_experts_that_hide_are_the_candidate():
+    def machine(rate, ks=(1, 2, 4, 16)):
+        of_k = lambda k: SnapshotSizes(10.0 * k, 30.0 * k)  # noqa: E731
+        return Machine(3, SnapshotSizes(48.0, 144.0), of_k, ((),), 1.0, rate, ks)
+
+    assert list(Selective.candidates(machine(45.0))) == [{"experts": 4}]
+    assert list(Selective.candidates(machine(5.0))) == [{"experts": 1}] and not list(
+        Selective.candidates(machine(5.0, ()))
+    )
+    price = Selective.price(machine(45.0), {})
+    assert (price.k, price.size.busiest) == (4, 40.0) and Selective.price(machine(45.0), {"experts": 2}).k == 2
+    assert Selective.price(machine(45.0, ()), {}).k is None
+    assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")
