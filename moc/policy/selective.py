@@ -292,12 +292,17 @@ class Selective(Policy):
         return seen.every * -(-apart // seen.every)
 
     def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: S, and the interval if it is stretched."""
-        if not self.told.saved_at:
+        """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers."""
+        newest = max(map(max, self.told.saved_at.values()), default=0)
+        if not newest:
             return {}
-        newest = max(map(max, self.told.saved_at.values()))
         saved = sum(row.count(newest) for row in self.told.saved_at.values())
-        return {"selective_experts": saved / len(self._num_experts)}
+        return {"selective_experts": saved / len(self.told.saved_at)}
+
+    def chosen(self) -> dict[str, float]:
+        """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
+        number = min(limit.total() for limit in self._limits()) / max(1, len(self._num_experts))
+        return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
 
     def reason(self) -> str | None:
         """As :meth:`Policy.reason`."""

@@ -12,6 +12,9 @@ from moc.policy.measurements import Measurements
 _STALL = 0.03
 """Largest share of the training time that snapshots may cost where not even the smallest hides."""
 
+_CHANGED = 0.1
+"""Relative change of a measurement from which budgets follow it, so that they do not change in every iteration."""
+
 _KEYS = Measurements().state_dict().keys()
 
 
@@ -28,18 +31,21 @@ class SelectiveTuner(Interval):
     def __init__(self, every: int = 1):
         self.every = every
         self._seen = Measurements()
+        self._used: dict[str, float] = {}
         self._started = self._busy = False
 
     def observe(self, seen: Observed) -> None:
         """As :meth:`Interval.observe`."""
         self._seen.observe(seen)
         self._started, self._busy = self._started or seen.started, seen.busy
+        now = self._seen.figures
+        if any(abs(now[name] - self._used.get(name, 0.0)) > _CHANGED * now[name] for name in now):
+            self._used = now
 
     def due(self, iteration: int) -> bool:
         """True for every ``every``-th iteration once iterations, and the cost of the first snapshot, are measured."""
-        figures = self._seen.figures
-        measured = "copy_rate" in figures or not (self._started and self._busy)
-        return iteration > 0 and iteration % self.every == 0 and "iteration_s" in figures and measured
+        measured = "copy_rate" in self._used or not (self._started and self._busy)
+        return iteration > 0 and iteration % self.every == 0 and "iteration_s" in self._used and measured
 
     @property
     def local(self) -> float | None:
@@ -48,20 +54,19 @@ class SelectiveTuner(Interval):
         The paper has the whole iteration for it; training waits for the copy before the update, so here it is the time
         of forward and backward.
         """
-        figures = self._seen.figures
-        if "copy_rate" not in figures or "iteration_s" not in figures:
+        if not {"copy_rate", "iteration_s"} <= self._used.keys():
             return None
-        return figures["copy_rate"] * figures["forward_backward_s"]
+        return self._used["copy_rate"] * self._used["forward_backward_s"]
 
     def remote(self, tier: str) -> float | None:
         """B_remote per iteration: bytes that a node receives from others, or with tier ``disk`` that a rank writes.
 
         None until measured, and with tier ``memory``.
         """
-        figures, rate = self._seen.figures, {"peers": "replicate_rate", "disk": "write_rate"}.get(tier, "")
-        if rate not in figures or "iteration_s" not in figures:
+        rate = {"peers": "replicate_rate", "disk": "write_rate"}.get(tier, "")
+        if not {rate, "iteration_s"} <= self._used.keys():
             return None
-        return figures[rate] * figures["iteration_s"]
+        return self._used[rate] * self._used["iteration_s"]
 
     def stretched(self, least: float) -> int:
         """Iterations between snapshots that do not hide, so that stalls stay below 3 % of the training time.
@@ -71,16 +76,18 @@ class SelectiveTuner(Interval):
         """
         if self.local is None or least <= self.local:
             return 1
-        figures = self._seen.figures
-        return math.ceil((least - self.local) / figures["copy_rate"] / (_STALL * figures["iteration_s"]))
+        stall_s = (least - self.local) / self._used["copy_rate"]
+        return math.ceil(stall_s / (_STALL * self._used["iteration_s"]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The measurements."""
-        return self._seen.state_dict()
+        """The measurements, and those that budgets follow."""
+        return self._seen.state_dict() | {"used": dict(self._used)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Interval.load_state_dict`; another tuner's state is ignored."""
         if not isinstance(state, Mapping):
             raise ValueError(f"this is no state of a tuner: {state!r}; start without it")
-        self._seen = Measurements.from_state(state) if _KEYS <= state.keys() else Measurements()
+        known = _KEYS <= state.keys()
+        self._seen = Measurements.from_state(state) if known else Measurements()
+        self._used = {name: float(value) for name, value in state.get("used", {}).items()} if known else {}
         self._started = self._busy = False

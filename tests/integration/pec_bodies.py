@@ -7,6 +7,7 @@ import signal
 import time
 
 from megatron.pretraining import loop
+from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.state import MegatronState
 from moc.snapshot import capture
 from moc.state.detail import Detail
@@ -27,9 +28,11 @@ def loaded(flags: dict) -> dict:
     return with_run(flags, use)
 
 
-def train_with_slow_copies(flags: dict, bytes_per_s: float) -> dict:
-    """As ``bodies.train``, where snapshots get no more than this bandwidth."""
+def train_with_slow_copies(flags: dict, bytes_per_s: float, forward_s: float = 0.0) -> dict:
+    """As ``bodies.train``, where snapshots get no more than this bandwidth, and each forward takes longer."""
     slow_down_copies(bytes_per_s)
+    forward_backward = Schedule.forward_backward
+    Schedule.forward_backward = lambda *args: (time.sleep(forward_s), forward_backward(*args))[1]
     return bodies.train(flags)
 
 

@@ -1,0 +1,83 @@
+"""Selective snapshots in training: within their budgets on every rank, and after faults whatever memory has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.live.job import Events
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import node_memory, train
+from tests.integration.test_pec import LAYERS, SMALL
+from tests.integration.test_peers import lose, memory_of
+from tests.integration.tiny import FLAGS
+
+EXPERT = 12 * 3 * FLAGS["hidden_size"] * FLAGS["ffn_hidden_size"]
+"""Bytes of one expert in full."""
+
+
+def by_rank(store: Store, iteration: int) -> dict[str, int]:
+    """Bytes of each rank's file, without its header."""
+    return {name: entry.bytes - entry.header_bytes for name, entry in store.manifest(iteration).files.items()}
+
+
+def experts_in(store: Store, iteration: int) -> set[str]:
+    """The experts that a snapshot has."""
+    return {name for name in store.manifest(iteration).operators if ".expert." in name}
+
+
+@pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2", "PP2xDP2", "interleaved"])
+def test_no_rank_saves_more_than_its_budget(layout, data, tmp_path):
+    """Ranks plan alike, or else files would not have what the manifest names."""
+    flags = data | SMALL | dict(ckpt_policy="selective", snapshot_interval=1, ckpt_dir=str(tmp_path / "c"))
+    dense = dict(num_experts=8, ckpt_keep=99, log_dir=str(tmp_path / "log"))
+    assert set(train(layout, flags | dense | dict(selective_experts=1, exit_interval=3)).codes) == {0}
+    least = max(by_rank(Store(LocalPlace(tmp_path / "c")), 2).values())  # the first and the last one have everything
+    flags |= dense | dict(ckpt_dir=str(tmp_path / "d"), train_iters=26, selective_local_gb=(least + 2 * EXPERT) / 1e9)
+    assert set(train(layout, flags).codes) == {0}
+    store = Store(LocalPlace(tmp_path / "d"))
+    first, *others, last = store.iterations()
+    everything = experts_in(store, first)
+    assert first > 10 and last == 26 and experts_in(store, last) == everything
+    partial = [iteration for iteration in others if iteration > first]
+    assert len(partial) > 3
+    for iteration in partial:
+        assert max(by_rank(store, iteration).values()) <= least + 2 * EXPERT
+        assert set() < experts_in(store, iteration) < everything
+    assert len(set.union(*(experts_in(store, iteration) for iteration in partial))) > len(experts_in(store, partial[0]))
+
+
+def test_as_many_experts_as_hide(data, tmp_path):
+    with node_memory() as memory:
+        flags = data | SMALL | dict(ckpt_policy="selective", ckpt_tier="memory", ckpt_memory_dir=memory, num_experts=8)
+        flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"), train_iters=24)
+        # a rank saves 0.6 MB of dense operators, and 0.06 MB of each of its 8 experts
+        slow = dict(body="pec_bodies:train_with_slow_copies", bytes_per_s=3e6, forward_s=0.25)
+        assert set(train("EP2", flags, **slow).codes) == {0}
+    told = Events(Path(tmp_path, "log", "events.jsonl"))
+    choice = told.of("choice")[-1]
+    assert 0 < choice["selective_experts"] < 8 and "during forward and backward" in choice["reason"]
+    first, *others, _ = told.of("snapshot")  # the last one, too, has everything
+    assert others and max(one["bytes"] for one in others) < first["bytes"]
+    experts = [event["selective_experts"] for event in told.of("iteration") if "selective_experts" in event]
+    assert 8 in experts and min(experts) < 8
+
+
+@pytest.mark.recovery
+def test_a_lost_nodes_experts_come_back_from_its_peers(data, tmp_path):
+    """The oldest of them is no older than --selective-max-age allows; others are as new as the rest."""
+    with node_memory() as memory:
+        flags = data | SMALL | dict(ckpt_policy="selective", selective_experts=2, snapshot_interval=1, num_experts=8)
+        flags |= dict(ckpt_tier="peers", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), persist_interval=100)
+        flags |= dict(selective_max_age=8, max_snapshot_lag=1, train_iters=24)
+        with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2, spares=1) as job:
+            job.reach(20)
+            lose(job, 1, memory_of(flags, "1"))
+            assert job.wait() == 0, job.console[-4000:]
+        resumed, lost = job.events("resume")[-1], job.events("lost")[-1]
+        sources = [tuple(source) for source in resumed["sources"]]
+        assert {tier for _, tier in sources} == {"memory"} and len(sources) >= 3, sources
+        assert 0 < lost["plt"] < 9 / resumed["iteration"]
