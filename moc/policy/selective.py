@@ -14,7 +14,7 @@ from moc.policy.interval import Every, Interval
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
-from moc.policy.selection import (
+from moc.policy.by_popularity import (
     RULES,
     SCORES,
     Experts,
