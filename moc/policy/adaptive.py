@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
-from moc.policy.expected import ages
+from moc.policy.selection import ages
 
 _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"
@@ -75,39 +77,33 @@ class Measured:
 
 @dataclass(frozen=True)
 class TunedSettings:
-    """The chosen configuration.
+    """The chosen configuration, and why.
 
     Attributes:
         k_snapshot: experts of each layer in a snapshot.
         k_persist: those of them that go to storage.
         interval: iterations between snapshots: I_ckpt.
-        save_s: O_save, seconds for which training waits.
         overhead_s: see :meth:`Measured.overhead_s`.
+        save_s: O_save, seconds for which training waits.
         full_overhead_s: the overhead with all experts at its own optimal interval (eq. 12).
         plt: expected proportion of lost tokens.
-        reason: explanation in a few sentences.
     """
 
     k_snapshot: int
     k_persist: int
     interval: int
-    save_s: float
     overhead_s: float
+    save_s: float
     full_overhead_s: float
     plt: float
     reason: str
 
 
-@dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     k_snapshot: int
     k_persist: int
     interval: int
     overhead_s: float
-
-    @property
-    def rank(self) -> tuple:
-        return self.overhead_s, -self.k_snapshot, -self.k_persist, self.interval
 
 
 @dataclass(frozen=True)
@@ -136,21 +132,21 @@ def choose(measured: Measured, limits: TuningLimits | None = None, plt_of: PltOf
     experts in a snapshot, then in storage, since experts saved at no cost in time lose no tokens.  So if any snapshot
     overlaps fully, K_snapshot is the largest that does, unless the PLT limit requires more.
 
-    Args:
-        measured: the measurements.
-        limits: constraints; by default none.
-        plt_of: model of the expected PLT; by default :func:`uniform_plt` with half of the experts restored from
-            storage.
+    The model ``plt_of`` is by default :func:`uniform_plt` with half of the experts restored from storage.
 
     Raises:
         ValueError: no candidate keeps the PLT within the limit, which only a custom ``plt_of`` can cause.
     """
-    plt_of = plt_of or partial(uniform_plt, measured.num_experts, measured.faults_per_iteration, 0.5)
-    limits = limits or TuningLimits()
-    chosen = min(_candidates(measured, limits, plt_of), key=lambda candidate: candidate.rank, default=None)
+    n = measured.num_experts
+    plt_of, limits = plt_of or partial(uniform_plt, n, measured.faults_per_iteration, 0.5), limits or TuningLimits()
+    found = _candidates(measured, limits, plt_of)
+    chosen = min(found, key=lambda c: (c.overhead_s, -c.k_snapshot, -c.k_persist, c.interval), default=None)
     if chosen is None:
         raise ValueError(f"no number of experts keeps the expected PLT within {limits.plt}: raise the limit")
-    return _choice(measured, chosen, plt_of(chosen.k_snapshot, chosen.k_persist, chosen.interval), limits)
+    save_s, plt = measured.save_s(chosen.k_snapshot), plt_of(chosen.k_snapshot, chosen.k_persist, chosen.interval)
+    full_overhead_s = measured.overhead_s(n, _intervals(measured, n, n, limits.interval)[-1])
+    reason = " ".join(_reasons(measured, chosen, save_s, full_overhead_s, plt, limits.plt))
+    return TunedSettings(*chosen, save_s, full_overhead_s, plt, reason)
 
 
 def candidates(num_experts: int) -> list[int]:
@@ -159,12 +155,7 @@ def candidates(num_experts: int) -> list[int]:
 
 
 def uniform_plt(
-    num_experts: int,
-    faults_per_iteration: float,
-    from_storage: float,
-    k_snapshot: int,
-    k_persist: int,
-    interval: int,
+    num_experts: int, faults_per_iteration: float, from_storage: float, k_snapshot: int, k_persist: int, interval: int
 ) -> float:
     """The expected PLT if all experts are equally busy and saved in turn.
 
@@ -173,13 +164,7 @@ def uniform_plt(
     its age times the interval.  With faults proportional to iterations, that is a proportion of all tokens, independent
     of the length of training.  (Follows from eq. 7; the paper measures it.)
 
-    Args:
-        num_experts: N.
-        faults_per_iteration: lambda.
-        from_storage: share of the experts restored from storage, because the memory that held them is lost.
-        k_snapshot: experts of each layer in a snapshot.
-        k_persist: those of them that go to storage.
-        interval: iterations from one to the next.
+    ``from_storage`` is the share of the experts restored from storage, because the memory that held them is lost.
     """
     lost, left = _mean_age(num_experts, k_snapshot, k_persist), _mean_age(num_experts, k_snapshot, k_snapshot)
     return faults_per_iteration * interval * (from_storage * lost + (1 - from_storage) * left)
@@ -194,20 +179,16 @@ def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
 
 
 def _candidates(measured: Measured, limits: TuningLimits, plt_of: PltOf) -> Iterator[_Candidate]:
-    for k_snapshot, k_persist in _pairs(measured, limits):
+    pairs = itertools.product(measured.busiest, measured.busiest)
+    for k_snapshot, k_persist in pairs:
+        if not limits.k_persist <= k_persist <= k_snapshot or limits.one_level and k_persist < k_snapshot:
+            continue
         intervals = _intervals(measured, k_snapshot, k_persist, limits.interval)
         if limits.plt is not None:
             # A shorter interval costs more time but fewer tokens: take the longest within the limit.
             intervals = intervals[: bisect_right(intervals, limits.plt, key=partial(plt_of, k_snapshot, k_persist))]
         if intervals:
             yield _Candidate(k_snapshot, k_persist, intervals[-1], measured.overhead_s(k_snapshot, intervals[-1]))
-
-
-def _pairs(measured: Measured, limits: TuningLimits) -> Iterator[tuple[int, int]]:
-    for k_snapshot in measured.busiest:
-        for k_persist in (k_snapshot,) if limits.one_level else measured.busiest:
-            if limits.k_persist <= k_persist <= k_snapshot:
-                yield k_snapshot, k_persist
 
 
 def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int | None) -> range:
@@ -219,21 +200,6 @@ def _intervals(measured: Measured, k_snapshot: int, k_persist: int, wanted: int 
     best = math.isqrt(int(2 * measured.save_s(k_snapshot) / (measured.faults_per_iteration * measured.iteration_s)))
     best = min(max(1, best), best + 1, key=lambda interval: measured.overhead_s(k_snapshot, interval))
     return range(least, max(least, best) + 1)
-
-
-def _choice(measured: Measured, chosen: _Candidate, plt: float, limits: TuningLimits) -> TunedSettings:
-    n, save_s = measured.num_experts, measured.save_s(chosen.k_snapshot)
-    full_overhead_s = measured.overhead_s(n, _intervals(measured, n, n, limits.interval)[-1])
-    return TunedSettings(
-        k_snapshot=chosen.k_snapshot,
-        k_persist=chosen.k_persist,
-        interval=chosen.interval,
-        save_s=save_s,
-        overhead_s=chosen.overhead_s,
-        full_overhead_s=full_overhead_s,
-        plt=plt,
-        reason=" ".join(_reasons(measured, chosen, save_s, full_overhead_s, plt, limits.plt)),
-    )
 
 
 def _reasons(

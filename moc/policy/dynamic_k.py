@@ -56,9 +56,8 @@ class DynamicK:
     def recovered(self, plt: float) -> DynamicK:
         """The state after a recovery.
 
-        Args:
-            plt: increase of the PLT over the whole training (eq. 7); relative to the tokens so far, an early fault
-                would weigh too much.
+        ``plt`` is the increase of the PLT over the whole training (eq. 7): relative to the tokens so far, an early
+        fault would weigh too much.
 
         Raises:
             ValueError: ``plt`` is negative.

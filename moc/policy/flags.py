@@ -17,14 +17,9 @@ class PolicyFlag:
     Attributes:
         name: name with underscores, beginning with the policy's name.
         kind: type of the value: ``bool`` for a switch, ``int``, ``float`` or ``str``.
-        default: value if the flag is absent.
-        help: the text of ``--help``.
-        choices: allowed values.
         parse: parser of the value, raising ``ValueError``, if ``kind`` alone is not strict enough.
         metavar: name of the value in ``--help``.
-        at_least: inclusive lower limit.
-        above: exclusive lower limit.
-        at_most: inclusive upper limit.
+        above: exclusive lower limit; the other limits are inclusive.
         chosen: ``--ckpt-policy auto`` chooses the value, so the two must not be combined.
         needs: the flag without which this one only limits what ``auto`` chooses.
     """

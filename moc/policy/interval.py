@@ -31,12 +31,7 @@ REFRESH = 200
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes moved between two places, as means over ranks.
-
-    Attributes:
-        bytes: bytes moved.
-        seconds: duration.
-    """
+    """Bytes moved between two places, and the seconds that this took, as means over ranks."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -75,11 +70,7 @@ class Interval(ABC):
 
     @abstractmethod
     def due(self, iteration: int) -> bool:
-        """Whether a snapshot is to be taken now; changes no state.
-
-        Args:
-            iteration: iterations completed.
-        """
+        """Whether a snapshot is to be taken after so many iterations; changes no state."""
 
     def observe(self, seen: Observed) -> None:  # noqa: B027
         """Records one iteration; called once per iteration, before :meth:`due`."""
@@ -177,8 +168,7 @@ class IntervalTuner(Interval):
         self._passed_over = 0
         self._block: list[float] = []
         self._flight: _Flight | None = None
-        self._busy = False
-        self._since_start = self._since_block = 0
+        self._busy, self._since_start, self._since_block = False, 0, 0
 
     def observe(self, seen: Observed) -> None:
         """As :meth:`Interval.observe`.
@@ -191,32 +181,21 @@ class IntervalTuner(Interval):
             raise ValueError(f"an iteration of {iteration_s} s with a stall of {stall_s} s cannot have been measured")
         disturbed = seen.started or seen.busy or self._busy
         if seen.started:
-            self._start()
+            if self._flight and not self._busy:
+                self._landed.append(self._measured(self._flight))
+            self._flight, self._since_start = _Flight(), 0
         self._busy = seen.busy
         self._since_start += 1
         self._since_block += 1
         if self._passed_over < WARM_UP:
             self._passed_over += 1
             self._flight = None
-        elif disturbed or stall_s:
-            self._count(max(0.0, iteration_s - stall_s), stall_s, disturbed)
-        else:
+        elif not disturbed and not stall_s:
             self._count_undisturbed(seen)
-
-    def _start(self) -> None:
-        if self._flight and not self._busy:
-            self._landed.append(self._measured(self._flight))
-        self._flight = _Flight()
-        self._since_start = 0
-
-    def _count(self, seconds: float, stall_s: float, disturbed: bool) -> None:
-        # The cost of a snapshot that began during the skipped iterations is only partly known.
-        if self._flight is None:
-            return
-        self._flight.stall_s += stall_s
-        if disturbed:
-            self._flight.iterations += 1
-            self._flight.seconds += seconds
+        elif self._flight:  # the cost of a snapshot that began during the skipped iterations is only partly known
+            self._flight.stall_s += stall_s
+            self._flight.iterations += disturbed
+            self._flight.seconds += max(0.0, iteration_s - stall_s) if disturbed else 0.0
 
     def _count_undisturbed(self, seen: Observed) -> None:
         self._block.append(seen.iteration_s)
@@ -269,9 +248,8 @@ class IntervalTuner(Interval):
     @property
     def overhead(self) -> float | None:
         """Cost of snapshots at this interval as a share of the time without them; None until measured."""
-        if self.snapshot_s is None or self.iteration_s is None:
-            return None
-        return self.snapshot_s / (self.interval * self.iteration_s)
+        snapshot_s, iteration_s = self.snapshot_s, self.iteration_s
+        return None if snapshot_s is None or iteration_s is None else snapshot_s / (self.interval * iteration_s)
 
     def state_dict(self) -> dict[str, Any]:
         """The figures of T, and d and C of the last snapshots; without the budget, which is a flag."""
@@ -280,19 +258,15 @@ class IntervalTuner(Interval):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Interval.load_state_dict`; the first iterations after it are skipped again."""
         try:
-            blocks = [_positive(seconds) for seconds in state["iteration_s"]]
+            blocks = [float(seconds) for seconds in state["iteration_s"]]
             landed = [(int(iterations), float(cost)) for iterations, cost in state["snapshots"]]
+            if not all(seconds > 0 for seconds in blocks):
+                raise ValueError("an iteration takes more than 0 s")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of an interval tuner: {state!r}; start without it") from error
         self._blocks = deque(blocks, maxlen=BLOCKS)
         self._landed = deque(landed, maxlen=SNAPSHOTS)
         self._begin()
-
-
-def _positive(seconds: float) -> float:
-    if not seconds > 0:
-        raise ValueError(f"{seconds} s is not positive")
-    return float(seconds)
 
 
 def interval_named(text: str, budget: float = 0.03) -> Interval:

@@ -12,6 +12,7 @@ losses after it are dropped.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,10 +42,9 @@ class PendingSave(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The counts at one iteration, identical on every rank; immutable, methods return new ledgers.
+    """The counts after ``iteration`` iterations, identical on every rank; immutable, methods return new ledgers.
 
     Attributes:
-        iteration: iterations completed.
         layers: global numbers of the layers with experts, ascending.
         given: tokens by layer and expert since training began.
         learned: tokens whose updates are in the live state.
@@ -67,11 +67,7 @@ class Ledger:
 
     @classmethod
     def of(cls, experts: Mapping[int, int]) -> Ledger:
-        """An empty ledger, before the first iteration.
-
-        Args:
-            experts: number of experts by global layer number.
-        """
+        """An empty ledger, before the first iteration, for numbers of experts by global layer number."""
         layers = tuple(sorted(experts))
         zeros = tuple((0,) * experts[layer] for layer in layers)
         versions = tuple((Version(0, 0),) * experts[layer] for layer in layers)
@@ -107,12 +103,10 @@ class Ledger:
             experts: saved experts by layer; absent layers save none.  None if the snapshot began earlier.
             storage: those of them that are persisted; None if the snapshot is not.
         """
-        ledger = self
-        if experts is not None:
-            ledger = dataclasses.replace(ledger, to_memory=(*self.to_memory, self._begun(experts)))
-        if storage is not None:
-            ledger = dataclasses.replace(ledger, to_storage=(*self.to_storage, self._begun(storage)))
-        return ledger
+        to_memory, to_storage = ([] if saved is None else [self._begun(saved)] for saved in (experts, storage))
+        return dataclasses.replace(
+            self, to_memory=(*self.to_memory, *to_memory), to_storage=(*self.to_storage, *to_storage)
+        )
 
     def snapshotted(self, iteration: int) -> Ledger:
         """The ledger after the snapshot of an iteration is complete in memory; earlier pending ones are dropped.
@@ -120,13 +114,13 @@ class Ledger:
         Raises:
             ValueError: no snapshot was begun at that iteration.
         """
-        memory = self._completed(self.memory, self.to_memory, iteration, "snapshot")
-        return dataclasses.replace(self, memory=memory, to_memory=_later(self.to_memory, iteration))
+        memory, later = _completed(self.memory, self.to_memory, iteration, "snapshot")
+        return dataclasses.replace(self, memory=memory, to_memory=later)
 
     def persisted(self, iteration: int) -> Ledger:
         """Like :meth:`snapshotted`, for storage."""
-        storage = self._completed(self.storage, self.to_storage, iteration, "snapshot for storage")
-        return dataclasses.replace(self, storage=storage, to_storage=_later(self.to_storage, iteration))
+        storage, later = _completed(self.storage, self.to_storage, iteration, "snapshot for storage")
+        return dataclasses.replace(self, storage=storage, to_storage=later)
 
     def recovered(self, restored: Mapping[int, Mapping[int, int]], others: Iterable[Ledger] = ()) -> Ledger:
         """The ledger of a run that resumes from this iteration with some experts in an earlier state.
@@ -158,22 +152,14 @@ class Ledger:
                     # The version restored is complete; newer ones were unusable and are gone.
                     saved = [v for save in under_way if (v := _saved(save, place, expert)) and v == version]
                     table[place][expert] = min(version, max([table[place][expert], *saved]))
-        return dataclasses.replace(
-            self,
-            learned=_frozen(learned),
-            memory=_frozen(memory),
-            storage=_frozen(storage),
-            to_memory=(),
-            to_storage=(),
-        )
+        tables = {"learned": _frozen(learned), "memory": _frozen(memory), "storage": _frozen(storage)}
+        return dataclasses.replace(self, **tables, to_memory=(), to_storage=())
 
     @property
     def lost(self) -> dict[int, tuple[int, ...]]:
         """Tokens lost to all faults, by layer and expert: those whose updates the live state lacks."""
         rows = zip(self.layers, self.given, self.learned, strict=True)
-        return {
-            layer: tuple(g - have for g, have in zip(given, learned, strict=True)) for layer, given, learned in rows
-        }
+        return {layer: tuple(map(operator.sub, given, learned)) for layer, given, learned in rows}
 
     @property
     def load(self) -> dict[int, tuple[int, ...]]:
@@ -254,18 +240,6 @@ class Ledger:
         learned = tuple(tuple(self.learned[place][e] for e in numbers) for place, numbers in chosen)
         return PendingSave(self.iteration, chosen, learned)
 
-    def _completed(self, table: Versions, under_way: tuple[PendingSave, ...], iteration: int, what: str) -> Versions:
-        found = next((save for save in under_way if save.iteration == iteration), None)
-        if found is None:
-            raise ValueError(f"no {what} was begun at iteration {iteration}: tell begun() first")
-        rows = list(map(list, table))
-        for place, experts in found.experts:
-            for expert in experts:
-                version = _saved(found, place, expert)
-                assert version is not None  # it is of this save
-                rows[place][expert] = version
-        return _frozen(rows)
-
     def _version(self, layer: int, expert: int, iteration: int, known: Mapping[int, Ledger]) -> Version:
         place = self._place(layer)
         if iteration > self.iteration:
@@ -290,7 +264,7 @@ class Ledger:
     def _since(self, table: Versions) -> dict[int, tuple[int, ...]]:
         rows = zip(self.layers, self.learned, table, strict=True)
         return {
-            layer: tuple(have - version.learned for have, version in zip(learned, versions, strict=True))
+            layer: tuple(map(operator.sub, learned, (version.learned for version in versions)))
             for layer, learned, versions in rows
         }
 
@@ -309,9 +283,8 @@ def _versions(rows: Iterable[Iterable]) -> Versions:
 
 def _begun(save: Sequence) -> PendingSave:
     iteration, experts, learned = save
-    return PendingSave(
-        int(iteration), tuple((int(place), tuple(map(int, e))) for place, e in experts), _frozen(learned)
-    )
+    of_layers = tuple((int(place), tuple(map(int, numbers))) for place, numbers in experts)
+    return PendingSave(int(iteration), of_layers, _frozen(learned))
 
 
 def _saved(save: PendingSave, place: int, expert: int) -> Version | None:
@@ -321,5 +294,15 @@ def _saved(save: PendingSave, place: int, expert: int) -> Version | None:
     return None
 
 
-def _later(under_way: tuple[PendingSave, ...], iteration: int) -> tuple[PendingSave, ...]:
-    return tuple(save for save in under_way if save.iteration > iteration)
+def _completed(
+    table: Versions, under_way: tuple[PendingSave, ...], iteration: int, what: str
+) -> tuple[Versions, tuple[PendingSave, ...]]:
+    """The versions with those that were begun at an iteration, and what remains under way."""
+    found = next((save for save in under_way if save.iteration == iteration), None)
+    if found is None:
+        raise ValueError(f"no {what} was begun at iteration {iteration}: tell begun() first")
+    rows = list(map(list, table))
+    for (place, experts), learned in zip(found.experts, found.learned, strict=True):
+        for expert, tokens in zip(experts, learned, strict=True):
+            rows[place][expert] = Version(iteration, tokens)
+    return _frozen(rows), tuple(save for save in under_way if save.iteration > iteration)

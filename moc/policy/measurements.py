@@ -40,8 +40,8 @@ class Measurements:
             one = getattr(seen, name)
             if one.bytes and one.seconds:
                 transfers.append(one)
-        if self._passed_over < WARM_UP:
-            self._passed_over += 1
+        self._passed_over += 1
+        if self._passed_over <= WARM_UP:
             return
         self._iteration_s.append(max(0.0, seen.iteration_s - seen.stall_s))
         if seen.forward_backward_s > 0:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.policy.adaptive import TunedSettings, TuningLimits, candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moc.policy.expected import Ages, ages
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every
-from moc.policy.load_aware import load_aware_experts
 from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
-from moc.policy.pec_state import PecState, turn
+from moc.policy.pec_state import PecState
 from moc.policy.pec_tuner import PecTuner
-from moc.policy.persist import persist_selection
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
-from moc.policy.sequential import sequential_experts
+from moc.policy.selection import Ages, ages, load_aware_experts, persist_selection, sequential_experts, turn
 from moc.state.detail import Detail
+from moc.state.operators import Operator
 
 Experts = dict[int, list[int]]
 
@@ -108,7 +108,7 @@ class Pec(Policy):
 
     @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
-        """As :meth:`Policy.reckons_with_faults`: if the numbers of experts are chosen from measurements."""
+        """Whether the numbers of experts are chosen from measurements."""
         return chooses(asked)
 
     @classmethod
@@ -208,7 +208,8 @@ class Pec(Policy):
     def on_recovery(self, plt: float) -> None:
         """As :meth:`Policy.on_recovery`: lost tokens may raise the number of experts saved from now on."""
         if self.plt_limit and self._num_experts:
-            before = self._dynamic
+            number, first = min(self._num_experts.values()), self.k_persist or self.k
+            before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.turns.booked)
             after = before.recovered(max(0.0, plt))  # negative if a newer state was found after all
             self.turns.booked = after.booked
             if after.k > before.k:  # otherwise leave the choice free
@@ -235,11 +236,11 @@ class Pec(Policy):
     @property
     def _before_faults(self) -> tuple[int, int]:
         choice = self._choice
-        return (self.k, self.k_persist or self.k) if choice is None else (choice.k_snapshot, choice.k_persist)
+        return (choice.k_snapshot, choice.k_persist) if choice else (self.k, self.k_persist or self.k)
 
     @property
     def _choice(self) -> TunedSettings | None:
-        return None if self._tuner is None else self._tuner.choice
+        return self._tuner and self._tuner.choice
 
     @property
     def _tuner(self) -> PecTuner | None:
@@ -253,23 +254,15 @@ class Pec(Policy):
     def expected(self, persists: bool) -> tuple[Ages, Ages | None] | None:
         """Expected ages of experts in iterations: after a fault that spares memory, and from storage alone.
 
-        Args:
-            persists: snapshots are persisted now and then.
-
-        Returns:
-            Both ages, the second None if snapshots are not persisted; None if K or the interval is chosen, or the
-            selection is by load.
+        The second is None unless snapshots are persisted now and then; None for both if K or the interval is chosen, or
+        the selection is by load.
         """
-        if self._tuner is not None or not isinstance(self.interval, Every) or not self._num_experts:
-            return None
-        if self.selection != "sequential":
+        if not isinstance(self.interval, Every) or not self._num_experts or self.selection != "sequential":
             return None
         number, every, interval = max(self._num_experts.values()), self.persist_every, self.interval.interval
         k, k_persist = self.k_to_snapshot, self.k_to_persist
         memory = ages(number, k, k, 1, every).times(interval)
-        if not persists:
-            return memory, None
-        return memory, ages(number, k, k_persist, every, every).times(every * interval)
+        return memory, ages(number, k, k_persist, every, every).times(every * interval) if persists else None
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
         """As :meth:`Policy.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
@@ -317,7 +310,9 @@ class Pec(Policy):
         if self.selection == "load_aware":
             if load is None:
                 raise ValueError("nobody counts the tokens of experts: count them, or select experts sequentially")
-            return load_aware_experts(self._unsaved(load), self.k_to_snapshot, self.ep)
+            before = self._never() | self.turns.saved
+            unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
+            return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
         return self._in_turn(self.k_to_snapshot, self.turns.partial)
 
     def _in_turn(self, k: int, partial: int) -> Experts:
@@ -327,45 +322,36 @@ class Pec(Policy):
             selected[layer] = sequential_experts(number, place, k, experts, self.ep)
         return selected
 
-    def _unsaved(self, load: Load) -> dict[int, list[int]]:
-        before = self._never() | self.turns.saved
-        return {layer: [now - then for now, then in zip(load[layer], before[layer], strict=True)] for layer in before}
-
     def _partial(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
         """A plan with these experts in full, and the others at the detail that the target leaves them."""
         details, rest = {}, NOT_CHOSEN[self.target]
-        for operator in self.operators:
-            place = operator.place
-            chosen = place is None or place[1] in experts[place[0]]
+        for one in self.operators:
+            chosen = one.place is None or one.place[1] in experts[one.place[0]]
             if chosen or rest is not None:
-                details[operator.name] = Detail.FULL if chosen else rest
+                details[one.name] = Detail.FULL if chosen else rest
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
         return SnapshotPlan(iteration, self.name, details, complete)
 
     def _in_full(self, plan: SnapshotPlan) -> Experts:
         """The experts that a plan saves in full, by layer."""
         found: Experts = {layer: [] for layer in self._num_experts}
-        for operator in self.operators:
-            if operator.place is not None and plan.operators.get(operator.name) is Detail.FULL:
-                layer, expert = operator.place
-                found[layer].append(expert)
+        for one in self.operators:
+            if one.place is not None and plan.operators.get(one.name) is Detail.FULL:
+                found[one.place[0]].append(one.place[1])
         return found
 
-    def _never(self) -> dict[int, list[int]]:
+    def _never(self) -> Experts:
         return {layer: [0] * number for layer, number in self._num_experts.items()}
-
-    @property
-    def _dynamic(self) -> DynamicK:
-        first = self.k_persist or self.k
-        number = min(self._num_experts.values())
-        return DynamicK(self.k_to_persist, number, self.plt_limit, first, self.turns.booked)
 
     @cached_property
     def _num_experts(self) -> dict[int, int]:
         """Number of experts by layer, ascending, of layers with experts."""
-        numbers: dict[int, int] = {}
-        for operator in self.operators:
-            if operator.place is not None:
-                layer, _ = operator.place
-                numbers[layer] = numbers.get(layer, 0) + 1
-        return dict(sorted(numbers.items()))
+        return dict(sorted(Counter(one.place[0] for one in self.operators if one.place is not None).items()))
+
+
+def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:
+    """Bytes of the rank that saves most, by number of experts saved per layer; empty without experts."""
+    policy = Pec(operators, Every(1), auto=True, ep=ep)
+    policy.on_sizes(busiest)
+    assert isinstance(policy.interval, PecTuner)  # which chooses K
+    return dict(policy.interval.busiest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -70,19 +69,3 @@ class PecState:
 
 _TABLES = ("persisted", "saved")
 _PLAIN = {"based": bool, "stored": bool, "partial": int, "persists": int, "k": int, "booked": float}
-
-
-def turn(partial: int, period: int, persist_every: int) -> int:
-    """The position of a partial snapshot in the rotation.
-
-    If every ``persist_every``-th snapshot is persisted and ``persist_every`` shares a divisor with the rotation's
-    period, storage would receive the same experts for ever.  So each time storage has seen its cycle, the rotation
-    pauses for one snapshot, which shifts the cycle.
-
-    Args:
-        partial: partial snapshots before this one.
-        period: partial snapshots after which the same experts are saved again.
-        persist_every: snapshots per persisted one.
-    """
-    together = math.lcm(period, persist_every)
-    return partial - partial // together if together < period * persist_every else partial

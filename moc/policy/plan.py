@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -87,8 +87,7 @@ class SnapshotPlan:
     @property
     def details(self) -> tuple[Detail, ...]:
         """The details in this plan, in the order of :class:`~moc.state.detail.Detail`."""
-        occurring = set(self.operators.values())
-        return tuple(detail for detail in Detail if detail in occurring)
+        return tuple(detail for detail in Detail if detail in self.operators.values())
 
 
 @dataclass(frozen=True)
@@ -160,9 +159,7 @@ class Policy(ABC):
     def price(cls, machine: Machine, settings: Settings) -> Price:
         """The price of a checkpoint under some settings; by default, that of one full snapshot.
 
-        Args:
-            machine: model and ranks to price for.
-            settings: one of :meth:`candidates`, or the settings fixed by a user of the simulator, possibly none.
+        ``settings`` is one of :meth:`candidates`, or what a user of the simulator has fixed, possibly nothing.
         """
         return Price(machine.everything)
 
@@ -188,14 +185,9 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """Plans the snapshot of this iteration.
+        """Plans the snapshot after so many iterations; None if nothing is to be saved.
 
-        Args:
-            iteration: iterations completed.
-            load: tokens by layer and expert; None if they are not counted.
-
-        Returns:
-            The plan, or None if nothing is to be saved.
+        ``load`` is None, here and below, if tokens are not counted.
         """
 
     def on_sizes(self, busiest: Busiest) -> None:  # noqa: B027
@@ -211,19 +203,13 @@ class Policy(ABC):
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
         """Records that a snapshot of this plan has begun; called before :meth:`state_dict` is stored with it.
 
-        Args:
-            plan: from :meth:`plan` or :meth:`everything`.
-            load: tokens by layer and expert at that moment; None if they are not counted.
+        The plan is from :meth:`plan` or :meth:`everything`.
         """
 
     def under_way(self, iteration: int) -> Sequence[SnapshotPlan]:
-        """The plans of the current window's snapshots up to and including an iteration.
+        """The plans of the current window's snapshots up to and including the last completed iteration.
 
-        Args:
-            iteration: the last completed one.
-
-        Returns:
-            Empty if no such snapshot has begun, or if every snapshot is a window of its own.
+        Empty if no such snapshot has begun, or if every snapshot is a window of its own.
         """
         return ()
 
@@ -264,11 +250,7 @@ class Policy(ABC):
         """Records that the first checkpoint meant for storage was not written: storage needs another one."""
 
     def on_recovery(self, plt: float) -> None:  # noqa: B027
-        """Learns the cost of a recovery.
-
-        Args:
-            plt: increase of the proportion of lost tokens over the whole training.
-        """
+        """Learns the cost of a recovery: the increase of the proportion of lost tokens over the whole training."""
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
         """The expected cost of a fault, as text and as event fields; None if nothing is lost or the cost is unknown.
@@ -305,7 +287,5 @@ class Policy(ABC):
 
     def everything(self, iteration: int) -> SnapshotPlan:
         """A plan of the full model, due or not: for the last iteration, and for a job that is asked to stop."""
-        return self._full(iteration, (operator.name for operator in self.operators))
-
-    def _full(self, iteration: int, names: Iterable[str]) -> SnapshotPlan:
-        return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete=True)
+        details = {operator.name: Detail.FULL for operator in self.operators}
+        return SnapshotPlan(iteration, self.name, details, complete=True)

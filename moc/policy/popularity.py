@@ -26,7 +26,7 @@ def has_changed(before: Scores, now: Scores) -> bool:
 
     Args:
         before: :func:`frequencies` at the last reordering.
-        now: current :func:`frequencies`, with the same layers and experts.
+        now: current ones, with the same layers and experts.
     """
     pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
     changed = sum(abs(new - old) > CHANGE * old for old, new in pairs)

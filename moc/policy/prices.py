@@ -17,12 +17,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Size of one snapshot.
-
-    Attributes:
-        busiest: bytes of the rank that saves most.
-        total: bytes of all ranks.
-    """
+    """Bytes of one snapshot: of the rank that saves most, and of all ranks."""
 
     busiest: float
     total: float

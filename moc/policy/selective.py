@@ -9,11 +9,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.policy.budgets import Sizes
-from moc.policy.flags import Asked, JobShape, PolicyFlag
-from moc.policy.interval import Every, Interval
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings
-from moc.policy.registry import policy
 from moc.policy.by_popularity import (
     RULES,
     SCORES,
@@ -25,6 +20,11 @@ from moc.policy.by_popularity import (
     proportional,
     scores,
 )
+from moc.policy.flags import Asked, JobShape, PolicyFlag
+from moc.policy.interval import Every, Interval
+from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.prices import Machine, Price, Settings
+from moc.policy.registry import policy
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
 

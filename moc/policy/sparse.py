@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -13,19 +13,18 @@ from moc.policy import popularity
 from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
-from moc.policy.precision import operator_bytes
 from moc.policy.prices import Machine, Price, Settings, Sizes
 from moc.policy.registry import policy
 from moc.policy.window import (
     OperatorBytes,
     Turn,
+    WindowTuner,
     find_window_size,
     generate_schedule,
     order_operators,
     side_by_side,
     snapshot_bytes,
 )
-from moc.policy.window_tuner import WindowTuner
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -205,17 +204,10 @@ class Sparse(Policy):
             return
         for operators in self._stages.values():
             parameters = sum(operator.parameters for operator in operators)
-            full, compute = (
-                busiest(dict.fromkeys((operator.name for operator in operators), detail)) / parameters
-                for detail in (Detail.FULL, Detail.COMPUTE)
-            )
+            names = [operator.name for operator in operators]
+            full, compute = (busiest(dict.fromkeys(names, d)) / parameters for d in (Detail.FULL, Detail.COMPUTE))
             for one in operators:
                 self.sizes[one.name] = OperatorBytes(full * one.parameters, compute * one.parameters)
-
-    def by_stage(self) -> list[list[OperatorBytes]]:
-        """Operator sizes from :meth:`on_sizes` by pipeline stage, in an order in which they are saved."""
-        queues = (order_operators(operators, None, self.ep) for operators in self._stages.values())
-        return [[self.sizes[operator.name] for operator in queue] for queue in queues]
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """The operators of this turn in full, and the compute weights of those of later turns."""
@@ -331,8 +323,8 @@ class Sparse(Policy):
         if not isinstance(seen, WindowTuner) or seen.seconds is None or seen.bandwidth is None:
             return 1
         seconds, bandwidth = seen.seconds, seen.bandwidth
-        names = (operator.name for operator in self.operators)
-        sizes = self.sizes or dict(zip(names, operator_bytes(self.operators), strict=True))
+        usual = {one.name: OperatorBytes(12 * one.parameters, 2 * one.parameters) for one in self.operators}
+        sizes = self.sizes or usual  # master weights and two moments in fp32, 16-bit compute weights: section 3.2
         return max(find_window_size([sizes[one.name] for one in queue], seconds, bandwidth).length for queue in queues)
 
     def _scores(self, iteration: int, load: Load | None) -> popularity.Scores | None:
@@ -371,6 +363,16 @@ class Sparse(Policy):
         if operator.layer is not None:
             return self.stages[operator.layer]
         return self.stages[-1 if operator.kind == "output" else 0]
+
+
+def operators_by_stage(
+    busiest: Busiest, operators: Sequence[Operator], ep: int, stages: tuple[int, ...]
+) -> list[list[OperatorBytes]]:
+    """Bytes that each operator adds to a snapshot, by pipeline stage, in an order in which they are saved."""
+    policy = Sparse(operators, Every(1), ep=ep, stages=stages)
+    policy.on_sizes(busiest)
+    queues = (order_operators(stage, None, ep) for stage in policy._stages.values())
+    return [[policy.sizes[operator.name] for operator in queue] for queue in queues]
 
 
 def _table(rows: Mapping[Any, Any]) -> dict[int, list[float]]:

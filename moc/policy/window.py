@@ -1,15 +1,19 @@
 """Windows of sparse snapshots: their length, and the operators that each iteration saves in full.
 
-The functions of MoEvement's Algorithm 1 (section 3.5), without side effects.
+The functions of MoEvement's Algorithm 1 (section 3.5), and its profiler.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import median
+from typing import Any
 
+from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, Observed
 from moc.policy.popularity import Scores
 from moc.state.operators import Operator
 
@@ -19,12 +23,7 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class OperatorBytes:
-    """Bytes that one operator adds to a snapshot.
-
-    Attributes:
-        full: bytes of its master weights and moments.
-        compute: bytes of its compute weights.
-    """
+    """Bytes that one operator adds to a snapshot: of its master weights and moments, or of its compute weights."""
 
     full: float
     compute: float
@@ -32,12 +31,7 @@ class OperatorBytes:
 
 @dataclass(frozen=True)
 class Window:
-    """Result of :func:`find_window_size`.
-
-    Attributes:
-        length: W_sparse, iterations.
-        active: O_active, operators that each iteration saves in full; the last one may save fewer.
-    """
+    """W_sparse in iterations, and O_active, operators that each saves in full; the last one may save fewer."""
 
     length: int
     active: int
@@ -45,12 +39,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Turn:
-    """The operators that one iteration of a window saves.
-
-    Attributes:
-        full: operators saved in full.
-        compute: operators of later turns, saved as compute weights.
-    """
+    """The operators that one iteration of a window saves: some in full, those of later turns as compute weights."""
 
     full: tuple[str, ...]
     compute: tuple[str, ...]
@@ -94,12 +83,7 @@ def snapshot_bytes(sizes: Sequence[OperatorBytes], active: int) -> list[float]:
 
 
 def generate_schedule(ordered: Sequence[str], active: int) -> list[Turn]:
-    """The turns of a window (``GenerateSchedule``): each operator is in full exactly once, and absent afterwards.
-
-    Args:
-        ordered: names of all operators, in the order of saving.
-        active: operators saved in full by each iteration.
-    """
+    """The turns of a window (``GenerateSchedule``): each operator is in full exactly once, and absent afterwards."""
     ends = ((start, start + active) for start in range(0, len(ordered), active))
     return [Turn(tuple(ordered[start:end]), tuple(ordered[end:])) for start, end in ends]
 
@@ -147,3 +131,54 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
     places = {operator: place for queue in of_rank.values() for place, operator in enumerate(queue)}
     first = sorted(experts, key=lambda operator: (places[operator], score(operator)))
     return first + [operator for operator in operators if operator.expert is None]
+
+
+class WindowTuner(Interval):
+    """Measures while training runs (the profiler of MoEvement's Algorithm 1, line 8).
+
+    The first ``WARM_UP`` iterations are skipped and ``BLOCK`` are measured without a snapshot; from then on every
+    iteration takes one.  The window follows from medians of recent values: the time from the start of an iteration to
+    its vote, which a copy can overlap, and copy bandwidth.  The paper uses the whole iteration for the former, though
+    training waits for a copy before the update.
+    """
+
+    def __init__(self):
+        self._passed_over = 0
+        self._seconds: deque[float] = deque(maxlen=BLOCK)
+        self._bandwidths: deque[float] = deque(maxlen=SNAPSHOTS)
+
+    def observe(self, seen: Observed) -> None:
+        """As :meth:`Interval.observe`."""
+        if seen.copied.bytes and seen.copied.seconds:
+            self._bandwidths.append(seen.copied.bytes / seen.copied.seconds)
+        if self._passed_over < WARM_UP:
+            self._passed_over += 1
+        elif seen.forward_backward_s > 0:
+            self._seconds.append(seen.forward_backward_s)
+
+    def due(self, iteration: int) -> bool:
+        """True for every iteration once enough of them are measured."""
+        return iteration > 0 and len(self._seconds) == BLOCK
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that a copy can overlap; None until measured."""
+        return median(self._seconds) if self._seconds else None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Copy bandwidth of a rank in bytes per second; None until measured."""
+        return median(self._bandwidths) if self._bandwidths else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The measurements."""
+        return {"forward_backward_s": list(self._seconds), "bandwidths": list(self._bandwidths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Interval.load_state_dict`; of another tuner's state, the common fields are used."""
+        try:
+            seconds, bandwidths = ([float(x) for x in state.get(k, ())] for k in ("forward_backward_s", "bandwidths"))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a tuner: {state!r}; start without it") from error
+        self._seconds, self._bandwidths = deque(seconds, maxlen=BLOCK), deque(bandwidths, maxlen=SNAPSHOTS)
+        self._passed_over = 0

@@ -23,8 +23,9 @@ from moc.policy import POLICIES, Observed
 from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
+from moc.policy.pec import busiest_by_experts
 from moc.policy.plan import Busiest
-from moc.policy.sizing import busiest_by_experts, operators_by_stage
+from moc.policy.sparse import operators_by_stage
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
 from moc.session.peers import DEFAULT_REPLICAS

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from moc.policy.prices import Sizes
-from moc.policy.sequential import sequential_experts
+from moc.policy.selection import sequential_experts
 from moc.policy.window import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
 from moc.simulate.stages import split_stages
@@ -23,13 +23,7 @@ _REPLICAS = 32  # replicas of an expert-parallel group simulated individually; l
 
 @dataclass(frozen=True)
 class OperatorSize:
-    """An operator on one rank.
-
-    Attributes:
-        name: of the operator.
-        full: bytes of master weights and moments.
-        compute: bytes of the compute weights.
-    """
+    """Bytes of an operator on one rank: of master weights and moments, and of the compute weights."""
 
     name: str
     full: float
@@ -39,23 +33,16 @@ class OperatorSize:
 def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Sizes:
     """A full snapshot: master weights and moments, from which compute weights follow.
 
-    Args:
-        operators: operators of the unpartitioned model.
-        layout: the parallel layout; its stages need not divide the layers.
-        state: bytes of each parameter.
+    The stages of the layout need not divide the layers of the unpartitioned model.
 
     Raises:
         ValueError: layers or experts cannot be distributed over the ranks.
     """
-    if state.master:
-        state = dataclasses.replace(state, weights=0)
     return _sizes(operators, layout, state, None)
 
 
 def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: StateBytes = MIXED) -> Sizes:
     """A snapshot of the dense part and of K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
-    if state.master:
-        state = dataclasses.replace(state, weights=0)
     layers = sorted({o.place[0] for o in operators if o.place is not None})
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     chosen = {
@@ -82,6 +69,8 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
 
 
 def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:
+    if state.master:
+        state = dataclasses.replace(state, weights=0)
     busiest = total = 0
     for stage, times in _distinct_stages(operators, layout):
         alone, fewer = _stage_layout(layout)

@@ -11,7 +11,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory, train
-from tests.integration.test_pec import LAYERS, SMALL
+from tests.integration.test_pec import SMALL
 from tests.integration.test_peers import lose, memory_of
 from tests.integration.tiny import FLAGS
 

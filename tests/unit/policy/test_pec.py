@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, IntervalTuner, policy_named
-from moc.policy.load_aware import load_aware_experts
 from moc.policy.pec import NOT_CHOSEN, Pec
-from moc.policy.persist import persist_selection
+from moc.policy.selection import load_aware_experts, persist_selection
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.unit.policy.clock import Clock

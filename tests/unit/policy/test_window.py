@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy.precision import MIXED, TABLE_7, operator_bytes
 from moc.policy.window import (
     OperatorBytes,
     Turn,
@@ -21,6 +20,7 @@ from moc.state.shape import ModelShape, model_operators
 
 FIGURE_6 = ("E1", "E2", "E3", "E4", "NE", "G")
 EQUAL = [OperatorBytes(12.0, 2.0)] * 6
+TABLE_7 = [(6, 2), (12, 1), (10, 1), (5, 1), (4, 1)]  # bytes of a parameter in full and as compute weights
 
 
 def test_figure_6():
@@ -31,7 +31,7 @@ def test_figure_6():
     ]
     dense, first = largest_snapshot(EQUAL, 6), largest_snapshot(EQUAL, 2)
     assert 1 - first / dense == pytest.approx(0.55, abs=0.01)  # the inset
-    assert 1 - MIXED.compute_bytes / MIXED.full_bytes == pytest.approx(0.83, abs=0.01)  # section 3.2
+    assert 1 - EQUAL[0].compute / EQUAL[0].full == pytest.approx(0.83, abs=0.01)  # section 3.2
 
 
 def algorithm_1(total: int, full: float, compute: float, iteration_s: float, bandwidth: float) -> tuple[int, int]:
@@ -93,17 +93,6 @@ def test_each_operator_in_full_once_and_as_compute_weights_before(stages, length
     assert all(turn.full for turn in turns)
 
 
-def test_bytes_of_table_7():
-    assert [p.full_bytes for p in TABLE_7] == [6, 12, 10, 5, 4] and [p.compute_bytes for p in TABLE_7] == [
-        2,
-        1,
-        1,
-        1,
-        1,
-    ]
-    assert 1 - TABLE_7[4].full_bytes / TABLE_7[1].full_bytes == pytest.approx(0.66, abs=0.01)  # section 5.7
-
-
 def test_windows_of_table_7():
     """One machine and model explain four of the table's windows; for the third configuration the paper has 4."""
     iterations_s = [
@@ -113,10 +102,9 @@ def test_windows_of_table_7():
         1.16 / 0.61,
         0.87 / 0.51,
     ]  # MoC's overhead, seconds and share
-    operators = [Operator(f"{number}", "expert", 0, number, 1) for number in range(600)]
     lengths = [
-        find_window_size(operator_bytes(operators, precision), seconds, bandwidth=1.28 * len(operators)).length
-        for precision, seconds in zip(TABLE_7, iterations_s, strict=True)
+        find_window_size([OperatorBytes(*sizes)] * 600, seconds, bandwidth=1.28 * 600).length
+        for sizes, seconds in zip(TABLE_7, iterations_s, strict=True)
     ]
     assert lengths == [3, 6, 6, 3, 3]
 

@@ -6,7 +6,7 @@ import pytest
 
 from moc.policy import Observed, Transfer
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP
-from moc.policy.window_tuner import WindowTuner
+from moc.policy.window import WindowTuner
 
 
 def seen(seconds, size=0.0, took=0.0):
