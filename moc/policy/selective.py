@@ -95,6 +95,9 @@ class SelectiveState:
         persisted: as ``saved``, for storage beside a memory tier.
         persisted_at: as ``saved_at``, for storage beside a memory tier.
         due: iteration at which the next snapshot goes to storage beside a memory tier.
+        given: tokens given to the experts of each layer until the newest snapshot.
+        iteration: of the newest snapshot.
+        mlt: momentary lost tokens right after it, in iterations: see :meth:`Selective.gauges`.
     """
 
     based: bool = False
@@ -104,9 +107,13 @@ class SelectiveState:
     persisted: Table = field(default_factory=dict)
     persisted_at: Table = field(default_factory=dict)
     due: int = 0
+    given: dict[int, int] = field(default_factory=dict)
+    iteration: int = 0
+    mlt: float = 0.0
 
 
 _TABLES = ("saved", "saved_at", "persisted", "persisted_at")
+_PLAIN = {"based": bool, "stored": bool, "due": int, "iteration": int, "mlt": float}
 
 
 @policy("selective")
@@ -243,6 +250,8 @@ class Selective(Policy):
         """As :meth:`Policy.on_snapshot`."""
         self.told.based |= plan.complete
         self._note(plan, load or {}, self.told.saved, self.told.saved_at)
+        if load:
+            self._note_risk(plan.iteration, load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
         """The whole snapshot; where memory holds snapshots too, :meth:`plan` chose its experts for storage.
@@ -292,12 +301,16 @@ class Selective(Policy):
         return seen.every * -(-apart // seen.every)
 
     def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers."""
+        """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.
+
+        MLT are the momentary lost tokens (eq. 6), which a fault right after the newest snapshot would lose, in units of
+        an iteration's tokens; the paper sums over layers, this is the mean.
+        """
         newest = max(map(max, self.told.saved_at.values()), default=0)
         if not newest:
             return {}
         saved = sum(row.count(newest) for row in self.told.saved_at.values())
-        return {"selective_experts": saved / len(self.told.saved_at)}
+        return {"selective_experts": saved / len(self.told.saved_at), "mlt": self.told.mlt}
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
@@ -324,7 +337,8 @@ class Selective(Policy):
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
         try:
             tables = {name: {int(layer): list(map(int, row)) for layer, row in state[name].items()} for name in _TABLES}
-            plain = {"based": bool(state["based"]), "stored": bool(state["stored"]), "due": int(state["due"])}
+            plain = {name: kind(state[name]) for name, kind in _PLAIN.items()}
+            plain["given"] = {int(layer): int(tokens) for layer, tokens in state["given"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of selective checkpoints: {state!r}; start without it") from error
         vars(self.told).update(tables | plain)
@@ -374,6 +388,16 @@ class Selective(Policy):
                 saved_at[layer][expert] = plan.iteration
                 if layer in tokens:
                     saved[layer][expert] = tokens[layer][expert]
+
+    def _note_risk(self, iteration: int, load: Load) -> None:
+        """Records the tokens that a fault right after this snapshot would lose."""
+        told, given = self.told, {layer: sum(row) for layer, row in load.items()}
+        each = {
+            layer: (given[layer] - told.given.get(layer, 0)) / max(1, iteration - told.iteration) for layer in given
+        }
+        unsaved = _minus(load, told.saved)
+        risks = [sum(unsaved[layer]) / each[layer] for layer in unsaved if each[layer] > 0]
+        told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
 
     def _planned(self, iteration: int, experts: Experts) -> SnapshotPlan:
         names = [one.name for one in self.operators if one.place is None or one.place[1] in experts[one.place[0]]]

@@ -81,6 +81,14 @@ def test_every_expert_is_saved_before_it_is_too_old():
     assert (0, 3) in seen
 
 
+def test_momentary_lost_tokens_are_those_that_the_newest_snapshot_lacks():
+    """Equation 6, as the mean over layers: 6 of the 10 tokens of an iteration in one, none of the other's."""
+    policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
+    assert policy.gauges() == {"selective_experts": 4.0, "mlt": 0.0}
+    take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})  # two iterations of ten tokens
+    assert policy.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
+
+
 def test_asking_changes_nothing_and_tokens_must_be_counted():
     policy = based(Selective(OPERATORS, Every(1), experts=1))
     assert policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4}) == policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4})
