@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -91,7 +92,8 @@ def choose(root: Path, iteration: int | None) -> Path:
     """
     saved = saved_iterations(root)
     if iteration is None:
-        iteration = _tracked(root)
+        with contextlib.suppress(CheckpointError, ValueError):
+            iteration = dense_files.latest_iteration(root)
         iteration = iteration if iteration in saved else max(saved, default=None)
     if iteration is None:
         raise CheckpointError(f"{root}: holds no checkpoint")
@@ -99,13 +101,6 @@ def choose(root: Path, iteration: int | None) -> Path:
         known = ", ".join(map(str, saved)) or "none"
         raise CheckpointError(f"{root}: holds no checkpoint of iteration {iteration} (there are: {known})")
     return dense_files.directory_of(root, iteration)
-
-
-def _tracked(root: Path) -> int | None:
-    try:
-        return dense_files.latest_iteration(root)
-    except (CheckpointError, ValueError):
-        return None
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -136,16 +131,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 def _read_snapshot(directory: Path) -> Checkpoint:
     manifest = Manifest.from_json((directory / MANIFEST).read_text(), MANIFEST)
-    checkpoint = Checkpoint(
-        directory,
-        {name: asdict(entry) for name, entry in manifest.files.items()},
-        format=SNAPSHOT,
-        iteration=manifest.iteration,
-        state=manifest.state,
-        policy=manifest.policy,
-        layout=manifest.layout,
-        operators=manifest.operators,
-    )
+    files = {name: asdict(entry) for name, entry in manifest.files.items()}
+    same = {name: getattr(manifest, name) for name in ("iteration", "state", "policy", "layout", "operators")}
+    checkpoint = Checkpoint(directory, files, format=SNAPSHOT, **same)
     _compare_names(checkpoint)
     _compare_sizes(checkpoint)
     if not manifest.complete:
@@ -173,17 +161,11 @@ def _compare_names(checkpoint: Checkpoint) -> None:
     named = iteration_of(checkpoint.directory.resolve().name)
     if named is not None and checkpoint.iteration != named:
         say(f"{MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {named}")
-    found = _present(checkpoint.directory) - checkpoint.files.keys() - {MANIFEST}
-    for name in sorted(found):
+    walked = ((Path(parent) / name for name in names) for parent, _, names in os.walk(checkpoint.directory))
+    present = {path.relative_to(checkpoint.directory).as_posix() for paths in walked for path in paths}
+    for name in sorted(present - checkpoint.files.keys() - {MANIFEST}):
         if checkpoint.format == DENSE or not name.startswith(".rank_"):  # left by a kill after the manifest was written
             say(f"{name}: is not listed in {MANIFEST}")
-
-
-def _present(directory: Path) -> set[str]:
-    found = set()
-    for parent, _, names in os.walk(directory):
-        found |= {(Path(parent) / name).relative_to(directory).as_posix() for name in names}
-    return found
 
 
 def _compare_sizes(checkpoint: Checkpoint) -> None:

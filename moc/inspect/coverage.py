@@ -22,12 +22,7 @@ BUFFER = "router.expert_bias"
 
 
 def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> list[str]:
-    """Missing and duplicate elements, one sentence each.
-
-    Args:
-        checkpoint: the checkpoint.
-        boxes: the boxes of all its region files.
-    """
+    """Missing and duplicate elements among the boxes of all region files of a checkpoint, one sentence each."""
     state, operators = checkpoint.state, checkpoint.operators
     tensors: dict[str, dict[str, list[StoredBox]]] = defaultdict(lambda: defaultdict(list))
     for box in boxes:
@@ -82,11 +77,7 @@ def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
 
 
 def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
-    """The operators of a model that have no tensor among these.
-
-    Args:
-        names: names of the tensors.
-        shape: the model's shape, as in training_state.json.
+    """The operators of a model that have no tensor among these; the shape is as in training_state.json.
 
     Raises:
         ValueError: the shape is invalid.
@@ -187,26 +178,9 @@ def _overlaps(boxes: list[StoredBox]) -> Iterator[tuple[StoredBox, StoredBox, Re
 def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region]:
     rest = [whole]
     for box in boxes:
-        rest = [piece for part in rest for piece in _without(part, box.region)]
+        common = ((part, part.intersect(box.region)) for part in rest)
+        rest = [piece for part, cut in common for piece in (part.without(cut) if cut else [part])]
     return sorted(rest, key=lambda region: region.offset)
-
-
-def _without(region: Region, cut: Region) -> Iterator[Region]:
-    """Boxes that together make up a region without another one."""
-    common = region.intersect(cut)
-    if common is None:
-        yield region
-        return
-    offset, shape = list(region.offset), list(region.shape)
-    for axis, (start, length) in enumerate(zip(common.offset, common.shape, strict=True)):
-        before, after = start - offset[axis], offset[axis] + shape[axis] - start - length
-        if before:
-            yield Region(tuple(offset), (*shape[:axis], before, *shape[axis + 1 :]))
-        if after:
-            yield Region(
-                (*offset[:axis], start + length, *offset[axis + 1 :]), (*shape[:axis], after, *shape[axis + 1 :])
-            )
-        offset[axis], shape[axis] = start, length
 
 
 def _place(region: Region) -> str:

@@ -26,29 +26,23 @@ def main(argv: list[str] | None = None) -> int:
         if unknown := {path.absolute() for path in own.path} - {one.path.absolute() for one in found}:
             raise CheckpointError(f"{min(unknown)} is no memory of a job: name directories as the list shows them")
         chosen = [one for one in found if not own.path or one.path.absolute() in map(Path.absolute, own.path)]
-        return _remove(chosen) if own.remove else _list(chosen)
+        if own.remove:
+            return int(not all([_removed(one) for one in chosen]))  # a list: also after a failure
+        print(*map(_line, chosen), f"{len(chosen)} directories, {sum(c.bytes for c in chosen) / 1e9:.3g} GB", sep="\n")
+        return 0
     except (CheckpointError, OSError) as error:
         print(f"clean_memory: {error}", file=sys.stderr)
         return 1
 
 
-def _list(found: list[Leftover]) -> int:
-    for one in found:
-        print(_line(one))
-    print(f"{len(found)} directories, {sum(one.bytes for one in found) / 1e9:.3g} GB")
-    return 0
-
-
-def _remove(found: list[Leftover]) -> int:
-    failed = 0
-    for one in found:
-        try:
-            remove_leftover(one)
-            print(f"removed  {_line(one)}")
-        except (CheckpointError, OSError) as error:
-            print(f"clean_memory: {error}", file=sys.stderr)
-            failed = 1
-    return failed
+def _removed(one: Leftover) -> bool:
+    try:
+        remove_leftover(one)
+    except (CheckpointError, OSError) as error:
+        print(f"clean_memory: {error}", file=sys.stderr)
+        return False
+    print(f"removed  {_line(one)}")
+    return True
 
 
 def _line(one: Leftover) -> str:

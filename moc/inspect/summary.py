@@ -53,14 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, or 1 if there is no readable checkpoint.
-    """
+    """Runs the tool; returns the exit status: 0, or 1 if there is no readable checkpoint."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if not args.path.is_dir():
@@ -90,21 +83,22 @@ class Total:
     """Totals over the boxes of one operator, kind or file."""
 
     operators: set[str] = field(default_factory=set)
-    elements: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    elements: Counter[str] = field(default_factory=Counter)
     """By slot."""
-    nbytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    nbytes: Counter[str] = field(default_factory=Counter)
     """By slot."""
 
     def add(self, box: StoredBox, operator: str) -> None:
-        """Adds a box.
-
-        Args:
-            box: A box of this row.
-            operator: Its operator.
-        """
+        """Adds a box of an operator."""
         self.operators.add(operator)
         self.elements[box.slot] += box.region.numel
         self.nbytes[box.slot] += box.nbytes
+
+    def include(self, other: Total) -> None:
+        """Adds the boxes of another total."""
+        self.operators |= other.operators
+        self.elements.update(other.elements)
+        self.nbytes.update(other.nbytes)
 
     @property
     def parameters(self) -> int:
@@ -118,12 +112,7 @@ class Total:
 
 
 def group(boxes: list[StoredBox], by: str) -> dict[str, Total]:
-    """Groups boxes into rows, in the order of the forward pass or of file names.
-
-    Args:
-        boxes: The boxes of all files.
-        by: ``operator``, ``kind`` or ``file``.
-    """
+    """Groups boxes by ``operator``, ``kind`` or ``file``, in the order of the forward pass or of file names."""
     rows: dict[str, Total] = defaultdict(Total)
     for box in boxes:
         operator = operator_or_other(box.name)
@@ -155,13 +144,7 @@ def rows_to_dict(rows: dict[str, Total], checkpoint: Checkpoint, by: str) -> lis
 
 
 def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -> dict:
-    """Facts about a checkpoint as a whole; sizes in bytes.
-
-    Args:
-        checkpoint: The checkpoint.
-        boxes: The boxes of its region files.
-        problems: Its problems.
-    """
+    """Facts about a checkpoint as a whole; sizes in bytes."""
     state = checkpoint.state
     told = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
     told |= {name: state.get(name) for name in ("consumed_samples", "skipped_iterations")}
@@ -184,25 +167,13 @@ def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
 
 
 def loss_scale(state: Mapping) -> float | None:
-    """The saved loss scale, of fp16 with a loss scale that adapts.
-
-    Args:
-        state: The content of training_state.json.
-    """
+    """The loss scale in training_state.json, of fp16 with a loss scale that adapts."""
     scale = (state.get("grad_scaler") or {}).get("scale")
     return scale[0] if isinstance(scale, list) else scale
 
 
 def show(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str], rows: dict[str, Total], by: str) -> None:
-    """Prints facts and table as text.
-
-    Args:
-        checkpoint: The checkpoint.
-        boxes: The boxes of its region files.
-        problems: Its problems.
-        rows: The rows of the table.
-        by: The kind of rows.
-    """
+    """Prints facts and table as text."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -219,14 +190,15 @@ def show(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str], ro
 
 def _sentences(about: dict) -> dict[str, str]:
     position = "{iteration}, {consumed_samples} samples, {skipped_iterations} iterations skipped".format(**about)
-    scale = about["loss_scale"]
+    scale, shape = about["loss_scale"], about["shape"] or {}
+    sizes = [f"{name} {value}" for name, value in shape.items() if value not in (None, False)]
     held = _sentences_of_snapshot(about) if about["format"] == SNAPSHOT else _sentences_of_dense(about)
     count = len(about["problems"])
     return {
         "checkpoint": about["path"],
         "iteration": position,
         "loss scale": "none saved" if scale is None else f"{scale:g}",
-        "model": _model(about["shape"] or {}),
+        "model": ", ".join(sizes) or "unknown",
         **held,
         "complete": f"no, {count} problem{'s' if count > 1 else ''}:" if count else "yes (hashes not compared)",
     }
@@ -261,11 +233,6 @@ def _held(files_of_regions: dict) -> str:
     )
 
 
-def _model(shape: dict) -> str:
-    """The model's sizes, without those that are not set."""
-    return ", ".join(f"{name} {value}" for name, value in shape.items() if value not in (None, False)) or "unknown"
-
-
 def _table(rows: dict[str, Total], by: str, checkpoint: Checkpoint):
     from rich import box
     from rich.table import Table
@@ -280,7 +247,9 @@ def _table(rows: dict[str, Total], by: str, checkpoint: Checkpoint):
     cells["parameters"] = lambda row: f"{row.parameters:,}"
     cells |= {slot: lambda row, slot=slot: human(row.nbytes.get(slot, 0)) for slot in slots}
     cells |= {"bytes": lambda row: human(row.total), "share": lambda row: f"{100 * row.total / whole:.1f} %"}
-    totals, entries = _totals(rows), checkpoint.operators if by == "operator" else None
+    totals, entries = Total(), checkpoint.operators if by == "operator" else None
+    for row in rows.values():
+        totals.include(row)
     for name, cell in cells.items():
         table.add_column(name, cell(totals), justify="right", no_wrap=True)
     for name in ("detail", "updates") if entries else ():
@@ -290,13 +259,3 @@ def _table(rows: dict[str, Total], by: str, checkpoint: Checkpoint):
         about = (entry.detail, "" if entry.step is None else f"{entry.step:,}") if entry else ()
         table.add_row(name, *(cell(row) for cell in cells.values()), *about)
     return table
-
-
-def _totals(rows: dict[str, Total]) -> Total:
-    totals = Total()
-    for row in rows.values():
-        totals.operators |= row.operators
-        for slot in row.nbytes:
-            totals.nbytes[slot] += row.nbytes[slot]
-            totals.elements[slot] += row.elements[slot]
-    return totals

@@ -107,14 +107,7 @@ class Verdict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0 if all is whole, else 1.
-    """
+    """Runs the tool; returns the exit status: 0 if all is whole, else 1."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.workers < 1:
@@ -148,13 +141,7 @@ def _print(verdicts: list[Verdict], seconds: float, as_json: bool) -> None:
 
 
 def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
-    """Examines a PATH without reading much: a verdict for each checkpoint, and one for their directory.
-
-    Args:
-        path: The PATH.
-        iteration: Examine only the checkpoint of this iteration.
-        every: Examine all checkpoints of a directory.
-    """
+    """Examines a PATH without reading much: a verdict for each checkpoint, and one for their directory."""
     if is_checkpoint(path):
         return [_opened(path)]
     directory = Verdict(path, notes=leftovers(path))
@@ -210,12 +197,7 @@ def leftovers(root: Path) -> list[str]:
 
 
 def check_hashes(verdicts: list[Verdict], workers: int) -> None:
-    """Compares every file that has its listed size with its hash or hashes.
-
-    Args:
-        verdicts: The verdicts of all checkpoints; problems are added to them.
-        workers: Number of threads.
-    """
+    """Compares every file that has its listed size with its hash or hashes, by some threads; adds the problems."""
     there = [(verdict, verdict.checkpoint) for verdict in verdicts if verdict.checkpoint]
     jobs = [(verdict, one, name) for verdict, one in there for name in one.files.keys() - one.broken]
     jobs.sort(key=lambda job: (-job[1].files[job[2]]["bytes"], job[2]))  # large files first, to balance the threads
@@ -262,11 +244,7 @@ def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callabl
 
 
 def check_coverage(verdict: Verdict) -> None:
-    """Checks that region files hold every element of the state exactly once.
-
-    Args:
-        verdict: The verdict of a checkpoint; problems are added to it.
-    """
+    """Checks that region files hold every element of the state exactly once; adds the problems."""
     checkpoint = verdict.checkpoint
     if not checkpoint:
         return

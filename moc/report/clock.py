@@ -90,12 +90,7 @@ class RecoveryTimes:
 
 @dataclass(frozen=True)
 class Undone:
-    """The iterations that a ``start`` gave up.
-
-    Attributes:
-        newest: the last iteration completed before it.
-        iterations: events of the iterations after the one that it resumes from.
-    """
+    """The last iteration completed before a ``start``, and the events of those that it gave up."""
 
     newest: int
     iterations: tuple[Event, ...]
@@ -116,12 +111,7 @@ def history(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, Undone
 
 
 def wall_clock(events: Sequence[Event], usual_s: float) -> tuple[Spent, tuple[RecoveryTimes, ...]]:
-    """The uses of the wall clock, and all recoveries.
-
-    Args:
-        events: events of a run, at least one.
-        usual_s: seconds of an undisturbed iteration.
-    """
+    """The uses of the wall clock, and all recoveries, of one or more events; an iteration usually takes ``usual_s``."""
     walk = _Walk(events, usual_s)
     recoveries = tuple(walk.recoveries())
     return Spent(**walk.spent), recoveries
@@ -223,7 +213,8 @@ class _Walk:
         undone = [event for one in given_up for event in one.iterations]
         parts = recovered(stretch, self._usual_s)
         compared = [event["exact"] for event in replays if event.get("exact") is not None]
-        compared += [_same(event, self._final[n]) for event in undone if (n := event["iteration"]) in self._final]
+        repeated = [(event, self._final[n]) for event in undone if (n := event["iteration"]) in self._final]
+        compared += [all(a.get(name) == b.get(name) for name in ("loss", "grad_norm")) for a, b in repeated]
         return RecoveryTimes(
             time=stretch[-1]["time"],
             reasons=tuple(event["reason"] for event in of_kind("generation", stretch)),
@@ -257,11 +248,6 @@ class _Walk:
                 seconds += 0.0 if regrouped else max(0.0, begun - newest)
                 newest, regrouped = event["time"], False
         return seconds
-
-
-def _same(event: Event, again: Event) -> bool:
-    """Whether a repeated iteration reproduced its result, as far as events show."""
-    return all(event.get(name) == again.get(name) for name in ("loss", "grad_norm"))
 
 
 def _is_loss(event: Event) -> bool:

@@ -42,10 +42,8 @@ class Saving:
 
     Attributes:
         tier: where snapshots were safe.
-        snapshots: snapshots taken.
         snapshot_bytes: of all snapshots.
         copy_s: from the device to host memory.
-        hash_s: hashing.
         stall_s: total time that training waited for snapshots.
         replicated: snapshots with all copies made.
         replicated_bytes: between nodes.
@@ -53,7 +51,6 @@ class Saving:
         persisted: snapshots written to storage.
         persisted_bytes: to storage.
         write_s: writing, including fsync.
-        publish_s: publishing.
         restored: snapshots of lost nodes restored from replicas.
         survival: by number of nodes lost at once, the probability that their state survives.
     """
@@ -77,13 +74,10 @@ class Saving:
 
 @dataclass(frozen=True)
 class Recoveries:
-    """Summary of all recoveries.
+    """Summary of all recoveries (:class:`RecoveryTimes`).
 
     Attributes:
-        count: number of recoveries.
         injected: injected faults, by action.
-        detect_s: see :class:`RecoveryTimes`.
-        outside_s: see :class:`RecoveryTimes`.
         kept: workers that kept their state.
         alone: recoveries in which some stages replayed while others waited.
         stages: number of these stages.
@@ -106,14 +100,7 @@ class Recoveries:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tuner's choice.
-
-    Attributes:
-        iteration: the iteration after which it was made.
-        chosen: the chosen values, by name.
-        cause: why the tuner reconsidered; None if it always does.
-        reason: why it chose these values.
-    """
+    """A tuner's choice after an iteration, why it reconsidered (None if it always does), and why it chose this."""
 
     iteration: int
     chosen: Mapping[str, object]
@@ -126,29 +113,22 @@ class Report:
     """The figures of a run.
 
     Attributes:
-        name: the run's name.
         workers: workers at the end.
         first: first iteration that counts.
         last: last iteration that counts.
         iterations: iterations that count, each once.
         skipped: of these, iterations without an update.
         computed: iterations computed in training, including repeated ones.
-        tokens: tokens trained on.
         iteration_s: median seconds of an undisturbed iteration.
         began: start of the run, in Unix seconds.
         wall_s: duration of the job, without the time between an orderly exit and the next start.
         ettr: effective training time ratio.
         tokens_per_s: by the wall clock.
-        spent: the uses of the wall clock.
-        loss: training loss.
         validation: the newest validation loss, by split.
         ended: why the run ended; None without an orderly exit.
-        recoveries: summary of all recoveries.
-        each: every recovery.
-        saving: the cost of snapshots; None if nothing was saved.
-        gauges: values over time.
+        saving: None if nothing was saved.
         plt_by_layer: after the newest recovery that lost tokens.
-        choices: choices of tuners.
+        choices: of tuners.
         not_written: number of writes that failed or were too late, by kind.
     """
 
@@ -179,11 +159,7 @@ class Report:
 
 
 def report(name: str, events: Sequence[Event]) -> Report:
-    """Computes the figures of a run.
-
-    Args:
-        name: the run's name.
-        events: all its events, in file order.
+    """Computes the figures of a run from all its events, in file order.
 
     Raises:
         ValueError: there is no iteration event.

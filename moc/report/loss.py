@@ -8,7 +8,6 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from moc.output import ToolError, refused, replacing
 
@@ -50,21 +49,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, or 1 on an error.
-    """
+    """Runs the tool; returns the exit status: 0, or 1 on an error."""
     args = build_parser().parse_args(argv)
     try:
         runs = [read_run(path) for path in _event_files(args)]
         runs = [run.between(args.start, args.end) for run in runs]
         if not any(run.train or run.valid for run in runs):
             raise ToolError("There is no loss to draw in these events.")
-        _save(draw(runs, args.title, args.smoothing, args.extra), args.output)
+        figure = draw(runs, args.title, args.smoothing, args.extra)
+        with replacing(args.output) as name:
+            figure.savefig(name, format="png", dpi=120)
     except (ToolError, OSError) as error:
         return refused("plot_loss", error, args.output)
     points = sum(len(run.train) for run in runs)
@@ -90,12 +84,7 @@ class LossCurve:
     resumed: list[int] = field(default_factory=list)
 
     def between(self, start: int, end: int | None) -> LossCurve:
-        """The part of the run from iteration `start` to `end`, inclusive.
-
-        Args:
-            start: The first iteration of the part.
-            end: The last one; None for the run's own.
-        """
+        """The part of the run from iteration `start` to `end`, inclusive; None for the run's own end."""
         stop = math.inf if end is None else end
         return LossCurve(
             self.name,
@@ -105,21 +94,12 @@ class LossCurve:
         )
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of one field, without missing and non-finite values.
-
-        Args:
-            key: Name of the field in the iteration events.
-        """
-        points: list[tuple[int, Any]] = [(i, self.train[i].get(key)) for i in sorted(self.train)]
-        points = [(i, value) for i, value in points if _is_finite(value)]
-        return [i for i, _ in points], [value for _, value in points]
+        """Iterations and values of one field of the iteration events, without missing and non-finite values."""
+        iterations = [i for i in sorted(self.train) if _is_finite(self.train[i].get(key))]
+        return iterations, [self.train[i][key] for i in iterations]
 
     def add(self, event: dict) -> None:
-        """Adds the next event; iterations repeated by a resumed run replace the earlier ones.
-
-        Args:
-            event: One line of events.jsonl.
-        """
+        """Adds the next event; iterations repeated by a resumed run replace the earlier ones."""
         kind, iteration = event.get("type"), event.get("iteration")
         if not isinstance(iteration, int):
             return
@@ -146,11 +126,7 @@ def _is_finite(value) -> bool:
 
 
 def read_run(path: Path) -> LossCurve:
-    """Reads an events.jsonl; lines torn by a killed writer are skipped.
-
-    Args:
-        path: The file. The run is named after its directory.
-    """
+    """Reads an events.jsonl, whose directory names the run; lines torn by a killed writer are skipped."""
     run = LossCurve(path.resolve().parent.name)
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -164,12 +140,7 @@ def read_run(path: Path) -> LossCurve:
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """The moving average of values, with as many neighbours on one side as on the other.
-
-    Args:
-        values: The values to smooth.
-        width: The largest number of neighbours on each side; fewer towards the ends.
-    """
+    """The moving average of values, with up to `width` neighbours on each side; towards the ends, equally fewer."""
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for i in range(len(values)):
@@ -179,14 +150,7 @@ def smooth(values: list[float], width: int) -> list[float]:
 
 
 def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
-    """Draws the runs and returns the figure.
-
-    Args:
-        runs: The runs, one colour each.
-        title: Title above the picture.
-        smoothing: See `smooth`; 0 for none.
-        extra: Keys of `EXTRA`, at most two, for a second panel.
-    """
+    """Draws the runs, one colour each, with up to two keys of `EXTRA` in a second panel; returns the figure."""
     if smoothing < 0:
         raise ToolError("--smoothing must not be negative.")
     import matplotlib
@@ -236,8 +200,3 @@ def _draw_extra(panel, runs: list[LossCurve], extra: list[str]) -> None:
         for number, run in enumerate(runs):
             axis.plot(*run.series(EXTRA[name]), style, color=f"C{number}", linewidth=1)
         axis.set_ylabel(f"{name.replace('-', ' ')} ({'dotted' if style == ':' else 'line'})")
-
-
-def _save(figure, output: str) -> None:
-    with replacing(output) as name:
-        figure.savefig(name, format="png", dpi=120)

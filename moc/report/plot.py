@@ -11,13 +11,7 @@ from moc.report.tables import PARTS
 
 
 def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    """Draws runs into a PNG.
-
-    Args:
-        path: the PNG, which is replaced atomically.
-        runs: the reports.
-        events: the events of each run.
-    """
+    """Draws runs, with the events of each, into a PNG, which is replaced atomically."""
     import matplotlib
 
     matplotlib.use("Agg")

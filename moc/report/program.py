@@ -36,14 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, or 1 where something is wrong.
-    """
+    """Runs the tool; returns the exit status: 0, or 1 where something is wrong."""
     args = build_parser().parse_args(argv)
     path = ""
     try:

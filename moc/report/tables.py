@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from moc.output import human
-from moc.report.figures import Choice, Report, Saving, Spread, Trend
+from moc.report.figures import Report, Saving, Spread, Trend
 
 PARTS = {
     "useful_s": "useful work",
@@ -72,12 +73,8 @@ def _table(runs: Sequence[Report]):
 def _choices(run: Report, named: bool) -> Iterable[str]:
     whose = f"{run.name}: " if named else ""
     for one in run.choices:
-        yield f"{whose}at iteration {one.iteration}: {_chosen(one)}"
+        yield f"{whose}at iteration {one.iteration}: {', '.join(f'{name} {new}' for name, new in one.chosen.items())}"
         yield f"    {one.reason}" + (f" (It looked since {one.cause}.)" if one.cause else "")
-
-
-def _chosen(one: Choice) -> str:
-    return ", ".join(f"{name} {value}" for name, value in one.chosen.items())
 
 
 def seconds(value: float | None) -> str | None:
@@ -110,28 +107,20 @@ def _mean_and_most(spread: Spread | None) -> str | None:
     return spread and f"{spread.mean:.3g}, {spread.most:g}"
 
 
-def _trend(name: str, text: Callable[[float], str]) -> Cell:
-    def cell(run: Report) -> str | None:
-        trend = run.gauges.get(name)
-        return trend and f"{text(trend.first)}, {text(trend.last)}, {text(trend.mean)}"
+def _gauge(name: str, text: Callable[[Trend], str]) -> Cell:
+    return lambda run: text(run.gauges[name]) if name in run.gauges else None
 
-    return cell
+
+def _trend(name: str, text: Callable[[float], str]) -> Cell:
+    return _gauge(name, lambda trend: f"{text(trend.first)}, {text(trend.last)}, {text(trend.mean)}")
 
 
 def _highest(name: str, text: Callable[[float], str]) -> Cell:
-    def cell(run: Report) -> str | None:
-        trend = run.gauges.get(name)
-        return trend and f"{text(trend.mean)}, {text(trend.most)}"
-
-    return cell
+    return _gauge(name, lambda trend: f"{text(trend.mean)}, {text(trend.most)}")
 
 
-def _setting(name: str) -> Cell:
-    def cell(run: Report) -> str | None:
-        trend = run.gauges.get(name)
-        return trend and (f"{trend.last:g}" if trend.first == trend.last else f"{trend.first:g}, then {trend.last:g}")
-
-    return cell
+def _setting(trend: Trend) -> str:
+    return f"{trend.last:g}" if trend.first == trend.last else f"{trend.first:g}, then {trend.last:g}"
 
 
 def _saved(text: Callable[[Saving], str | None], if_any: str = "snapshots") -> Cell:
@@ -143,12 +132,8 @@ def _iterations(run: Report) -> str:
     return f"{run.iterations:,} ({run.first:,} to {run.last:,}){skipped}"
 
 
-def _loss(trend: Trend | None) -> str | None:
-    return trend and f"{trend.first:.4f}, {trend.last:.4f}"
-
-
-def _by(counts: Mapping[str, object], text: Callable[[object], str]) -> str:
-    return ", ".join(f"{name} {text(value)}" for name, value in counts.items())
+def _by(counts: Mapping[str, Any], text: Callable[[Any], str], between: str = " ") -> str:
+    return ", ".join(f"{name}{between}{text(value)}" for name, value in counts.items())
 
 
 def _exact(run: Report) -> str | None:
@@ -180,10 +165,6 @@ def _not_written(what: str) -> Cell:
     return lambda run: f"{run.not_written[what]:,}" if run.not_written.get(what) else None
 
 
-def _survived(saving: Saving) -> str:
-    return ", ".join(f"{lost}: {100 * share:.3g} %" for lost, share in saving.survival.items())
-
-
 def _stall(run: Report) -> str | None:
     return seconds(run.saving.stall_s / run.computed) if run.saving and run.saving.snapshots else None
 
@@ -202,7 +183,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "tokens": lambda run: f"{run.tokens:,}",
         "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}",
         "tokens/s, undisturbed": lambda run: f"{run.tokens / run.iterations / run.iteration_s:,.0f}",
-        "loss: first, last": lambda run: _loss(run.loss),
+        "loss: first, last": lambda run: run.loss and f"{run.loss.first:.4f}, {run.loss.last:.4f}",
         "loss, newest": lambda run: _by(run.validation, "{:.4f}".format),
         "ended": lambda run: run.ended or "not in good order, or not yet",
     },
@@ -237,7 +218,9 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
             "persisted",
         ),
         "of lost nodes, from others": _saved(lambda saving: f"{saving.restored:,}", "restored"),
-        "survived, of nodes lost at once": _saved(_survived, "survival"),
+        "survived, of nodes lost at once": _saved(
+            lambda saving: _by(saving.survival, lambda share: f"{100 * share:.3g} %", ": "), "survival"
+        ),
     },
     "could not be written": {
         "snapshots": _not_written("snapshot"),
@@ -255,5 +238,5 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "tokens lost (PLT): first, last, mean": _trend("plt", _percent),
         "most of them": _worst_layers,
     },
-    "policy": {title: _setting(name) for name, title in _SETTINGS.items()},
+    "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},
 }

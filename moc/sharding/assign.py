@@ -33,10 +33,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 def scheme_named(text: str) -> Scheme:
-    """The scheme of a flag value.
-
-    Args:
-        text: a name in :data:`SCHEMES`, or two rules: ``EXPERTS_RULE,OTHERS_RULE``.
+    """The scheme of a flag value: a name in :data:`SCHEMES`, or two rules, ``EXPERTS_RULE,OTHERS_RULE``.
 
     Raises:
         ShardingError: the text is neither.
@@ -72,7 +69,8 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
     """
     result = [item.holders[0] for item in items]  # replaced below if there are several holders
     load: Counter[int] = Counter()
-    members = _members(items)
+    tuples = {id(item.holders): item.holders for item in items}  # thousands of items share up to a thousand ranks
+    members = {identity: frozenset(holders) for identity, holders in tuples.items()}
     for item in items:
         if len(item.holders) == 1:
             load[item.holders[0]] += item.nbytes
@@ -88,15 +86,6 @@ def assign(items: Sequence[Item], scheme: Scheme) -> list[int]:
             result[index] = rank
             load[rank] += items[index].nbytes
     return result
-
-
-def _members(items: Sequence[Item]) -> dict[int, frozenset[int]]:
-    """Sets of holders, keyed by identity: thousands of items share tuples of up to a thousand ranks."""
-    members: dict[int, frozenset[int]] = {}
-    for item in items:
-        if id(item.holders) not in members:
-            members[id(item.holders)] = frozenset(item.holders)
-    return members
 
 
 def loads(items: Sequence[Item], savers: Sequence[int], world: int) -> list[int]:

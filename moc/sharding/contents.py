@@ -84,8 +84,7 @@ def contents(
     state = state or StateBytes()
     items: list[Item] = []
     for buffer in _buffers(operators, layout):
-        items.extend(_weights(buffer, state, chosen))
-        items.extend(_optimizer(buffer, state, zero, chosen, keep_master))
+        items += [*_weights(buffer, state, chosen), *_optimizer(buffer, state, zero, chosen, keep_master)]
     return items
 
 
@@ -117,11 +116,7 @@ def flat_ranges(sizes: Sequence[int], parts: int) -> Iterator[tuple[int, int, in
     """ZeRO's partition: cuts a buffer of consecutive segments into equal contiguous parts.
 
     DeepSpeed's ZeRO-1 and ZeRO-2 and megatron-core's distributed optimizer all give each data-parallel rank one
-    such part of the optimizer state.
-
-    Args:
-        sizes: elements of each segment.
-        parts: ranks that share the buffer, whose size is padded to a multiple of them.
+    such part of the optimizer state.  The buffer is padded to a multiple of the parts.
 
     Yields:
         (segment, part, first element in the segment, one past the last), ascending, none empty.

@@ -75,14 +75,7 @@ def describe(fragments: Iterable[Fragment], detail: Detail) -> list[Holding]:
 
     Of replicated state, only copies on the first stage that holds it are candidates: embeddings tied across stages are
     saved with the embedding.  Of state that ZeRO shards, the first copy is always saved; it is described only because
-    it counts as load.
-
-    Args:
-        fragments: all fragments of some operators on this rank, at one detail.
-        detail: that detail.
-
-    Returns:
-        At most four holdings per operator, however many tensors it has.
+    it counts as load.  There are at most four holdings per operator, however many tensors it has.
     """
     return [group.holding(detail.value) for group in _groups(fragments)]
 
@@ -93,7 +86,8 @@ def pack(holdings: Sequence[Holding]) -> bytes:
     A rank with 300 operators in two details (DeepSeek-MoE-16B in one stage, with 8 expert-parallel ranks) sends about 9
     kB, so 1,000 ranks of a stage gather about 9 MB, once per model and layout.
     """
-    copies, alone = (_deflated([h for h in holdings if bool(h.copy) == has_copies]) for has_copies in (True, False))
+    parts = ([holding for holding in holdings if bool(holding.copy) == has_copies] for has_copies in (True, False))
+    copies, alone = (zlib.compress(json.dumps(part, separators=(",", ":")).encode()) for part in parts)
     return len(copies).to_bytes(4, "big") + copies + alone
 
 
@@ -101,10 +95,6 @@ def unpack(text: bytes) -> list[Holding]:
     """The inverse of :func:`pack`; holdings with copies come first."""
     middle = 4 + int.from_bytes(text[:4], "big")
     return [*_inflated(text[4:middle]), *_inflated(text[middle:])]
-
-
-def _deflated(holdings: Sequence[Holding]) -> bytes:
-    return zlib.compress(json.dumps(holdings, separators=(",", ":")).encode())
 
 
 @functools.lru_cache(maxsize=64)  # replicas that hold the same experts describe their copies alike
@@ -142,20 +132,12 @@ class StageHoldings:
                 self._copies[operator, detail, slot, number] = holding.copy or None
 
     def items(self, plan: Mapping[str, Detail]) -> list[Item]:
-        """The items of a checkpoint before any is cut; identical on every rank.
-
-        Args:
-            plan: operators with their details; those of other stages are ignored.
-        """
+        """The items of a checkpoint before any is cut, without other stages' operators; identical on every rank."""
         wanted = {(operator, detail.value) for operator, detail in plan.items()}
         return [item for key, items in self._items.items() if key in wanted for item in items]
 
     def copy(self, item: Item, detail: Detail) -> str | None:
-        """The ``copy`` of the :class:`Holding` behind an item, or a piece of one, of a plan with this detail.
-
-        Returns:
-            None if only one rank can save it.
-        """
+        """The ``copy`` of the :class:`Holding` behind an item, or a piece of one; None if only one rank can save it."""
         return self._copies[item.operator, detail.value, item.slot, item.slice]
 
 
@@ -163,12 +145,7 @@ def shares(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> 
     """The shares of replicated state of each rank of a stage; identical on every rank, without communication.
 
     Operators stay whole, as in MoC's section 4, except those larger than an even share of their holders
-    (:func:`moc.sharding.cut_large`).
-
-    Args:
-        stage: holdings of its ranks.
-        plan: operators to save with their details; those of other stages are ignored.
-        scheme: sharding rules.
+    (:func:`moc.sharding.cut_large`).  Operators of other stages are ignored.
 
     Returns:
         Byte ranges by rank, which together cover every byte of every copy exactly once.
@@ -186,7 +163,7 @@ def shares(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> 
 
 
 def rank_loads(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> Counter[int]:
-    """Bytes of each rank of a stage under a plan, where any; arguments as in :func:`shares`."""
+    """Bytes of each rank of a stage under a plan (:func:`shares`), where any."""
     items = cut_large(stage.items(plan))
     load: Counter[int] = Counter()
     for item, rank in zip(items, assign(items, scheme), strict=True):
@@ -197,12 +174,7 @@ def rank_loads(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme)
 def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange]) -> list[Fragment]:
     """The fragments that this rank saves, as views of live memory, cut where an operator was cut.
 
-    Args:
-        fragments: all fragments of the plan on this rank, each operator at the plan's detail.
-        parts: this rank's entry of :func:`shares`.
-
-    Returns:
-        Boxes of the unpartitioned model: the parts, and this rank's slices of ZeRO's optimizer state.
+    ``parts`` is this rank's entry of :func:`shares`; its slices of ZeRO's optimizer state are saved besides.
 
     Raises:
         ShardingError: a part is not among the fragments.
@@ -309,18 +281,14 @@ def _groups(fragments: Iterable[Fragment]) -> Iterator[_Group]:
         yield _Group(operator, slot, sharded, sorted(found, key=lambda box: box.name))
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merges adjacent ranges."""
-    current: tuple[int, int] | None = None
+    joined: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if current and current[1] == start:
-            current = current[0], stop
-            continue
-        if current:
-            yield current
-        current = start, stop
-    if current:
-        yield current
+        if joined and joined[-1][1] == start:
+            start, _ = joined.pop()
+        joined.append((start, stop))
+    return joined
 
 
 def _numbered(holdings: Sequence[Holding]) -> Iterator[tuple[int | None, Holding]]:

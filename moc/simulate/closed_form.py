@@ -20,12 +20,7 @@ def recovery_s(saving: PolicyCosts) -> float:
 def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> float:
     """The useful share of time: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
 
-    Assumes that failures are rare enough that none falls into a recovery.
-
-    Args:
-        saving: the policy's costs.
-        iteration_s: seconds of an iteration without checkpoints.
-        mtbf_s: mean seconds between failures; infinity for none.
+    Assumes that failures are rare enough that none falls into a recovery; an MTBF of infinity is for none at all.
     """
     overhead = saving.per_iteration_s() / iteration_s
     recovery = 0.0 if math.isinf(mtbf_s) else recovery_s(saving) / mtbf_s
@@ -35,11 +30,7 @@ def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> flo
 def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_least: int = 1) -> int:
     """The interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
 
-    Args:
-        saving: the costs, at any interval, of a policy with global rollback.
-        iteration_s: seconds of an iteration without checkpoints.
-        mtbf_s: mean seconds between failures.
-        at_least: shortest possible interval, limited by the duration of a checkpoint.
+    The costs are of a policy with global rollback, at any interval; ``at_least`` is a checkpoint's own duration.
     """
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / iteration_s
     if not math.isfinite(young):
@@ -64,26 +55,15 @@ def at_interval(saving: PolicyCosts, interval: int, iteration_s: float) -> Polic
 
 
 def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
-    """The interval with the least overhead that keeps to a limit on lost tokens, which grow with the interval.
+    """The longest interval up to ``best`` that keeps to a limit on lost tokens, or the ``least`` one possible.
 
-    Args:
-        least: shortest possible interval; returned if even this exceeds the limit.
-        best: the interval with the least overhead without the limit.
-        plt_of_one: expected proportion of lost tokens at an interval of one iteration.
-        limit: on this proportion.
+    ``plt_of_one`` is the expected proportion of lost tokens at an interval of one iteration; it grows with that.
     """
     return max(least, min(best, int(limit / plt_of_one))) if plt_of_one > 0 else best
 
 
 def capped_interval(stall_s: float, iteration_s: float, cap: float, at_least: int = 1) -> int:
-    """CheckFreq's rule: the shortest interval whose stalls stay within a share of the time (MoEvement, section 5.2).
-
-    Args:
-        stall_s: stall of one checkpoint.
-        iteration_s: seconds of an iteration.
-        cap: the share, such as 0.03.
-        at_least: shortest possible interval.
-    """
+    """CheckFreq's rule: the shortest interval whose stalls stay within a share of the time (MoEvement, section 5.2)."""
     if not cap > 0:
         raise ValueError(f"a cap of {cap} on the overhead leaves no interval: give one above 0, such as 0.03")
     return max(at_least, math.ceil(stall_s / (cap * iteration_s)))

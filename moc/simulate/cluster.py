@@ -12,8 +12,6 @@ class Cluster:
     """Machines of one kind.  Bandwidths are in bytes per second, times in seconds.
 
     Attributes:
-        name: the preset's name.
-        gpus: GPUs of the job.
         gpus_per_node: GPUs that fail together and share a network card.
         flops: peak of one GPU in 16-bit arithmetic, operations per second.
         utilisation: share of the peak that a stage reaches while it computes, without pipeline bubbles.
@@ -44,14 +42,10 @@ class Cluster:
     replay_slowdown: float = 1.0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("latency_s", "detect_s", "restart_s"):
-                possible = value >= 0
-            else:
-                possible = field.name == "name" or value > 0
-            if not possible:
-                raise ValueError(f"the cluster's {field.name} cannot be {value}: it must be positive")
+        for name, value in vars(self).items():
+            may_be_zero = name in ("latency_s", "detect_s", "restart_s")
+            if name != "name" and not (value >= 0 if may_be_zero else value > 0):
+                raise ValueError(f"the cluster's {name} cannot be {value}: it must be positive")
 
     @property
     def nodes(self) -> int:
@@ -102,12 +96,7 @@ _A100_FITTED = dataclasses.replace(
     _A100, name="a100-moevement-fitted", utilisation=0.56, host_bandwidth=0.24e9, restart_s=155.0
 )
 _H100_FITTED = dataclasses.replace(
-    _H100,
-    name="h100-moevement-fitted",
-    utilisation=0.15,
-    host_bandwidth=0.166e9,
-    restart_s=0.0,
-    replay_slowdown=1.45,
+    _H100, name="h100-moevement-fitted", utilisation=0.15, host_bandwidth=0.166e9, restart_s=0.0, replay_slowdown=1.45
 )
 
 FITTED: Mapping[str, Cluster] = {c.name: c for c in (_A100_FITTED, _H100_FITTED)}

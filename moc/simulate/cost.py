@@ -52,7 +52,6 @@ class Timing:
     """The duration of an iteration, in seconds.
 
     Attributes:
-        iteration_s: the whole iteration.
         pipeline_s: forward and backward of all micro batches, including bubbles.
         sync_s: exposed time of the gradients' reduction.
         update_s: the optimizer's step.
@@ -88,13 +87,9 @@ def measured_timing(iteration_s: float, micro_batches: int = 1, stages: int = 1)
 
 
 def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -> float:
-    """Seconds of a collective or a message: alpha(p) + beta(p) m (Appendix C).
+    """Seconds of a collective or a message: alpha(p) + beta(p) m (Appendix C); alpha grows with the logarithm of p.
 
-    Args:
-        cluster: the cluster.
-        nbytes: m, bytes of one rank, counting both directions.
-        ranks: p; alpha grows with its logarithm.
-        across_nodes: whether the ranks span nodes; those of a node then share its network card.
+    ``nbytes`` is m, of one rank, counting both directions.  Across nodes, the ranks of a node share its network card.
     """
     if ranks < 2:
         return 0.0
@@ -108,12 +103,6 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
     T_pipeline = (M + S - 1) max t_s (Appendix C); with v virtual stages the warm-up is v times shorter, which gives
     M + (S - 1) / v (Narayanan et al., SC '21, section 2.2.2).  The exposed part of the gradients' reduction and the
     update are added.
-
-    Args:
-        operators: operators of the unpartitioned model.
-        layout: the parallel layout.
-        cluster: the cluster.
-        work: the work of an iteration.
 
     Raises:
         ValueError: the batch is not a whole number of micro batches per pipeline.
@@ -129,16 +118,13 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
     wide = layout.world // (layout.pp * pipelines)  # ranks that share a stage of a pipeline
     slowest_s = max(_stage_s(stage, layout, cluster, work, wide) for stage in stages)
     pipeline_s = (micro_batches + (layout.pp - 1) / layout.vpp) * slowest_s
-    held = max(sum(o.parameters / _holders(o, layout) for o in stage) for stage in stages)
+    holders = {True: layout.etp * layout.ep, False: layout.tp}  # by whether it is an expert
+    held = max(sum(o.parameters / holders[o.kind == "expert"] for o in stage) for stage in stages)
     gradients = 2 * 2 * held  # reduce-scatter and all-gather, 2 bytes each
     across = layout.dp * layout.tp > cluster.gpus_per_node
     sync_s = (1 - work.overlap) * message_s(cluster, gradients, layout.dp, across)
     update_s = _UPDATE_BYTES * held / max(1, layout.expert_dp) / cluster.memory_bandwidth
     return Timing(pipeline_s + sync_s + update_s, pipeline_s, sync_s, update_s, micro_batches, layout.pp, slowest_s)
-
-
-def _holders(operator: Operator, layout: Layout) -> int:
-    return layout.etp * layout.ep if operator.kind == "expert" else layout.tp
 
 
 def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work, wide: int) -> float:
@@ -157,10 +143,6 @@ def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: 
 
 def _active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
     """Parameters that a token uses; the embedding is only looked up."""
-    experts: dict[int | None, int] = {}
-    for operator in stage:
-        if operator.kind == "expert":
-            experts[operator.layer] = operator.parameters
-        elif operator.kind != "embedding":
-            yield operator.parameters
+    yield from (o.parameters for o in stage if o.kind not in ("expert", "embedding"))
+    experts = {o.layer: o.parameters for o in stage if o.kind == "expert"}
     yield from (topk * parameters for parameters in experts.values())

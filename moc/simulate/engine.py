@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 import random
@@ -57,11 +58,6 @@ def simulate(job: SimulatedJob, faults: Faults, strategy: Strategy | PolicyCosts
 
     Time and memory depend only on the number of failures, not on ranks or iterations.  The same arguments give the same
     result; a strategy has state, so pass a new one for each run.
-
-    Args:
-        job: the job.
-        faults: the source of failures.
-        strategy: the policy.
     """
     if isinstance(strategy, PolicyCosts):
         strategy = Strategy(strategy)
@@ -79,7 +75,9 @@ class _Run:
         self.event = next(self.events, None)
         self.returns: list[tuple[float, int]] = []  # when lost nodes return, and how many
         self.now = self.exposed = self.event_at = 0.0
-        self.up = _at_the_start(job)
+        self.up = job.available  # nodes; None for unlimited
+        if self.up is None and job.spares is not None:
+            self.up = job.nodes + job.spares
         self.used = self._usable()
         self.waits = self.used == 0
         self.done = 0.0  # iterations, including the fraction of the current one
@@ -132,15 +130,27 @@ class _Run:
             self.exposed += seconds
             self._train(start, until)
         self.now = until
-        self._note(start, until)
+        for part in self._parts(start, until):
+            self.plts[part], self.ks[part] = self.strategy.plt, self.strategy.k or 0
 
     def _train(self, start: float, until: float) -> None:
         each_s = self.job.iteration_s + self.strategy.saving.per_iteration_s()
         iterations = (until - start) / (each_s * self.job.nodes / self.used)
         self.done += iterations
         self._book(iterations)
-        self._count(iterations)
-        self._spread(iterations, start, until)
+        saves = iterations / self.strategy.saving.interval
+        written = zip(dataclasses.astuple(self.saves), dataclasses.astuple(self.strategy.saving.traffic), strict=True)
+        self.saves = Traffic(*(so_far + saves * each for so_far, each in written))
+        part_s = self.job.wall_s / self.job.parts
+        for part in self._parts(start, until):
+            within = min(until, (part + 1) * part_s) - max(start, part * part_s)
+            self.iterations[part] += iterations * max(0.0, within) / (until - start) if until > start else 0.0
+
+    def _parts(self, start: float, until: float) -> range:
+        """The parts of the run that a time falls into."""
+        part_s = self.job.wall_s / self.job.parts
+        first, last = (min(int(at / part_s), self.job.parts - 1) for at in (start, until))
+        return range(first, last + 1)
 
     def _book(self, iterations: float) -> float:
         """Books iterations (negative to undo), returns their seconds; useful time is that of the full job's nodes."""
@@ -148,28 +158,6 @@ class _Run:
         slower = (useful + saving) * (self.job.nodes / self.used - 1)
         self.useful, self.saving, self.slower = self.useful + useful, self.saving + saving, self.slower + slower
         return useful + saving + slower
-
-    def _count(self, iterations: float) -> None:
-        saves, each, so_far = iterations / self.strategy.saving.interval, self.strategy.saving.traffic, self.saves
-        self.saves = Traffic(
-            so_far.host + saves * each.host,
-            so_far.network + saves * each.network,
-            so_far.storage + saves * each.storage,
-        )
-
-    def _spread(self, iterations: float, start: float, until: float) -> None:
-        part_s = self.job.wall_s / self.job.parts
-        first = min(int(start / part_s), self.job.parts - 1)
-        last = min(int(until / part_s), self.job.parts - 1)
-        for part in range(first, last + 1):
-            within = min(until, (part + 1) * part_s) - max(start, part * part_s)
-            self.iterations[part] += iterations * max(0.0, within) / (until - start) if until > start else 0.0
-
-    def _note(self, start: float, until: float) -> None:
-        part_s = self.job.wall_s / self.job.parts
-        first, last = (min(int(t / part_s), self.job.parts - 1) for t in (start, until))
-        for part in range(first, last + 1):
-            self.plts[part], self.ks[part] = self.strategy.plt, self.strategy.k or 0
 
     def _lose(self, nodes: int) -> None:
         hit = self._hit(nodes)
@@ -293,9 +281,3 @@ class _Run:
             plts=tuple(self.plts),
             ks=tuple(self.ks) if strategy.k else (),
         )
-
-
-def _at_the_start(job: SimulatedJob) -> int | None:
-    if job.available is not None:
-        return job.available
-    return None if job.spares is None else job.nodes + job.spares

@@ -14,14 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Event:
-    """A change in the number of nodes.
-
-    Attributes:
-        at_s: seconds since the start.
-        lost: nodes lost.
-        gained: nodes returned.
-        after_s: seconds since the previous event, which then replaces ``at_s``.
-    """
+    """A loss or return of nodes, ``at_s`` seconds after the start or, if given, ``after_s`` after the last event."""
 
     at_s: float
     lost: int = 0
@@ -61,34 +54,23 @@ class Faults:
             raise ValueError(f"a failure takes at least one node, not {self.together}")
 
     def events(self, rng: random.Random) -> Iterator[Event]:
-        """The events in order of time; endless unless they come from a trace."""
-        if self.trace:
-            return iter(self.trace)
-        assert self.mtbf_s is not None  # given if there is no trace
-        return self._drawn(rng, self.mtbf_s)
-
-    def _drawn(self, rng: random.Random, mtbf_s: float) -> Iterator[Event]:
-        at_s = 0.0
-        if math.isinf(mtbf_s):
+        """Yields the events in order of time; endless unless they come from a trace."""
+        yield from self.trace
+        if self.mtbf_s is None or math.isinf(self.mtbf_s):
             return
-        if self.evenly:
-            # failures at a fixed distance would hit every checkpoint interval that divides it at the same point
-            for number in itertools.count():
-                yield Event((number + rng.random()) * mtbf_s, self.together)
-        while True:
-            at_s += rng.expovariate(1 / mtbf_s)
+        at_s = 0.0
+        for number in itertools.count():
+            if self.evenly:
+                # failures at a fixed distance would hit every checkpoint interval that divides it at the same point
+                at_s = (number + rng.random()) * self.mtbf_s
+            else:
+                at_s += rng.expovariate(1 / self.mtbf_s)
             yield Event(at_s, self.together)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded trace.
-
-    Attributes:
-        nodes: nodes at the start.
-        events: changes in the number of nodes.
-        doubt: a sentence on lines out of order; empty if there are none.
-    """
+    """A recorded trace: nodes at the start, changes, and a sentence on lines out of order, empty if there are none."""
 
     nodes: int
     events: tuple[Event, ...]
@@ -104,9 +86,6 @@ def read_trace(path: str | Path) -> Trace:
     If time steps back, lines of the first format are sorted, since each is a change of its own.  A line of the second
     format gives a total, and the later line is right: Bamboo's recorder wrote its observation for minutes ahead, and
     started over when it observed a change before they had passed.  Earlier lines about later times are dropped.
-
-    Args:
-        path: the file.
 
     Raises:
         ValueError: a line has neither format; the message names it.

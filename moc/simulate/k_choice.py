@@ -27,11 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
-    """The measurements given by the flags.
-
-    Args:
-        args: the parsed flags.
-        busiest: bytes of the busiest rank by K.
+    """The measurements given by the flags, for bytes of the busiest rank by K.
 
     Raises:
         ValueError: a flag is missing or invalid.

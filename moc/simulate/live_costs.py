@@ -139,13 +139,7 @@ class Running:
 
 
 def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Saved:
-    """Sizes by the sharding rules, for a model that is not loaded.
-
-    Args:
-        operators: operators of the unpartitioned model.
-        layout: the parallel layout.
-        state: bytes of each parameter.
-    """
+    """Sizes by the sharding rules, for a model that is not loaded."""
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)
     alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
     for stage in split_stages(operators, layout.pp):
@@ -162,14 +156,7 @@ def host_bytes(tier: str, ranks: int, full: float, replicas: int, window: float 
     """Bytes of a node's memory that snapshots take.
 
     Buffers are sized for a full snapshot.  With windows, memory holds one such buffer, the newest complete window and
-    the current one.
-
-    Args:
-        tier: as in :class:`Running`.
-        ranks: ranks of the node.
-        full: bytes of a rank's full snapshot.
-        replicas: other nodes that keep copies of each node's snapshots.
-        window: bytes of all snapshots of a rank's window; None without windows.
+    the current one.  ``full`` and ``window`` are bytes of a rank's full snapshot, and of all snapshots of its window.
     """
     if window is not None and tier != "disk":
         return ranks * (full + (2 + _COPIES * replicas) * window)
@@ -193,12 +180,8 @@ def flags_of_candidate(found: Candidate) -> dict[str, object]:
 def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
     """The inverse of :func:`flags_of_candidate`, for :func:`~moc.simulate.planner.priced`."""
     interval, whose = flags.get("snapshot_interval"), owners()
-    basic = Options(
-        interval=None if interval is None else int(interval),
-        mtbf_s=mtbf_s,
-        dynamic=False,
-        replicas=int(flags.get("replicas", 0)),
-    )
+    fixed, replicas = None if interval is None else int(interval), int(flags.get("replicas", 0))
+    basic = Options(interval=fixed, mtbf_s=mtbf_s, dynamic=False, replicas=replicas)
     settings = {
         name.removeprefix(f"{whose[name].name}_"): int(value) if str(value).isdecimal() else value
         for name, value in flags.items()
@@ -255,12 +238,8 @@ def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
     safe_s = run.safe_s(nbytes, options.replicas)
     stall_s = max(copying_s, safe_s - window * run.iteration_s)
     last_s = snapshots[-1] / run.copy_rate + run.safe_s(snapshots[-1], options.replicas)
-    saving = PolicyCosts(
-        name=name,
-        stall_s=stall_s,
-        restart_s=_load_s(run, nbytes),
-        traffic=_traffic(run, price, options.replicas),
-    )
+    traffic = _traffic(run, price, options.replicas)
+    saving = PolicyCosts(name=name, stall_s=stall_s, restart_s=_load_s(run, nbytes), traffic=traffic)
     saving = sparse_replay(saving, window, run.iteration_s)
     return dataclasses.replace(saving, lag=window + run.iterations(last_s), local=False)
 

@@ -43,15 +43,7 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy with its settings.
-
-    Attributes:
-        options: its settings.
-        saving: its costs.
-        ettr: expected ETTR.
-        plt: expected proportion of lost tokens.
-        host_bytes: bytes in a node's memory.
-    """
+    """A priced policy (:class:`~moc.simulate.policies.Weighed`) with its expected ETTR."""
 
     options: Options
     saving: PolicyCosts
@@ -96,13 +88,7 @@ class Priced(Protocol):
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """The chosen policy.
-
-    Attributes:
-        best: the chosen candidate.
-        others: the best candidate of each other policy, by descending ETTR.
-        reason: the reason, in a few sentences.
-    """
+    """The best candidate, the best one of each other policy by descending ETTR, and the reason in a few sentences."""
 
     best: Candidate
     others: tuple[Candidate, ...]
@@ -110,16 +96,7 @@ class PolicyChoice:
 
 
 def plan(setup: Setup, mtbf_s: float, limits: PlanLimits | None = None) -> PolicyChoice:
-    """The best of all candidates on a cluster: see :func:`best_of`.
-
-    Args:
-        setup: model and cluster.
-        mtbf_s: mean seconds between failures of the job.
-        limits: limits on the choice; by default only that on lost tokens.
-
-    Raises:
-        ValueError: no candidate keeps to the limits.
-    """
+    """The best of all candidates on a cluster, or ValueError (:func:`best_of`); by default, lost tokens are limited."""
     limits = limits or PlanLimits()
     return best_of(every_candidate(setup, mtbf_s, limits), setup.timing.iteration_s, mtbf_s, limits)
 
@@ -130,12 +107,6 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
     Among those within a tenth of a percentage point, exact ones are preferred, then those that survive the most lost
     nodes, then those expected to lose the fewest tokens, then those that take the least host memory.
 
-    Args:
-        candidates: the candidates.
-        iteration_s: seconds of an iteration without a snapshot.
-        mtbf_s: mean seconds between failures of the job.
-        limits: limits on the choice.
-
     Raises:
         ValueError: no candidate keeps to the limits.
     """
@@ -144,7 +115,7 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
         raise ValueError("no policy keeps to all limits: allow more host memory, or more policies")
     most = max(found.ettr for found in every)
     near = [found for found in every if found.ettr >= most - NEAR]
-    best = min(near, key=_rank)
+    best = min(near, key=lambda f: (not f.saving.exact, -f.survives, f.plt, f.host_bytes, -f.ettr))
     others = []
     for name in limits.policies:
         of_policy = [found for found in every if found.saving.name == name != best.saving.name]
@@ -153,17 +124,10 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
     return PolicyChoice(best, tuple(others), " ".join(_reasons(iteration_s, mtbf_s, best, others)))
 
 
-def _rank(found: Candidate) -> tuple:
-    return not found.saving.exact, -found.survives, found.plt, found.host_bytes, -found.ettr
-
-
 def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[Candidate]:
     """All settings of all policies in the limits, whether or not they keep to the other limits.
 
-    Args:
-        on: the cluster or live run to price them on.
-        mtbf_s: mean seconds between failures of the job.
-        limits: policies and numbers of replicas; intervals keep to the limit on lost tokens if they can.
+    Intervals keep to the limit on lost tokens if they can.
     """
     for name in limits.policies:
         for options in on.offered(name, Options(mtbf_s=mtbf_s, dynamic=False, plt_limit=limits.plt), limits.replicas):
@@ -171,16 +135,9 @@ def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[C
 
 
 def priced(on: Priced, name: str, options: Options) -> Candidate:
-    """A policy with some settings as a candidate, with its expected ETTR.
+    """A policy with some settings as a candidate, with its expected ETTR; open settings are filled in.
 
-    Args:
-        on: the cluster or live run to price it on.
-        name: the policy's name.
-        options: its settings; without ``interval`` the best is chosen, or with fewer experts one short enough for
-            ``plt_limit``.
-
-    Returns:
-        The candidate, with open settings filled in.
+    Without ``interval`` the best is chosen, or with fewer experts one short enough for ``plt_limit``.
     """
     weighed = on.weighed(name, options)
     return Candidate(ettr=expected_ettr(weighed.saving, on.iteration_s, options.mtbf_s), **vars(weighed))

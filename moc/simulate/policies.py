@@ -20,16 +20,9 @@ from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
-from moc.simulate.policy_costs import PecStrategy, PolicyCosts, Strategy, Traffic
+from moc.simulate.policy_costs import NEVER, PecStrategy, PolicyCosts, Strategy, Traffic
 from moc.simulate.program_recovery import RecoveryCosts, program_way
-from moc.simulate.sizes import (
-    MIXED,
-    OperatorSize,
-    StateBytes,
-    full_sizes,
-    operator_sizes,
-    pec_sizes,
-)
+from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, full_sizes, operator_sizes, pec_sizes
 from moc.state.operators import Operator
 
 _VERSIONS = 2  # one complete checkpoint, and one in progress (MoEvement, section 3.2)
@@ -51,10 +44,6 @@ class Setup:
 
     Attributes:
         operators: operators of the unpartitioned model.
-        layout: the parallel layout.
-        cluster: the cluster.
-        timing: of an iteration.
-        work: the work of an iteration.
         state: bytes of each parameter.
         total_iterations: of the whole training.
         overhead: least cost of a snapshot beside training, as a share of an iteration, though its copy is hidden.
@@ -207,14 +196,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A policy with its settings, priced.
-
-    Attributes:
-        options: its settings.
-        saving: its costs.
-        plt: the expected proportion of lost tokens.
-        host_bytes: bytes in a node's memory.
-    """
+    """A policy with its settings, its costs, the expected proportion of lost tokens, and bytes in a node's memory."""
 
     options: Options
     saving: PolicyCosts
@@ -224,7 +206,7 @@ class Weighed:
 
 def none(setup: Setup, options: Options) -> Strategy:
     """No checkpoints: a failure loses everything."""
-    return Strategy(_global(setup, "none"))
+    return Strategy(_global(setup, "none", interval=NEVER))
 
 
 def blocking(setup: Setup, options: Options) -> Strategy:
@@ -251,10 +233,7 @@ def checkfreq(setup: Setup, options: Options) -> Strategy:
 def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCosts:
     """Costs with a window of snapshots, of which a lost stage replays W iterations and those since (MoEvement, 3.6).
 
-    Args:
-        saving: the costs that do not depend on these.
-        window: W.
-        replay_s: seconds of one iteration of a stage alone, without frozen operators.
+    ``saving`` has the other costs; ``replay_s`` is for one iteration of a stage alone, without frozen operators.
     """
     frozen = (window - 1) / (2 * window)  # mean share of frozen operators during a conversion
     return dataclasses.replace(
@@ -304,10 +283,7 @@ def _global(
 ) -> PolicyCosts:
     """Costs with a global rollback."""
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
-    if name == "none":
-        saving = PolicyCosts(name)
-    else:
-        saving = PolicyCosts(name, interval=interval, stall_s=stall_s, lag=lag)
+    saving = PolicyCosts(name, interval=interval, stall_s=stall_s, lag=lag)
     if setup.program is not None:
         return program_way(saving, setup.program, iteration_s, lag)
     return dataclasses.replace(
@@ -392,5 +368,4 @@ def _replicate_s(setup: Setup, options: Options, nbytes: float) -> float:
 def _log_bytes(setup: Setup) -> float:
     """Bytes of an iteration's log: 16-bit activations and gradients at stage boundaries (MoEvement, section 3.4)."""
     work = setup.work
-    tokens = work.global_batch * work.seq_length
-    return 2 * 2 * tokens * work.hidden_size * (setup.layout.pp - 1)
+    return 2 * 2 * work.global_batch * work.seq_length * work.hidden_size * (setup.layout.pp - 1)

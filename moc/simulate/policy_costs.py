@@ -17,13 +17,7 @@ NEVER = 10**12
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one save, over all ranks.
-
-    Attributes:
-        host: to host memory.
-        network: to peers.
-        storage: to disk or object storage.
-    """
+    """Bytes of one save, over all ranks: to host memory, over the network to peers, to disk or object storage."""
 
     host: float = 0.0
     network: float = 0.0
@@ -39,7 +33,6 @@ class PolicyCosts:
     last snapshot.
 
     Attributes:
-        name: the policy's name.
         interval: iterations between checkpoints.
         stall_s: seconds that training waits per checkpoint.
         lag: iterations from a checkpoint's start until it is usable.
@@ -82,19 +75,13 @@ class PolicyCosts:
             raise ValueError(f"{self.name}: seconds must be numbers from 0, not {times}")
 
     def restored(self, iterations: float) -> int:
-        """The iteration whose state is restored, and after which iterations are replayed.
-
-        Args:
-            iterations: iterations completed at the failure, including the fraction of the current one.
-        """
+        """The iteration restored after a failure, given those completed with the fraction of the current one."""
         return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
 
     def way_back(self, nodes: int, chance: float) -> PolicyCosts:
         """The costs of recovery from a loss of this many nodes at once.
 
-        Args:
-            nodes: nodes lost.
-            chance: random number from 0 to 1 for this loss, which decides whether copies remain.
+        ``chance`` is a random number from 0 to 1 for this loss, which decides whether copies remain.
         """
         if self.beyond is None or nodes <= self.survives:
             return self
@@ -141,20 +128,18 @@ class PecStrategy(Strategy):
 
     A fault loses what the planner expects (``moc.policy.adaptive.uniform_plt``); ``moc.policy.dynamic_k`` decides
     whether K is raised.
+
+    Args:
+        by_k: the costs for every K that can occur.
+        dynamic: K, its limit and the tokens lost so far.
+        lost_share: share of the experts that a failure restores from storage instead of memory.
+        total: iterations of the whole training, whose tokens PLT is a proportion of.
+        fixed: never raise K.
     """
 
     def __init__(
         self, by_k: Mapping[int, PolicyCosts], dynamic: DynamicK, lost_share: float, total: int, *, fixed: bool
     ):
-        """Starts a run.
-
-        Args:
-            by_k: the costs for every K that can occur.
-            dynamic: K, its limit and the tokens lost so far.
-            lost_share: share of the experts that a failure restores from storage instead of memory.
-            total: iterations of the whole training, whose tokens PLT is a proportion of.
-            fixed: never raise K.
-        """
         super().__init__(by_k[dynamic.k])
         self._by_k, self._dynamic, self._fixed = by_k, dynamic, fixed
         self._lost_share, self._total = lost_share, total

@@ -40,10 +40,7 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Reads ``events.jsonl``.
-
-    Args:
-        path: the file, or its directory.
+    """Reads ``events.jsonl``, given the file or its directory.
 
     Raises:
         ValueError: the file is no event log, or has too few iterations.

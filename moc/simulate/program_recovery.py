@@ -112,12 +112,7 @@ def program_way(
     roll back to the newest snapshot.  With sparse ones, all roll back to the newest complete window and replay it.  If
     the measured recoveries were local, only the lost stages replay.
 
-    Args:
-        saving: a policy; the interval of a sparse one is its window.
-        parts: the parts of a recovery.
-        iteration_s: seconds of an iteration without checkpoints.
-        lag: iterations from a snapshot's start until it is usable.
-        sparse: whether snapshots form windows.
+    ``lag`` is iterations from a snapshot's start until it is usable; the interval of a sparse policy is its window.
     """
     window = saving.interval if sparse else 1
     local = parts.alone_s is not None

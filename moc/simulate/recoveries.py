@@ -55,26 +55,16 @@ def faults(events: Iterable[Event]) -> list[tuple[float, int]]:
 
 
 class Recovered(NamedTuple):
-    """A recovery, from its last loss on.
-
-    Attributes:
-        lost: workers lost at once in that loss.
-        parts: the parts of the recovery.
-    """
+    """A recovery from its last loss on, in which ``lost`` workers were lost at once."""
 
     lost: int
     parts: RecoveryCosts
 
 
 def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
-    """The parts of a recovery.
+    """The recovery of a stretch (:func:`stretches`), where an iteration usually takes ``usual_s``.
 
-    Args:
-        stretch: one of :func:`stretches`.
-        usual_s: seconds of an iteration outside recoveries.
-
-    Returns:
-        The recovery, or None if the time of the loss is unknown or there was no state to resume from.
+    None if the time of the loss is unknown, or there was no state to resume from.
     """
     resume = next((event for event in reversed(stretch) if event["type"] == "resume"), None)
     lived = [event for event in stretch if event["type"] == "generation" and event["noticed_s"] > 0]
@@ -105,7 +95,8 @@ def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
     transfer_s, warm_up_s = fmean(one.transfer_s for one in parts), fmean(one.warm_up_s for one in parts)
     regroup_s = max(0.0, fmean(restarts) - detect_s - transfer_s - warm_up_s)
     further = fmean(one.lost for one in recoveries) - 1
-    slope = _slope([one.lost for one in recoveries], restarts)
+    lost = [one.lost for one in recoveries]
+    slope = linear_regression(lost, restarts).slope if len(set(lost)) > 1 else 0.0
     more_s = min(max(0.0, slope), regroup_s / further) if further else 0.0
     return RecoveryCosts(
         detect_s,
@@ -127,8 +118,3 @@ def _mean(seconds: Iterable[float]) -> float | None:
     """The mean; None for an empty sequence."""
     seconds = list(seconds)
     return fmean(seconds) if seconds else None
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Slope of the least-squares line; 0 if all x are equal."""
-    return linear_regression(xs, ys).slope if len(set(xs)) > 1 else 0.0

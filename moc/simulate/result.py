@@ -14,17 +14,12 @@ class Result:
     """One run; ``useful_s + saving_s + slower_s + recovery_s + idle_s`` is ``wall_s``.
 
     Attributes:
-        name: the policy's name.
-        wall_s: seconds of the run.
         useful_s: computing iterations for the first time, at the speed of the full job.
         saving_s: waiting for checkpoints.
         slower_s: additional time of iterations on fewer nodes than the job's.
         recovery_s: detecting, restarting, replaying, and iterations that a failure cut short.
         idle_s: waiting for nodes.
-        iterations: iterations completed.
-        samples: sequences in these.
         failures: failures that hit the job.
-        replayed: iterations replayed.
         longest_s: the longest time from a failure until the run had regained its position.
         written: bytes written, by destination.
         host_bytes: bytes kept in host memory.
@@ -77,16 +72,9 @@ class Result:
 
 
 def mean_of(results: Sequence[Result]) -> Result:
-    """The mean of several runs of equal length, including values over time; whole numbers are rounded.
-
-    Args:
-        results: at least one.
-    """
-    means = {}
-    for name in (field.name for field in fields(Result)):
-        values = [getattr(result, name) for result in results]
-        means[name] = values[0] if name == "name" else _mean(values)
-    return Result(**means)
+    """The mean of one or more runs of equal length, including values over time; whole numbers are rounded."""
+    columns = {field.name: [getattr(result, field.name) for result in results] for field in fields(Result)}
+    return Result(columns.pop("name")[0], **{name: _mean(values) for name, values in columns.items()})
 
 
 def _mean(values: list):

@@ -16,24 +16,9 @@ from moc.simulate.policies import Setup
 from moc.simulate.result import Result
 
 _COLUMNS = (
-    "ettr",
-    "overhead",
-    "recovery_each_s",
-    "longest_s",
-    "failures",
-    "replayed",
-    "useful_s",
-    "saving_s",
-    "slower_s",
-    "recovery_s",
-    "idle_s",
-    "wall_s",
-    "iterations",
-    "samples",
-    "k",
-    "plt",
-    "host_bytes",
-)
+    "ettr overhead recovery_each_s longest_s failures replayed useful_s saving_s slower_s recovery_s idle_s wall_s "
+    "iterations samples k plt host_bytes"
+).split()
 
 
 def print_run(
@@ -44,35 +29,14 @@ def print_run(
     chosen: PolicyChoice | None,
     as_json: bool,
 ) -> None:
-    """Prints the table of all policies, or JSON.
-
-    Args:
-        setup: model and cluster.
-        faults: the source of failures.
-        job: the simulated job.
-        means: mean results, by title.
-        chosen: the planner's choice; None without one.
-        as_json: print JSON.
-    """
+    """Prints the table of all policies, or JSON, of mean results by title, and the planner's choice, if any."""
     if as_json:
         told = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
         told |= {"choice": {"best": chosen.best.name, "reason": chosen.reason}} if chosen else {}
         print(json.dumps(told, indent=2))
         return
     print(_title(setup, faults, job), "", sep="\n")
-    header = [
-        "policy",
-        "ETTR",
-        "overhead",
-        "a failure",
-        "longest",
-        "failures",
-        "samples/s",
-        "PLT",
-        "host",
-        "net",
-        "disk",
-    ]
+    header = "policy,ETTR,overhead,a failure,longest,failures,samples/s,PLT,host,net,disk".split(",")
     print(aligned([header, *(_row(title, some) for title, some in means.items())]))
     if chosen:
         print("", chosen.reason.replace(". ", ".\n"), sep="\n")
@@ -135,12 +99,7 @@ def aligned(lines: list[list[str]]) -> str:
 
 
 def write_csv(path: str, means: Mapping[str, Result]) -> None:
-    """Writes one line per policy.
-
-    Args:
-        path: the file, which is replaced atomically.
-        means: mean results, by title.
-    """
+    """Writes one line per policy, of mean results by title; the file is replaced atomically."""
     with replacing(path) as name, open(name, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         written = [f"{where}_bytes_written" for where in ("host", "network", "storage")]
@@ -151,12 +110,7 @@ def write_csv(path: str, means: Mapping[str, Result]) -> None:
 
 
 def plot(path: str, results: Mapping[str, Result]) -> None:
-    """Draws goodput over time.
-
-    Args:
-        path: the PNG.
-        results: results, by title.
-    """
+    """Draws goodput over time of results by title, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

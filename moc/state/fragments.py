@@ -46,8 +46,6 @@ class OwnedSlice:
 
     Attributes:
         parameter: model parameter, or a buffer saved like one.
-        start: first element owned.
-        stop: one past the last element owned.
         slots: live 1-D tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``), in
             the formats set by flags; writing into them restores the optimizer.
         sharded: data-parallel peers own other ranges (ZeRO) rather than copies of this one.
@@ -68,11 +66,8 @@ class Fragment:
     """A box of one slot of one tensor of the unpartitioned model, and the live memory that holds it on this rank.
 
     Attributes:
-        name: tensor name in the unpartitioned model.
         slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), in the formats set by flags;
             ``param``, the compute weights; ``grad``, the gradient.
-        global_shape: shape of the whole tensor.
-        region: the box.
         view: contiguous live values, ``region.numel`` of them.
         first_copy: no other rank holds this fragment with a smaller replica index.
         padded: see :class:`Piece`.
@@ -101,12 +96,7 @@ class Fragment:
 
 
 def fragments_of(owned: OwnedSlice, pieces: list[Piece]) -> Iterator[Fragment]:
-    """Cuts a range of a local tensor into boxes of the unpartitioned model, and yields one fragment per slot.
-
-    Args:
-        owned: range and its slots.
-        pieces: places of the tensor in the unpartitioned model.
-    """
+    """Cuts a range of a local tensor into boxes of the unpartitioned model, and yields one fragment per slot."""
     for piece in pieces:
         start = max(owned.start, piece.start)
         stop = min(owned.stop, piece.start + piece.region.numel)

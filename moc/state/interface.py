@@ -29,11 +29,8 @@ class TrainingState(Protocol):
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
         """Yields this rank's fragments of some operators, as views of live memory, in a fixed order.
 
-        Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.
-
-        Args:
-            operators: names; operators of other ranks are ignored.
-            detail: how much of each operator.
+        Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.  Operators of
+        other ranks are ignored.
         """
         ...
 

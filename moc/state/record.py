@@ -73,11 +73,8 @@ class Position:
 
     def after(self, record: StepRecord) -> Position:
         """The position after an iteration."""
-        return Position(
-            iteration=record.iteration,
-            consumed_samples=self.consumed_samples + record.samples,
-            skipped_iterations=self.skipped_iterations + record.skipped,
-        )
+        consumed, skipped = self.consumed_samples + record.samples, self.skipped_iterations + record.skipped
+        return Position(record.iteration, consumed, skipped)
 
 
 def mean_loss(sums: dict[str, float]) -> float:

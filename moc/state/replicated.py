@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -42,9 +43,9 @@ class ReplicatedState:
 
     def described(self) -> list[Operator]:
         """The operators, in model order."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for name, parameter in self._parameters.items():
-            sizes[self._operators[name]] = sizes.get(self._operators[name], 0) + parameter.numel()
+            sizes[self._operators[name]] += parameter.numel()
         return [_operator(name, size) for name, size in sizes.items()]
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:

@@ -53,26 +53,18 @@ class ModelShape:
 
 def model_operators(shape: ModelShape) -> list[Operator]:
     """Every operator of a model, in the order of the forward pass."""
-    operators = [_embedding(shape)]
+    words, positions = shape.vocab_size * shape.hidden_size, shape.positions * shape.hidden_size
+    operators = [Operator("embedding", "embedding", None, None, words + positions, unsliced=positions)]
     for layer, has_experts in enumerate(shape.expert_layers):
         operators.append(_attention(shape, layer))
         operators.append(_mlp(shape, layer, shape.shared_ffn_hidden_size if has_experts else shape.ffn_hidden_size))
         if has_experts:
-            operators.append(_router(shape, layer))
+            router = shape.num_experts * (shape.hidden_size + shape.linear_bias)
+            operators.append(Operator(f"layers.{layer}.router", "router", layer, None, router, unsliced=router))
             operators.extend(_experts(shape, layer))
-    operators.append(_output(shape))
-    return operators
-
-
-def _embedding(shape: ModelShape) -> Operator:
-    words, positions = shape.vocab_size * shape.hidden_size, shape.positions * shape.hidden_size
-    return Operator("embedding", "embedding", None, None, words + positions, unsliced=positions)
-
-
-def _output(shape: ModelShape) -> Operator:
     norm = _norm(shape, shape.hidden_size)
-    words = 0 if shape.tied else shape.vocab_size * shape.hidden_size
-    return Operator("output", "output", None, None, norm + words, unsliced=norm)
+    operators.append(Operator("output", "output", None, None, norm + (0 if shape.tied else words), unsliced=norm))
+    return operators
 
 
 def _attention(shape: ModelShape, layer: int) -> Operator:
@@ -87,11 +79,6 @@ def _mlp(shape: ModelShape, layer: int, width: int) -> Operator:
     sliced, unsliced = _feed_forward(shape, width) if width else (0, 0)
     unsliced += _norm(shape, shape.hidden_size)
     return Operator(f"layers.{layer}.mlp", "mlp", layer, None, sliced + unsliced, unsliced)
-
-
-def _router(shape: ModelShape, layer: int) -> Operator:
-    parameters = shape.num_experts * (shape.hidden_size + shape.linear_bias)
-    return Operator(f"layers.{layer}.router", "router", layer, None, parameters, unsliced=parameters)
 
 
 def _experts(shape: ModelShape, layer: int) -> Iterator[Operator]:

@@ -42,7 +42,11 @@ class LocalBlob:
         self.name, self._in_memory = str(path), in_memory
         self._file = open(path, "rb", buffering=0)  # stays open for reading ahead
         self.size = os.fstat(self._file.fileno()).st_size
-        self._bytes = memoryview(self._map() if self.size else b"")
+        self._bytes = memoryview(b"")
+        if self.size:  # private and writable, as torch expects of tensors; pages are copied only on write
+            mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped.madvise(mmap.MADV_SEQUENTIAL)
+            self._bytes = memoryview(mapped)
 
     def read(self, start: int, stop: int) -> memoryview:
         """See :class:`Blob`."""
@@ -58,9 +62,3 @@ class LocalBlob:
         scratch = memoryview(bytearray(min(_PIECE, stop - start)))
         for position in range(start, stop, _PIECE):
             os.preadv(self._file.fileno(), [scratch[: stop - position]], position)
-
-    def _map(self) -> mmap.mmap:
-        # private and writable, as torch expects of tensors; pages are copied only on write
-        mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
-        mapped.madvise(mmap.MADV_SEQUENTIAL)
-        return mapped

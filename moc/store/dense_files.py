@@ -71,26 +71,16 @@ def read_manifest(directory: Path) -> dict | None:
             raise CheckpointError(f"{path} is of format {manifest['format']!r}; this program reads {FORMAT!r}")
         return manifest
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): {_remedy()}") from None
+        raise damaged(f"{path} is damaged ({error})") from None
 
 
 def damaged(what: str) -> CheckpointError:
     """The error of a damaged checkpoint, with the remedy."""
-    return CheckpointError(f"{what}; {_remedy()}")
-
-
-def _remedy() -> str:
-    return "load an older checkpoint with --ckpt-step"
+    return CheckpointError(f"{what}; load an older checkpoint with --ckpt-step")
 
 
 def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
-    """The staging directory of a checkpoint, before it is published.
-
-    Args:
-        root: the ``--save`` directory.
-        iteration: its iteration.
-        tag: tag of the writer's claim.
-    """
+    """The staging directory of a checkpoint, before it is published; its name has the tag of the writer's claim."""
     return Path(root) / f".iter_{iteration:07d}.{f'{tag}.' if tag else ''}incomplete"
 
 
@@ -103,12 +93,7 @@ def describe(path: Path) -> dict:
 
 
 def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
-    """Makes an empty staging directory, and removes the leftovers of killed saves.
-
-    Args:
-        root: the ``--save`` directory.
-        iteration: its iteration.
-        fence: fence of the directory, whose claim must not be superseded.
+    """Makes an empty staging directory in ``--save``, and removes the leftovers of killed saves.
 
     Raises:
         TakenError: another job, or a newer generation of this one, saves there.
@@ -128,11 +113,7 @@ def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
 def publish(root: str | Path, iteration: int, files: dict[str, dict], fence: Fence | None = None) -> Path:
     """Publishes a staged checkpoint atomically as the newest.
 
-    Args:
-        root: the ``--save`` directory.
-        iteration: its iteration.
-        files: manifest entries of all files, by path relative to the checkpoint.
-        fence: as in :func:`start`.
+    ``files`` has the manifest entries of all files, by path relative to the checkpoint.
 
     Raises:
         SupersededError: a newer generation of this job, or another job, saves there now.

@@ -18,12 +18,9 @@ def digest_of(data) -> str:
 def digest_of_file(
     file: BufferedIOBase | RawIOBase, size: int, advance: Callable[[int], object] = lambda count: None
 ) -> str:
-    """xxh3-128 of the next ``size`` bytes of a file, in hex.
+    """xxh3-128 of the next ``size`` bytes of a file, or of fewer if it ends, in hex.
 
-    Args:
-        file: an open file.
-        size: number of bytes; fewer if the file ends first.
-        advance: called with the number of bytes of each block read.
+    Calls ``advance`` with the number of bytes of each block read.
     """
     hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
     while size and (count := file.readinto(block[: min(size, len(block))])):

@@ -32,7 +32,9 @@ def write_parts_durably(
     try:
         with open(temporary, "wb", buffering=0) as file:
             for part in parts:
-                _write_all(file, memoryview(part))
+                data = memoryview(part)
+                while data:
+                    data = data[file.write(data) :]
             os.fsync(file.fileno())
         if check is not None:
             check()
@@ -58,8 +60,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_all(file, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]

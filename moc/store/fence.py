@@ -48,14 +48,7 @@ _newest: dict[Path, TextIO] = {}
 
 @dataclass(frozen=True)
 class Holder:
-    """The owner of a place.
-
-    Attributes:
-        claim: claim of the owner.
-        host: host of the owner.
-        pid: process of the owner.
-        before: launches that owned the place before and may not reclaim it.
-    """
+    """The owner of a place, and the launches that owned it before and may not reclaim it."""
 
     claim: Claim
     host: str
@@ -83,12 +76,7 @@ class Holder:
 
 
 def refuse_superseded(claim: Claim, now: Holder | None, name: str) -> None:
-    """Raises if a place is owned by a newer claim.
-
-    Args:
-        claim: claim of the caller.
-        now: current owner; None without one.
-        name: name of the place.
+    """Raises if a place is owned by a newer claim than the caller's.
 
     Raises:
         SupersededError: a newer generation of the same launch, or another launch, owns the place.

@@ -36,13 +36,7 @@ def values_for(fragment: Fragment, reader: RegionReader) -> torch.Tensor:
 
 
 def reading_ahead(fragments: Sequence[Fragment], reader: RegionReader, lead: int = 64 << 20) -> Iterator[Fragment]:
-    """Yields fragments while a thread reads the values of later ones ahead.
-
-    Args:
-        fragments: fragments in the order of filling.
-        reader: source of the values.
-        lead: maximum bytes read ahead.
-    """
+    """Yields fragments in their order while a thread reads the values of later ones ahead, up to ``lead`` bytes."""
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
         asked, ahead = 0, 0
         for number, fragment in enumerate(fragments):

@@ -55,8 +55,7 @@ def leftover(path: Path) -> Leftover:
     except (CheckpointError, OSError):
         run = None
     newest = max(Store(place, slack=True).iterations(), default=None)
-    told = (run.run, run.address) if run is not None else (None, None)
-    return Leftover(path, *told, newest, _bytes(path), tuple(_users(path)))
+    return Leftover(path, run and run.run, run and run.address, newest, _bytes(path), tuple(_users(path)))
 
 
 def remove_leftover(one: Leftover) -> None:
@@ -72,11 +71,7 @@ def remove_leftover(one: Leftover) -> None:
 
 
 def give_back(run: Path, node: str) -> None:
-    """Removes a finished run's leftovers from a node's memory, except those that a process uses.
-
-    Args:
-        run: as in :func:`moc.store.tiers.memory_of_run`.
-        node: as in :func:`moc.store.tiers.memory_of_node`.
+    """Removes a finished run's leftovers from a node's memory (:mod:`moc.store.tiers`), except those in use.
 
     Raises:
         CheckpointError: the directory is not the memory of a run.

@@ -17,13 +17,7 @@ FORMAT = "moc-megatron checkpoint 1"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Expected size and header hash of a rank's file.
-
-    Attributes:
-        bytes: size of the file.
-        header_bytes: size of everything before the data.
-        header_xxh3_128: hash of the header in hex; the header holds the hashes of the data.
-    """
+    """Expected size of a rank's file and of its header, which holds the hashes of the data, and the header's hash."""
 
     bytes: int
     header_bytes: int
@@ -47,15 +41,7 @@ class OperatorEntry:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report: its file, and the contents of that by operator.
-
-    Attributes:
-        name: name of the file.
-        file: expected size and header hash.
-        operators: contents by operator.
-        job: launch that wrote the file; empty without a claim.
-        term: controller epoch and generation of the writer.
-    """
+    """One rank's report: its file, the contents of that by operator, and launch and term of the writer, if any."""
 
     name: str
     file: FileEntry
@@ -111,11 +97,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, name: str) -> Manifest:
-        """Reads a manifest.
-
-        Args:
-            text: contents of the file.
-            name: name of the file in messages.
+        """Reads a manifest, called ``name`` in messages.
 
         Raises:
             CheckpointError: the manifest is damaged or of another format.

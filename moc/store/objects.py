@@ -60,7 +60,8 @@ class ObjectPlace(Storage):
     def __init__(self, url: str, part_bytes: int = _PART, claim: Claim | None = None):
         self._protocol, _, rest = url.partition("://")
         if self._protocol not in PROTOCOLS or not rest.strip("/"):
-            raise CheckpointError(f"{url} is no place for checkpoints: give a directory, or {_examples()}")
+            examples = ", ".join(f"{protocol}://bucket/prefix" for protocol in PROTOCOLS if protocol != "memory")
+            raise CheckpointError(f"{url} is no place for checkpoints: give a directory, or {examples}")
         try:
             fsspec.get_filesystem_class(self._protocol)
         except ImportError as error:
@@ -232,13 +233,7 @@ class ObjectPlace(Storage):
 
 
 class ObjectBlob:
-    """An object whose ranges are fetched on demand.
-
-    Args:
-        place: place of the object.
-        path: path in the place.
-        size: size in bytes.
-    """
+    """An object whose ranges are fetched on demand."""
 
     def __init__(self, place: ObjectPlace, path: str, size: int):
         self.name, self.size = place.path(path), size
@@ -296,7 +291,3 @@ def _reason(error: Exception) -> str:
         return "there is no such object"
     told = " ".join(str(error).split()) or type(error).__name__
     return next((_REASONS[name] for name in causes if name in _REASONS), told)
-
-
-def _examples() -> str:
-    return ", ".join(f"{protocol}://bucket/prefix" for protocol in PROTOCOLS if protocol != "memory")

@@ -20,7 +20,7 @@ import torch
 
 from moc.state.region import Region
 from moc.store.blobs import Blob, LocalBlob
-from moc.store.boxes import INDEX, StoredBox, read_boxes
+from moc.store.boxes import INDEX, read_boxes
 from moc.store.digest import digest_of
 from moc.store.errors import DamagedRegionError, MissingRegionError
 from moc.store.manifest import FileEntry
@@ -65,15 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class RegionTensor:
-    """A box of one slot of a named tensor, and its values.
-
-    Attributes:
-        name: tensor name in the unpartitioned model.
-        slot: what of it: ``master``, ``exp_avg``, ...
-        global_shape: shape of the whole tensor.
-        region: the box.
-        values: contiguous tensor of ``region.numel`` elements, on any device.
-    """
+    """An :class:`Entry`, and its values: a contiguous tensor of ``region.numel`` elements, on any device."""
 
     name: str
     slot: str
@@ -126,11 +118,7 @@ class FileLayout:
         return f", {json.dumps(described)[1:]}" if described else "}"
 
     def header(self, digests: Sequence[str]) -> bytes:
-        """The bytes before the data.
-
-        Args:
-            digests: xxh3-128 of each entry's bytes, in hex.
-        """
+        """The bytes before the data, given the xxh3-128 of each entry's bytes in hex."""
         index = {key: [*named, digest] for (key, named), digest in zip(self._named.items(), digests, strict=True)}
         text = f'{{"__metadata__": {json.dumps({INDEX: json.dumps(index)})}{self._described}'.encode()
         text = text.ljust(self.header_bytes - 8)
@@ -145,13 +133,7 @@ def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> FileEntry:
 
 
 def write_layout(path: Path, layout: FileLayout, values: Iterable[torch.Tensor]) -> FileEntry:
-    """Writes one file durably, and returns its manifest entry.
-
-    Args:
-        path: the file.
-        layout: its entries.
-        values: values of the entries on the host, in the order of the layout.
-    """
+    """Writes one file durably, with values on the host in the order of the layout; returns its manifest entry."""
     digests = []
     with open(path, "wb") as file:
         file.seek(layout.header_bytes)
@@ -175,14 +157,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """An entry of a file.
-
-    Attributes:
-        blob: the file.
-        entry: what it is.
-        start: offset of its first byte in the file.
-        digest: xxh3-128 of its bytes in hex; None if not recorded.
-    """
+    """An entry of a file, the offset of its first byte there, and the xxh3-128 of its bytes in hex, if recorded."""
 
     blob: Blob
     entry: Entry
@@ -218,14 +193,11 @@ def read_sources(blob: Blob) -> list[Source]:
         MissingRegionError: the file is not a region file.
     """
     try:
-        return [_source(blob, box) for box in read_boxes(blob.name, blob.size, blob.read)]
+        boxes = read_boxes(blob.name, blob.size, blob.read)
+        entries = [Entry(box.name, box.slot, box.global_shape, box.region, _DTYPES[box.dtype]) for box in boxes]
+        return [Source(blob, entry, box.start, box.digest) for entry, box in zip(entries, boxes, strict=True)]
     except (OSError, KeyError, ValueError) as error:
         raise MissingRegionError(f"{blob.name} is not a file of regions: its header is damaged ({error})") from None
-
-
-def _source(blob: Blob, box: StoredBox) -> Source:
-    entry = Entry(box.name, box.slot, box.global_shape, box.region, _DTYPES[box.dtype])
-    return Source(blob, entry, box.start, box.digest)
 
 
 class RegionReader:
@@ -291,12 +263,7 @@ class RegionReader:
         return into
 
     def read(self, name: str, slot: str, region: Region, into: torch.Tensor) -> None:
-        """Fills ``into`` (``region.numel`` elements, any device) with a box of a tensor.
-
-        Raises:
-            MissingRegionError: the files do not hold all of the box.
-            DamagedRegionError: what they hold does not match its hash.
-        """
+        """Fills ``into`` (``region.numel`` elements, any device) with a box of a tensor; raises as :meth:`get`."""
         self.global_shape(name, slot)
         target, filled = into.view(region.shape), 0
         for source, common in self._overlapping(name, slot, region):

@@ -47,11 +47,7 @@ def run_of(place: Storage) -> Run | None:
 
 
 def begin_run(place: Storage, address: str) -> Run:
-    """The run of a place, begun if there is none.
-
-    Args:
-        place: place of the checkpoints.
-        address: address given by the flags.
+    """The run of a place, begun if there is none, with the address that the flags give.
 
     Raises:
         CheckpointError: the place does not say.

@@ -7,14 +7,7 @@ from pathlib import Path
 
 
 def reserve(path: Path, nbytes: int) -> int:
-    """Makes a fully allocated file, so that later writes cannot run out of memory.
-
-    Args:
-        path: path of the file, which must not exist.
-        nbytes: size in bytes.
-
-    Returns:
-        A descriptor for reading and writing.
+    """Makes a fully allocated file, so that later writes cannot run out of memory; returns its descriptor.
 
     Raises:
         OSError: memory is insufficient; no file is left.
@@ -33,12 +26,8 @@ def reserve(path: Path, nbytes: int) -> int:
 def free_slot(directory: Path, name: str, nbytes: int) -> Path:
     """A free file of at least ``nbytes`` bytes: one without a second hard link, or a new one.
 
-    A slot is in use while a second hard link publishes its contents, and free again once that link is removed.
-
-    Args:
-        directory: directory of the slots.
-        name: name of the contents; slots of one name are used in turn.
-        nbytes: required size.
+    A slot is in use while a second hard link publishes its contents, and free again once that link is removed.  The
+    slots of one name in a directory are used in turn.
 
     Raises:
         OSError: memory is insufficient.

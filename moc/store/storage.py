@@ -35,11 +35,7 @@ class Storage(ABC):
     def write(self, path: str, parts: Iterable, final: bool = True) -> None:
         """Writes the concatenation of buffers as a file, atomically and durably.
 
-        Args:
-            path: the file.
-            parts: the buffers.
-            final: without it, a machine crash may lose the file until a final one is written to the same directory;
-                faster.
+        Without ``final``, a machine crash may lose it until a final one is written to the same directory; faster.
 
         Raises:
             SupersededError: another claim has taken the place.

@@ -42,47 +42,26 @@ def memory_place(
 def memory_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
     """The path of a run's memory on every node; nodes that share a file system add their name.
 
-    Args:
-        memory_dir: as of :func:`memory_place`.
-        job: the same.
-        run: the same.
-
-    Raises:
-        CheckpointError: as of :func:`memory_place`.
+    Arguments and errors are those of :func:`memory_place`.
     """
     return memory_home(memory_dir) / f"{_common_name(job)}{run}"
 
 
 def memory_of_node(run: Path, node: str) -> list[Path]:
-    """The possible directories of a run's memory on a node, existing or not.
-
-    Args:
-        run: path from :func:`memory_of_run`.
-        node: name of the node among those that share the file system.
-    """
+    """The possible directories of a run's memory (:func:`memory_of_run`) on a node, existing or not."""
     return [run, _of_node(run, node)]
 
 
 def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
-    """The memory left on this machine by other runs with the same checkpoint address.
-
-    Args:
-        memory_dir: as of :func:`memory_place`.
-        job: the same.
-        run: name of the current run.
-    """
+    """The memory left on this machine by other runs with the same checkpoint address."""
     name = _common_name(job)
     found = sorted(path for path in memory_home(memory_dir).iterdir() if path.name.startswith(name))
-    return [path for path in found if not _is_of(path.name, name, run)]
+    mine = f"{name}{run}"
+    return [path for path in found if path.name != mine and not path.name.startswith(f"{mine}{_OF_NODE}")]
 
 
 def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> LocalPlace:
-    """The memory of the run at a checkpoint address, for a program outside of the job.
-
-    Args:
-        memory_dir: as of :func:`memory_place`.
-        job: the same.
-        node: the same.
+    """The memory of the run at a checkpoint address (:func:`memory_place`), for a program outside of the job.
 
     Raises:
         CheckpointError: no run has begun there.
@@ -122,7 +101,3 @@ def _common_name(job: str) -> str:
 
 def _of_node(run: Path, node: str) -> Path:
     return run.with_name(f"{run.name}{_OF_NODE}{node}")
-
-
-def _is_of(directory: str, name: str, run: str) -> bool:
-    return directory == f"{name}{run}" or directory.startswith(f"{name}{run}{_OF_NODE}")

@@ -23,10 +23,6 @@ def largest_to_least_loaded(items: Sequence[Item], load: Mapping[int, int]) -> l
 
     Items of equal size keep their order, and ties between holders go to the lowest rank.  Without initial loads, and if
     all items have the same m holders, the bottleneck is at most 4/3 - 1/(3m) times the optimum (Graham, 1969).
-
-    Args:
-        items: items to assign.
-        load: bytes already assigned to each rank; 0 if missing.
     """
     total = dict(load)
     saver = [0] * len(items)
