@@ -85,11 +85,5 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
         policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
     return ResumePoint(
-        loaded.position,
-        loaded.record,
-        there.newest,
-        there.in_memory,
-        *stays,
-        again=there.again,
-        begun=begun,
+        loaded.position, loaded.record, there.newest, there.in_memory, *stays, again=there.again, begun=begun
     )
