@@ -64,15 +64,11 @@ def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:
 def in_memory(
     nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator], tier: str = MEMORY
 ) -> list[AvailableCheckpoint]:
-    """Returns the checkpoints that the memory of all surviving nodes holds together.
+    """Returns the checkpoints that the memory of all surviving nodes holds together, from summaries by node.
 
     If every rank's file is present, every operator is whole; otherwise only those whose elements the surviving nodes
-    hold in full.  If several launches left parts of one iteration, the one with the most files counts.
-
-    Args:
-        nodes: summaries by node.
-        operators: of the model.
-        tier: :data:`MEMORY`, or :data:`BEFORE`, of which only experts are of use.
+    hold in full.  If several launches left parts of one iteration, the one with the most files counts.  Of the tier
+    :data:`BEFORE` only experts are of use.
     """
     parts: dict[tuple[int, int, str], list[Summary]] = defaultdict(list)
     for node in nodes:

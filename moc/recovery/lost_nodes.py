@@ -33,12 +33,7 @@ class NodePart(NamedTuple):
 
 
 class NodeInventory(NamedTuple):
-    """Contents of a node's memory.
-
-    Attributes:
-        own: its own parts.
-        copies: by node, the parts that it keeps for others.
-    """
+    """Contents of a node's memory: its own parts, and by node the parts that it keeps for others."""
 
     own: tuple[NodePart, ...]
     copies: Mapping[str, tuple[NodePart, ...]]
@@ -64,17 +59,8 @@ def to_restore(
     """Returns the parts to restore, so that the newest window that the nodes can complete together is whole again.
 
     A full snapshot is a window of one.  Newer snapshots that can be completed are restored, too: they belong to the
-    current window.
-
-    Args:
-        nodes: the inventory of each surviving node.
-        operators: of the model.
-        exact: experts must be present, too; otherwise they may be older, and in storage.
-        spoilt: restores that failed.
-
-    Returns:
-        One for each node and snapshot whose part it lacks; empty if no part is missing, or there is no such window.  If
-        experts may be older, every part that another node keeps a copy of is restored.
+    current window.  If experts may be older (not ``exact``), every part that another node keeps a copy of is restored.
+    Restores that failed are ``spoilt``.
     """
     if not exact:
         return _partial(nodes, spoilt)

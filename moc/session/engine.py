@@ -170,23 +170,16 @@ class Engine(Protocol):
         ...
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores the result of :meth:`scalars`.
-
-        Args:
-            saved: that result.
-            where: the snapshot, for messages.
+        """Restores the result of :meth:`scalars`, saved in the snapshot that ``where`` names.
 
         Raises:
             CheckpointError: the flags contradict the saved values.
         """
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Refuses the state of another model or optimizer, and a window that computes in another precision.
+        """Refuses the snapshot that ``where`` names, if of another model or optimizer.
 
-        Args:
-            saved: the result of :meth:`scalars`.
-            where: the snapshot, for messages.
-            window: iterations are to be replayed from it.
+        If iterations are to be replayed from it (``window``), it refuses one of another precision, too.
 
         Raises:
             CheckpointError: model, optimizer or precision differs.
@@ -198,35 +191,21 @@ class Engine(Protocol):
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
     ) -> Outcome:
-        """Replays an iteration by its step record; frozen operators do not change.
+        """Replays the iteration after a position by its step record; frozen operators do not change.
 
-        Args:
-            record: of the iteration.
-            position: before the iteration.
-            completing: context to enter once the gradients are reduced, and to leave once the update is done.
-
-        Returns:
-            What this worker saw.  With the same layout, data and kernels, the parts of all workers are bit-identical to
-            those of the record.
+        ``completing`` gives a context to enter once the gradients are reduced, and to leave once the update is done.
+        With the same layout, data and kernels, the parts of all workers are bit-identical to those of the record.
         """
         ...
 
     def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
         """Updates what is not frozen, by the decision of the vote: no forward, no backward, no collective.
 
-        Loss scale and learning rate must be those of the iteration.  With ``gradients``, state that moves without
-        gradients, such as router biases, stays as it is, and must be loaded.  Weights must be gathered afterwards.
-
-        Args:
-            record: of the iteration.
-            gradients: of the iteration; by default those still in memory, see ``reduced``.
+        Loss scale and learning rate must be those of the iteration.  By default the gradients are those still in
+        memory, see ``reduced``.  With ``gradients``, state that moves without gradients, such as router biases, stays
+        as it is, and must be loaded.  Weights must be gathered afterwards.
         """
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:
-        """Starts counting the decisions of routers.
-
-        Args:
-            layers: numbers of the layers with experts.
-            with_probabilities: also sum the probabilities of the chosen experts.
-        """
+        """Counts the decisions of these layers' routers, and sums the probabilities of the chosen experts on demand."""
         ...

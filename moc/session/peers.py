@@ -38,12 +38,7 @@ DEFAULT_REPLICAS = 2
 
 
 class Copied(NamedTuple):
-    """Cost of copying a snapshot to one node.
-
-    Attributes:
-        bytes: received from other nodes.
-        seconds: that copying took.
-    """
+    """Cost of copying a snapshot to one node: bytes received from other nodes, and seconds."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -51,13 +46,6 @@ class Copied(NamedTuple):
 
 def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, again: bool) -> Peers | None:
     """Connects to the replica servers, with ``--ckpt-tier peers``; a collective call.
-
-    Args:
-        settings: number of copies, and rate limit.
-        tiers: where snapshots go.
-        policy: decides which operators a snapshot holds.
-        log: receives messages and events.
-        again: placement and warnings were reported before.
 
     Returns:
         None with another tier, and on a single node.
@@ -91,11 +79,7 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
 
 
 def copies_wanted(told: int | None, nodes: int) -> int:
-    """Returns the number of other nodes that keep copies of each node's snapshots.
-
-    Args:
-        told: ``--replicas``.
-        nodes: of the job.
+    """Returns how many other nodes keep copies of each node's snapshots: ``--replicas``, or the default.
 
     Raises:
         SettingsError: there are not that many other nodes.
@@ -126,10 +110,7 @@ class Peers:
     On workers that do not lead a node, every operation completes at once.
 
     Args:
-        tiers: where snapshots go.
-        policy: decides which operators a snapshot holds.
         nodes: names of all nodes, in the order of the placement.
-        placement: which node keeps copies of which.
         rate: GB/s that a node copies at, at most; None for no limit.
     """
 
@@ -159,9 +140,7 @@ class Peers:
     def replicate(self, iteration: int, patient: bool = True) -> Future[Copied]:
         """Starts to copy other nodes' parts of a snapshot to this node; returns at once.
 
-        Args:
-            iteration: of the snapshot, which other nodes have published or are about to.
-            patient: wait for nodes that have not published, or cannot be reached.
+        If ``patient``, it waits for nodes that have not published yet, or cannot be reached.
 
         Returns:
             Done when the copies are here; fails with a CheckpointError if they cannot be had.
@@ -201,12 +180,7 @@ class Peers:
                     )
 
     def goes_on_from(self, iterations: Collection[int], log: Listener) -> None:
-        """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call.
-
-        Args:
-            iterations: of the snapshots in memory that are still needed.
-            log: receives messages.
-        """
+        """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call."""
         problems = []
         for iteration in iterations:
             try:

@@ -46,8 +46,7 @@ class Capture(ABC):
     def wait(self, opens: bool = True) -> None:
         """Returns once everything is copied; may be called from any thread, and repeatedly.
 
-        Args:
-            opens: open the gate, since the caller cannot continue before that; if False, the gate stays as it is.
+        The caller cannot continue before that, so it ``opens`` the gate, or leaves it as it is.
         """
 
     @property

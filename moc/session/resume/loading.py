@@ -39,7 +39,6 @@ class ResumeResult:
 
     Attributes:
         plan: by which all workers reached it.
-        position: its iteration and samples.
         record: of the iteration that led there, if known.
         held: checkpoints that are still of use.
     """
@@ -54,10 +53,6 @@ class SnapshotLoader:
     """Loads into this worker's model and optimizer; every method is collective, and fails on all workers alike.
 
     Args:
-        engine: whose state is filled.
-        parts: components of this generation.
-        remains: what this worker kept from the previous generation.
-        log: receives messages and events.
         only: iteration of the snapshot to start from; None for the newest.
     """
 
@@ -77,8 +72,7 @@ class SnapshotLoader:
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
         """Finds the available checkpoints; reports those in storage that cannot be read.
 
-        Args:
-            left: what workers still have; if that and memory suffice to resume, nothing waits for a hanging storage.
+        If what workers still have and memory suffice to resume, nothing waits for a hanging storage.
         """
         held, problems = self._look(left)
         for problem in problems:
@@ -136,16 +130,13 @@ class SnapshotLoader:
     def load(
         self, held: list[AvailableCheckpoint], oldest: int | None, left: Survivors, mine: LocalRemains | None
     ) -> ResumeResult | None:
-        """Fills model, optimizer and schedule by the newest plan that succeeds.
+        """Fills model, optimizer and schedule by the newest plan that succeeds; returns None if there is no plan.
 
         Args:
             held: available checkpoints.
             oldest: iteration of a dense checkpoint, preferred to older snapshots; None if there is none.
             left: what workers still have.
             mine: what this worker has left, which it loses if it loads.
-
-        Returns:
-            None if there is no plan.
 
         Raises:
             CheckpointError: there are checkpoints, but none is complete, and no dense one either; or they are of

@@ -23,12 +23,7 @@ _PROBLEM = "cannot publish what all workers had saved"
 
 @dataclass(frozen=True)
 class LiveState:
-    """The state of a worker between two iterations, apart from its tensors.
-
-    Attributes:
-        position: iterations and samples completed.
-        state: the non-tensor state, as in snapshots.
-    """
+    """The state of a worker between two iterations: its position, and the non-tensor state, as in snapshots."""
 
     position: Position
     state: Mapping
@@ -36,12 +31,7 @@ class LiveState:
 
 @dataclass(frozen=True)
 class StartedSnapshot:
-    """A recent snapshot that some worker may not have saved, or not reported.
-
-    Attributes:
-        operators: planned operators of the whole model.
-        state: its non-tensor state.
-    """
+    """Planned operators of the whole model, and non-tensor state, of a snapshot that some worker may not have saved."""
 
     operators: Mapping[str, Detail]
     state: dict
@@ -103,12 +93,7 @@ class Survivors:
 
 
 def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
-    """Exchanges what each worker has left; a collective call.
-
-    Args:
-        remains: what this worker has left.
-        engine: of this worker.
-    """
+    """Exchanges what each worker has left; a collective call."""
     world = engine.world
     own = remains.live if remains.trained else None
     at = own.position.iteration if own is not None else None
