@@ -69,7 +69,7 @@ def background(name: str) -> Background:
 
 
 def within(seconds: float | None, action: Callable, *args):
-    """Returns the result of an action; None if it takes longer than ``seconds``, and then it continues in the background.
+    """Returns the result of an action; None after ``seconds``, and then the action continues in the background.
 
     Without a limit (None) it runs on this thread.
     """
