@@ -21,7 +21,7 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
         return None
     return (
         f"the snapshot of iteration {newest.iteration} was taken with --ckpt-policy {name}, so that experts in it are "
-        f"older than the rest, and --ckpt-policy {policy.name} cannot go on from it: start once more with "
+        f"older than the rest, and --ckpt-policy {policy.name} cannot resume from it: start once more with "
         f"--ckpt-policy {name} and end in good order (SIGTERM, or --exit-interval), which saves everything; then "
         "change the policy"
     )

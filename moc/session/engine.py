@@ -5,9 +5,11 @@ For megatron-core it is :class:`megatron.pretraining.engine.megatron.MegatronEng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,19 +41,24 @@ class Listener(Protocol):
         """Prints a line for people, once for all workers."""
 
 
-class PipelineTap(Protocol):
-    """Logs what crosses pipeline stages; without logging, every method does nothing.
+class VoteParticipant:
+    """A participant in the vote of each iteration.  The default contributes nothing."""
 
-    Attributes:
-        gauges: values to report with every iteration.
-        feeds: by stage, the stages whose logs it needs for a replay; empty without logging.
-    """
+    def ballot(self) -> dict[str, float]:
+        """Returns this worker's contribution to the vote; the names are identical on all workers."""
+        return {}
 
-    @property
-    def gauges(self) -> Mapping[str, float]: ...  # noqa: D102
+    def on_vote(self, tally: dict[str, float]) -> None:
+        """Receives the sums over all workers, right before the update; may raise, then on all workers."""
 
-    @property
-    def feeds(self) -> Mapping[int, Collection[int]]: ...  # noqa: D102
+
+class PipelineTap(VoteParticipant):
+    """Logs what crosses pipeline stages.  By default nothing is logged, and every method does nothing."""
+
+    gauges: Mapping[str, float] = MappingProxyType({})
+    """Values to report with every iteration."""
+    feeds: Mapping[int, Collection[int]] = MappingProxyType({})
+    """By stage, the stages whose logs it needs for a replay; empty without logging."""
 
     def open(self, memory: Path) -> None:
         """Allocates the logs in the memory of this node; no collective call.
@@ -59,13 +66,6 @@ class PipelineTap(Protocol):
         Raises:
             CheckpointError: the node has too little memory.
         """
-
-    def ballot(self) -> dict[str, float]:
-        """Like :meth:`VoteParticipant.ballot`."""
-        ...
-
-    def on_vote(self, tally: Mapping[str, float]) -> None:
-        """Like :meth:`VoteParticipant.on_vote`."""
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """A snapshot is safe, and so are all earlier ones."""
@@ -78,18 +78,23 @@ class PipelineTap(Protocol):
 
     def kept(self) -> list[int]:
         """Returns the iterations that this worker has logs of, counted from 1."""
-        ...
+        return []
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
         """Returns the iterations that this worker cannot :meth:`serve`, of those given with their replaying stages."""
-        ...
+        return []
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
         """Sends this worker's logged output of an iteration to the stages that replay it."""
 
-    def replaying(self, stages: Collection[int]) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def replaying(self, stages: Collection[int]) -> Iterator[None]:
         """Context in which only these stages compute, this worker's among them; without any, all stages compute."""
-        ...
+        yield
+
+
+class NoTap(PipelineTap):
+    """The tap of a pipeline without upstream logs."""
 
 
 class RouterTally(Protocol):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from moc.policy import Policy
 from moc.recovery.carrying import Carrier
 from moc.recovery.inventory import look
-from moc.recovery.lost_nodes import NodeInventory, NodePart, Restore, to_restore
+from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
 from moc.recovery.placement import Placement, describe, place, survival
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all
@@ -59,15 +59,15 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
         return None
     if environment.REPLICA_SERVER not in os.environ:
         raise SettingsError(
-            "--ckpt-tier peers needs a process on each node that outlives workers and keeps copies: start the job with "
-            "python -m moc.launch in place of torchrun."
+            "--ckpt-tier peers needs a replica server on each node: start the job with python -m moc.launch, not with "
+            "torchrun."
         )
     replicas = copies_wanted(settings.replicas, len(nodes))
     if not replicas:
         if not again:
             log.message(
                 "--ckpt-tier peers: with one node there are no peers, so snapshots are in its own memory alone, and "
-                "after the loss of the node the run goes on from --ckpt-dir"
+                "after the loss of the node the run resumes from --ckpt-dir"
             )
         return None
     placement = place(len(nodes), replicas)
@@ -133,7 +133,7 @@ class Peers:
         Raises:
             CheckpointError: on all workers; a replica server does not answer.
         """
-        run_on_all(self._connect, "cannot reach what keeps copies of snapshots")
+        run_on_all(self._connect, "cannot reach a replica server")
         told = gather(None if self._client is None else (self._node, self._client.address))
         self._addresses = dict(filter(None, told))
 
@@ -166,7 +166,7 @@ class Peers:
         while restores := to_restore(self._inventories(), self._operators, self._exact, spoilt):
             mine = [restore for restore in restores if self._leads and restore.of == self._node]
             told = gather([(restore, self._bring_back(restore)) for restore in mine])
-            problems = {Restore(*restore): problem for one in told for restore, problem in one}
+            problems = {restore: problem for one in told for restore, problem in one}
             for restore in restores:
                 if problem := problems[restore]:
                     spoilt.add(restore)
@@ -189,8 +189,7 @@ class Peers:
                 problems.append((iteration, str(error)))
         for iteration, text in (problem for told in gather(problems) for problem in told):
             log.message(
-                f"WARNING: until what supersedes it is safe, there is a copy less of the snapshot of iteration "
-                f"{iteration}: {text}"
+                f"WARNING: the snapshot of iteration {iteration} has a copy less until a newer one is safe: {text}"
             )
         run_on_all(lambda: self._remove_others(iterations), "cannot tidy up old copies of snapshots")
 
@@ -230,9 +229,7 @@ class Peers:
         try:
             client = ReplicaClient.connect(self._node, self._root)
         except WireError as error:
-            raise CheckpointError(
-                f"what keeps copies of snapshots on node {self._node} does not answer: {error}"
-            ) from None
+            raise CheckpointError(f"the replica server of node {self._node} does not answer: {error}") from None
         with self._leaving:
             self._client = client
             if self._left:
@@ -260,8 +257,8 @@ class Peers:
     def _inventories(self) -> dict[str, NodeInventory]:
         mine = None
         if self._leads:
-            copies = {node: _parts(store) for node, store in self._copies().items()}
-            mine = self._node, NodeInventory(_parts(self._memory), copies)
+            copies = {node: look(store)[0] for node, store in self._copies().items()}
+            mine = self._node, NodeInventory(look(self._memory)[0], copies)
         return dict(filter(None, gather(mine)))
 
     def _bring_back(self, restore: Restore) -> str | None:
@@ -298,19 +295,6 @@ class Peers:
     @cached_property
     def _carriers(self) -> dict[str, Carrier]:
         return {node: Carrier(copies, self._experts) for node, copies in self._copies().items()}
-
-
-def _parts(store: Store) -> tuple[NodePart, ...]:
-    return tuple(
-        NodePart(
-            one.iteration,
-            one.writers,
-            one.files,
-            {name: detail for name, (detail, _) in one.operators.items()},
-            one.job,
-        )
-        for one in look(store)[0]
-    )
 
 
 def _verify(store: Store, iteration: int) -> None:

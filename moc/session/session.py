@@ -27,8 +27,7 @@ from moc.runtime.agreement import gather
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
-from moc.session.engine import Engine, Listener
-from moc.session.participant import VoteParticipant
+from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.resuming import resume
 from moc.session.resume.survivors import LiveState, LocalRemains

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 
 from moc.faults import reach
 from moc.policy import SnapshotPlan
-from moc.runtime.agreement import first_reported, run_on_rank0, sum_over_workers
+from moc.runtime.agreement import first_reported, run_on_all, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
 from moc.session.queues import PER_VOTE, Queues, Taken, started, told_of
@@ -79,14 +79,12 @@ class Snapshots:
         share = self._contents.share(self._policy.everything(0).operators)
         recovered, keeps = len(self._rotation.slots), self._rotation.keep
         count = 1 if self._policy.replays and keeps else self._rotation.spare + (keeps and not recovered)
-        failure = None
-        try:
+
+        def allocate() -> None:
             for number in range(recovered, recovered + count):
                 self._saver.reserve(number, share)
-        except CheckpointError as error:
-            failure = str(error)
-        if failure := first_reported(failure):
-            raise CheckpointError(failure)
+
+        run_on_all(allocate, "cannot allocate memory for snapshots")
 
     def take_again(self) -> None:
         """Takes the lost snapshot of the resumed position again, if there was one: the policy counts it as taken."""

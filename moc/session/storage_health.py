@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from moc.session.components import Components
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
-from moc.session.resume.tidying import tidy_storage
+from moc.session.resume.resuming import tidy_storage
 from moc.session.settings import Settings
 from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble

@@ -47,7 +47,7 @@ class TokenTracker:
         self._counts.close()
 
     def ballot(self) -> dict:
-        """Returns the counts of this worker's routers; see :class:`moc.session.participant.VoteParticipant`."""
+        """Returns the counts of this worker's routers; see :class:`moc.session.engine.VoteParticipant`."""
         return self._counts.take()
 
     def on_vote(self, tally: dict) -> None:

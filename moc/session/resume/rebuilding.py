@@ -76,8 +76,8 @@ class Rebuilder:
             )
             if one.exact is False:
                 self._log.message(
-                    f"WARNING: iteration {one.iteration}, computed again, has {one.is_not}. Layout, data or flags are "
-                    "others than it was saved with: the run that goes on is not bit-identical to the one that was"
+                    f"WARNING: replayed iteration {one.iteration} has {one.is_not}. Layout, data or flags differ from "
+                    "those of the original run: this one is not bit-identical to it"
                 )
 
     def restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:

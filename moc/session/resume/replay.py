@@ -218,9 +218,7 @@ def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
     try:
         return StepRecord(**saved["record"])
     except (KeyError, TypeError):
-        raise CheckpointError(
-            f"{where} does not tell how its iteration was clipped, so it cannot be computed again"
-        ) from None
+        raise CheckpointError(f"{where} has no step record, so its iteration cannot be replayed") from None
 
 
 def is_repeated(loss: float, rate: float, record: StepRecord) -> bool:
