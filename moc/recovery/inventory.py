@@ -14,7 +14,7 @@ from moc.store.store import Store, is_of_rank
 
 
 class Summary(NamedTuple):
-    """The part of a manifest that other workers need: in memory, that of a node's part of a snapshot.
+    """The part of a manifest that other workers need; in memory each node has one, of its part of a snapshot.
 
     Attributes:
         iteration: iterations completed.

@@ -50,8 +50,8 @@ def transfers(
     """Computes who sends what to whom, from the boxes that each rank holds and wants.
 
     A worker takes from itself what it holds; otherwise, among the workers that hold the most of a piece, the one sends
-    that sends the fewest bytes so far.  Overlapping boxes hold the same values.  A transfer has ``most`` bytes, or one
-    element.
+    that sends the fewest bytes so far.  Overlapping boxes hold the same values.  A transfer has at most ``most``
+    bytes, or one element.
 
     Returns:
         Transfers that cover each element of the wanted boxes once, in an order for :func:`perform`; and the parts of

@@ -151,7 +151,7 @@ class AutoPolicy:
         self._measured.observe(seen)
 
     def plans_anew(self, iteration: int) -> bool:
-        """Whether another policy is in force after this many iterations; reports the reason."""
+        """Whether another policy is in force from here on, asked between two iterations; reports the reason."""
         figures = self._measured.figures
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:

@@ -199,7 +199,7 @@ class Engine(Protocol):
         """Replays the iteration after a position by its step record; frozen operators do not change.
 
         ``completing`` gives a context to enter once the gradients are reduced, and to leave once the update is done.
-        With the same layout, data and kernels, the parts of all workers are bit-identical to those of the record.
+        With the same layout, data and kernels, what all workers saw is bit-identical to the record.
         """
         ...
 

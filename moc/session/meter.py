@@ -32,7 +32,7 @@ class Meter:
         return seen
 
     def ended(self, started: bool, busy: bool) -> None:
-        """All work of the iteration is done, a snapshot ``started`` in it or not; ``busy`` if one is pending."""
+        """All work of the iteration is done, ``started`` snapshots included; ``busy`` if a snapshot is pending."""
         self._started, self._busy = started, busy
         self._iteration_s = time.perf_counter() - self._begun_at
 

@@ -1,4 +1,4 @@
-"""What storage has of the run and what it still lacks, by which snapshots are chosen to go there.
+"""What storage has of a run and still lacks, and so which snapshots go there.
 
 Everything follows from votes, so it is identical on all workers.
 """

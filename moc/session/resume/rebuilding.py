@@ -41,7 +41,7 @@ class Rebuilder:
         self._log = log
 
     def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
-        """Loads and replays what a plan says, identical on all workers.
+        """Loads and replays what a plan, identical on all workers, says.
 
         Returns:
             The manifests that this worker has read; and by checkpoint what is wrong with it, if anything.

@@ -37,7 +37,7 @@ from moc.store.errors import CheckpointError
 
 
 class Reached(NamedTuple):
-    """A state between two replayed iterations, and the operators that lag behind it: not loaded in full before it."""
+    """A state between two replayed iterations; ``frozen`` operators lag behind it, not loaded in full before it."""
 
     position: Position
     frozen: frozenset[str] = frozenset()
