@@ -194,6 +194,7 @@ class Snapshots:
         return most is not None and any(self._position.iteration - one.plan.iteration >= most for one in not_safe)
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
+        """Starts a snapshot, in a buffer that training waits for."""
         self._stored.begins(plan)
         self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
         while self._rotation.free() is None:
@@ -261,6 +262,7 @@ class Snapshots:
         self._hear(sum_over_workers(self.ballot(), self._world))
 
     def _hear(self, tally: dict[str, float]) -> None:
+        """Acts on a vote, of an iteration or extra."""
         self._rotation = self._rotation.voted()
         self._report.stalled(self._stored.begun, self._meter.hear(tally))
         if tally["snapshot_failed"]:
