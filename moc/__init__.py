@@ -13,7 +13,7 @@ _HOMES = {
     "Engine": "moc.session.engine",
     "LocalRemains": "moc.session.resume.survivors",
     "NoRecoveryPoint": "moc.session.resume.point",
-    "NoTap": "moc.session.tap",
+    "NoTap": "moc.session.engine",
     "Policy": "moc.policy",
     "Position": "moc.state.record",
     "ReplicatedState": "moc.state.replicated",

@@ -22,7 +22,6 @@ class Crossing:
     """A tensor that one stage sends to another, once per iteration.
 
     Attributes:
-        direction: of the tensor.
         chunk: model chunk of the sender that computes it.
         micro_batch: number of its micro batch, from 0.
     """

@@ -22,13 +22,7 @@ _FILE = re.compile(r"^iter_(\d{10})\.safetensors$")
 
 
 class LogEntry(NamedTuple):
-    """A tensor that is logged in every iteration, or in some.
-
-    Attributes:
-        key: identifies it within an iteration.
-        shape: of the tensor.
-        dtype: of the tensor.
-    """
+    """A tensor that is logged in every iteration, or in some; the key identifies it within an iteration."""
 
     key: str
     shape: tuple[int, ...]
@@ -54,20 +48,14 @@ def iterations_in(directory: Path) -> list[int]:
 def layout_of(iteration: int, entries: Iterable[LogEntry]) -> FileLayout:
     """Returns the layout of an iteration's log; its size is equal for all iterations with the same entries.
 
-    Args:
-        iteration: counted from 1.
-        entries: logged tensors; their keys are the slots of the layout, which has an order of its own.
+    The keys of the entries are the slots of the layout, which has an order of its own.
     """
     name = _name(iteration)
     return FileLayout(Entry(name, key, shape, Region((0,) * len(shape), shape), dtype) for key, shape, dtype in entries)
 
 
 class LogReader:
-    """Reads what a rank has logged, even after that rank is gone.
-
-    Args:
-        directory: its logs, see :func:`directory_of`.
-    """
+    """Reads what a rank has logged, even after that rank is gone."""
 
     def __init__(self, directory: Path):
         self._directory = directory

@@ -93,9 +93,7 @@ class LogWriter:
     def begin(self, iteration: int, keys: Collection[str] | None = None) -> None:
         """Starts the log of an iteration; drops logs of this and later ones, left by a run that went back.
 
-        Args:
-            iteration: counted from 1.
-            keys: of the entries that it logs; by default all.
+        It logs the entries of ``keys``, by default all.
         """
         self.wait()
         if self._current is not None:  # it was interrupted
@@ -113,10 +111,6 @@ class LogWriter:
 
     def write(self, key: str, tensor: torch.Tensor) -> None:
         """Copies a tensor; it may be freed, but not changed, before :meth:`end` is done.
-
-        Args:
-            key: of the entry.
-            tensor: of the entry's shape and dtype.
 
         Raises:
             CheckpointError: there is no such entry to log, or shape or dtype differ.

@@ -31,14 +31,9 @@ _DETAILS[frozenset({MOMENTS})] = Detail.MOMENTS
 
 
 def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dict[int, dict[str, Detail]]:
-    """Returns, by snapshot, the versions of experts that no newer snapshot holds, and that a run would resume with.
+    """Returns, by snapshot, the experts of which it has the newest master weights, moments or both.
 
-    Args:
-        held: snapshots in one place.
-        experts: names of the operators that may be older than the rest.
-
-    Returns:
-        By iteration, the experts of which the snapshot has the newest master weights, moments or both.
+    A run would resume with them.  ``experts`` names the operators that may be older than the rest.
     """
     seen: set[tuple[str, str]] = set()
     found: dict[int, dict[str, Detail]] = {}
@@ -55,9 +50,7 @@ def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dic
 class Carrier:
     """Carries experts of one node's snapshots in its memory: its own, or copies that it keeps for another node.
 
-    Args:
-        store: the snapshots.
-        experts: names of the operators that may be older than the rest; empty if none may.
+    ``experts`` are the operators that may be older than the rest; empty if none may.
     """
 
     def __init__(self, store: Store, experts: Collection[str]):
@@ -67,11 +60,7 @@ class Carrier:
     def carry(self, coming: AvailableCheckpoint | None = None) -> int:
         """Copies the experts that the coming snapshot lacks out of earlier ones; removes nothing.
 
-        Args:
-            coming: the snapshot about to become the newest; by default the newest one stored.
-
-        Returns:
-            Bytes copied.
+        The coming snapshot is by default the newest one stored.  Returns the bytes copied.
 
         Raises:
             CheckpointError, OSError: a snapshot cannot be read, or there is no room.
@@ -97,10 +86,7 @@ class Carrier:
                 self._retire(iteration, names)
 
     def drop(self, upto: int) -> None:
-        """Removes carried experts that a newer snapshot holds.
-
-        Args:
-            upto: iteration of the newest safe snapshot.
+        """Removes carried experts that a newer snapshot holds, up to the newest safe one.
 
         Raises:
             CheckpointError, OSError: it cannot be written.

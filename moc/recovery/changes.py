@@ -9,15 +9,9 @@ from moc.recovery.sources import STORAGE, AvailableCheckpoint, RecoveryPath, rec
 
 
 def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> str | None:
-    """Explains why an exact policy cannot resume behind newer snapshots of an inexact one, and the remedy.
+    """Says why an exact policy cannot resume behind newer snapshots of an inexact one, and the remedy; None if it can.
 
-    Args:
-        held: available checkpoints.
-        policy: of the run.
-        iteration: that it would resume from; -1 if there is none.
-
-    Returns:
-        A sentence; None if nothing is to be refused.
+    ``iteration`` is the one that it would resume from; -1 if there is none.
     """
     newest = next(recoveries(held, policy.operators, exact=False), None) if policy.exact else None
     if newest is None or newest.iteration <= iteration:
@@ -27,7 +21,7 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
         return None
     return (
         f"the snapshot of iteration {newest.iteration} was taken with --ckpt-policy {name}, so that experts in it are "
-        f"older than the rest, and --ckpt-policy {policy.name} cannot go on from it: start once more with "
+        f"older than the rest, and --ckpt-policy {policy.name} cannot resume from it: start once more with "
         f"--ckpt-policy {name} and end in good order (SIGTERM, or --exit-interval), which saves everything; then "
         "change the policy"
     )

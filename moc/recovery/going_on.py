@@ -46,19 +46,11 @@ def goes_on(
     held: Iterable[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Course | None:
-    """Returns the course by which a stage continues from its current state.
+    """Returns the course by which a stage continues from its current state to the iteration ``until``.
 
     A worker completes an iteration only when its whole stage has the reduced gradients (see
-    ``moc/session/resume/replay.py``), so workers of a stage are at most one iteration apart.
-
-    Args:
-        stage: number of the stage.
-        until: iterations completed where it is to arrive.
-        live: by rank, the iteration of its worker's state.
-        pieces: by rank, the operators of which it holds something.
-        logs: progress of each worker's replay; availability of logs is not checked.
-        held: available checkpoints.
-        operators: of the model.
+    ``moc/session/resume/replay.py``), so workers of a stage are at most one iteration apart.  ``live`` has by rank the
+    iteration of its state, ``pieces`` the operators of which it holds something.  Availability of logs is not checked.
 
     Returns:
         None if a worker of the stage has no such state, they are too far apart, or what the stage lacks is not

@@ -14,12 +14,12 @@ from moc.store.store import Store, is_of_rank
 
 
 class Summary(NamedTuple):
-    """The part of a manifest that other workers need.
+    """The part of a manifest that other workers need; in memory each node has one, of its part of a snapshot.
 
     Attributes:
         iteration: iterations completed.
         writers: number of ranks that wrote, over all nodes.
-        files: number of ranks' files that it names.
+        files: number of ranks' files that it names; 0 if the part was reduced to some experts.
         operators: by name, the detail, and by slot the number of elements in these files.
         job: the launch that published it; empty if the manifest does not say.
         policy: name of the policy that planned it.
@@ -31,6 +31,16 @@ class Summary(NamedTuple):
     operators: dict[str, tuple[str, dict[str, int]]]
     job: str = ""
     policy: str = ""
+
+    @property
+    def snapshot(self) -> tuple[int, int, str]:
+        """Identifies the snapshot that a node's part belongs to."""
+        return self.iteration, self.writers, self.job
+
+    @property
+    def details(self) -> dict[str, str]:
+        """By operator, its detail."""
+        return {name: detail for name, (detail, _) in self.operators.items()}
 
 
 def summary(manifest: Manifest) -> Summary:
@@ -53,31 +63,22 @@ def look(store: Store) -> tuple[list[Summary], list[str]]:
 
 def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:
     """Returns the checkpoints in storage: a published one is complete."""
-    return [
-        AvailableCheckpoint(
-            one.iteration, STORAGE, {name: detail for name, (detail, _) in one.operators.items()}, one.policy
-        )
-        for one in summaries
-    ]
+    return [AvailableCheckpoint(one.iteration, STORAGE, one.details, one.policy) for one in summaries]
 
 
 def in_memory(
     nodes: Iterable[Iterable[Summary]], operators: Sequence[Operator], tier: str = MEMORY
 ) -> list[AvailableCheckpoint]:
-    """Returns the checkpoints that the memory of all surviving nodes holds together.
+    """Returns the checkpoints that the memory of all surviving nodes holds together, from summaries by node.
 
     If every rank's file is present, every operator is whole; otherwise only those whose elements the surviving nodes
-    hold in full.  If several launches left parts of one iteration, the one with the most files counts.
-
-    Args:
-        nodes: summaries by node.
-        operators: of the model.
-        tier: :data:`MEMORY`, or :data:`BEFORE`, of which only experts are of use.
+    hold in full.  If several launches left parts of one iteration, the one with the most files counts.  Of the tier
+    :data:`BEFORE` only experts are of use.
     """
     parts: dict[tuple[int, int, str], list[Summary]] = defaultdict(list)
     for node in nodes:
         for one in node:
-            parts[one.iteration, one.writers, one.job].append(one)
+            parts[one.snapshot].append(one)
     most: dict[int, tuple[int, int, str]] = {}
     for key, summaries in parts.items():
         best = most.setdefault(key[0], key)
@@ -88,7 +89,7 @@ def in_memory(
     for iteration, writers, job in most.values():
         summaries = parts[iteration, writers, job]
         everything = sum(one.files for one in summaries) == writers
-        details = {name: detail for one in summaries for name, (detail, _) in one.operators.items()}
+        details = {name: detail for one in summaries for name, detail in one.details.items()}
         whole = {n: d for n, d in details.items() if n in wanted or tier == MEMORY}
         whole = {n: d for n, d in whole.items() if everything or _is_whole(n, sizes.get(n), summaries)}
         held.append(AvailableCheckpoint(iteration, tier, whole, summaries[0].policy))

@@ -5,43 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from moc.recovery.inventory import Summary
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.operators import Operator
 
 
-class NodePart(NamedTuple):
-    """A node's part of a snapshot.
-
-    Attributes:
-        iteration: iterations completed.
-        writers: number of ranks that wrote, over all nodes.
-        files: number of their files in this part; 0 if it was reduced to some experts.
-        operators: by name, the detail of each operator in these files.
-        job: the launch that published it; empty if the manifest does not say.
-    """
-
-    iteration: int
-    writers: int
-    files: int
-    operators: Mapping[str, str]
-    job: str = ""
-
-    @property
-    def snapshot(self) -> tuple[int, int, str]:
-        """Identifies the snapshot that the part belongs to."""
-        return self.iteration, self.writers, self.job
-
-
 class NodeInventory(NamedTuple):
-    """Contents of a node's memory.
+    """Contents of a node's memory: its own parts, and by node the parts that it keeps for others."""
 
-    Attributes:
-        own: its own parts.
-        copies: by node, the parts that it keeps for others.
-    """
-
-    own: tuple[NodePart, ...]
-    copies: Mapping[str, tuple[NodePart, ...]]
+    own: Sequence[Summary]
+    copies: Mapping[str, Sequence[Summary]]
 
 
 class Restore(NamedTuple):
@@ -64,58 +37,35 @@ def to_restore(
     """Returns the parts to restore, so that the newest window that the nodes can complete together is whole again.
 
     A full snapshot is a window of one.  Newer snapshots that can be completed are restored, too: they belong to the
-    current window.
-
-    Args:
-        nodes: the inventory of each surviving node.
-        operators: of the model.
-        exact: experts must be present, too; otherwise they may be older, and in storage.
-        spoilt: restores that failed.
-
-    Returns:
-        One for each node and snapshot whose part it lacks; empty if no part is missing, or there is no such window.  If
-        experts may be older, every part that another node keeps a copy of is restored.
+    current window.  If experts may be older (not ``exact``), every part that another node keeps a copy of is restored.
+    Restores that failed are ``spoilt``.
     """
+    there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
+    found = {
+        snapshot: [one for name in nodes if (one := _find(name, snapshot, nodes, spoilt)) is not None]
+        for snapshot in sorted(there)
+    }
     if not exact:
-        return _partial(nodes, spoilt)
-    whole = _can_be_whole(nodes, spoilt)
+        return [restore for parts in found.values() for _, restore in parts if restore is not None]
+    whole = {
+        iteration: parts
+        for (iteration, writers, _), parts in found.items()
+        if sum(part.files for part, _ in parts) == writers
+    }
     held = [
-        AvailableCheckpoint(
-            iteration, MEMORY, {name: detail for part, _ in parts for name, detail in part.operators.items()}
-        )
-        for iteration, parts in whole.items()
+        AvailableCheckpoint(i, MEMORY, {name: detail for part, _ in parts for name, detail in part.details.items()})
+        for i, parts in whole.items()
     ]
-    way = next(recoveries(held, [one for one in operators if exact or one.expert is None], exact), None)
+    way = next(recoveries(held, operators, exact), None)
     if way is None:
         return []
     first = way.moments[0].iteration
     return [restore for i in sorted(whole) if i >= first for _, restore in whole[i] if restore is not None]
 
 
-def _partial(nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]) -> list[Restore]:
-    """Returns restores for every missing part of every snapshot, as far as copies exist."""
-    there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
-    found = [_find(name, snapshot, nodes, spoilt) for snapshot in sorted(there) for name in nodes]
-    return [restore for _, restore in filter(None, found) if restore is not None]
-
-
-def _can_be_whole(
-    nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
-) -> dict[int, list[tuple[NodePart, Restore | None]]]:
-    """Returns, by iteration, the parts of all nodes, each with its restore if its node lacks it."""
-    whole: dict[int, list[tuple[NodePart, Restore | None]]] = {}
-    there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
-    for iteration, writers, job in sorted(there):
-        found = [_find(name, (iteration, writers, job), nodes, spoilt) for name in nodes]
-        parts = [one for one in found if one is not None]
-        if sum(part.files for part, _ in parts) == writers:
-            whole[iteration] = parts
-    return whole
-
-
 def _find(
     name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
-) -> tuple[NodePart, Restore | None] | None:
+) -> tuple[Summary, Restore | None] | None:
     """Returns a node's part, and its restore if the node lacks it; None if nobody has it."""
     if part := _part(nodes[name].own, snapshot):
         return part, None
@@ -126,5 +76,5 @@ def _find(
     return None
 
 
-def _part(parts: Iterable[NodePart], snapshot: tuple[int, int, str]) -> NodePart | None:
+def _part(parts: Iterable[Summary], snapshot: tuple[int, int, str]) -> Summary | None:
     return next((part for part in parts if part.snapshot == snapshot), None)

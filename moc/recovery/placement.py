@@ -43,10 +43,6 @@ class Placement:
 def place(nodes: int, replicas: int) -> Placement:
     """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last one takes the leftover nodes.
 
-    Args:
-        nodes: of the job, numbered from 0.
-        replicas: copies of each node's snapshots on other nodes, from 0 to ``nodes - 1``.
-
     Raises:
         ValueError: there are not that many other nodes.
     """
@@ -92,12 +88,7 @@ def _product(one: list[int], other: list[int]) -> list[int]:
 
 
 def describe(placement: Placement, names: list[str]) -> str:
-    """Describes the groups and the losses that they survive, in one sentence.
-
-    Args:
-        placement: of copies.
-        names: of the nodes, by number.
-    """
+    """Describes the groups and the losses that they survive, in one sentence; names are by number of the node."""
     groups = "; ".join(", ".join(names[node] for node in group) for group in placement.groups)
     r, nodes = placement.replicas, len(names)
     chances = [

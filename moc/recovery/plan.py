@@ -49,13 +49,7 @@ class JobInventory:
 
 @dataclass(frozen=True)
 class RankCopy:
-    """A copy of an operator from one rank to another.
-
-    Attributes:
-        operator: of which both hold the same piece.
-        source: rank that sends it.
-        target: rank that receives it.
-    """
+    """A copy of an operator, of which both ranks hold the same piece, from the source to the target."""
 
     operator: str
     source: int

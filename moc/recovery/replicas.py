@@ -21,15 +21,9 @@ def pieces(state: TrainingState) -> dict[str, str]:
 
 
 def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int:
-    """Sends and receives a plan's copies, one operator after the other; all ranks call it with the same copies.
+    """Sends and receives a plan's copies, one operator after the other; returns the bytes that this rank received.
 
-    Args:
-        copies: of the plan.
-        state: of this rank; received operators are written there.
-        rank: of this process.
-
-    Returns:
-        Bytes that this rank received.
+    All ranks call it with the same copies.
     """
     held, taken = _by_operator(state), 0
     for copy in copies:

@@ -14,16 +14,10 @@ from moc.store.store import Store
 
 
 def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:
-    """Garbage-collects checkpoints that the newest recovery paths do not need, the oldest first.
+    """Garbage-collects checkpoints that the newest ``keep`` recovery paths do not need, the oldest first.
 
-    Checkpoints with unreadable manifests stay, as do those newer than ``upto``, and those of an incomplete window.
-
-    Args:
-        store: the checkpoints.
-        operators: of the model.
-        exact: as in :func:`moc.recovery.sources.recoveries`.
-        keep: number of recovery paths to keep.
-        upto: iteration of the newest checkpoint of this run.
+    Checkpoints with unreadable manifests stay, as do those newer than ``upto``, the newest of this run, and those of an
+    incomplete window.
     """
     held = [one for one in in_storage(look(store)[0]) if one.iteration <= upto]
     kept = needed(held, operators, exact, keep)
@@ -66,13 +60,7 @@ class Experts(NamedTuple):
 
 
 def experts_staying(used: Iterable[AvailableCheckpoint], in_memory: Collection[int], iteration: int) -> Experts:
-    """Returns the snapshots with experts that a run must keep after an inexact recovery, until newer ones are safe.
-
-    Args:
-        used: checkpoints used by the recovery.
-        in_memory: iterations of the snapshots that stay.
-        iteration: that the run resumes from.
-    """
+    """Returns the snapshots with experts that a run must keep after an inexact recovery, until newer ones are safe."""
     used = sorted(used, key=lambda one: one.iteration)
     others = [one.iteration for one in used if one.tier == MEMORY and one.iteration not in in_memory]
     return Experts(
@@ -90,7 +78,7 @@ def staying(
     iteration: int,
     under_way: Sequence[SnapshotPlan],
 ) -> Staying:
-    """Returns what stays when a run resumes; identical on all ranks.
+    """Returns what stays when a run resumes from an iteration; identical on all ranks.
 
     Args:
         held: available checkpoints.

@@ -72,8 +72,7 @@ def scope(
         ahead: by stage, iterations completed in an interrupted replay; after ``since``.
 
     Returns:
-        By stage, the iterations completed where it starts; None if all stages would replay, and nobody would keep its
-        state.
+        None if all stages would replay, and nobody would keep its state.
     """
     begins = dict.fromkeys(lost, since) | dict(ahead or {})
 

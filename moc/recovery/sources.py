@@ -104,8 +104,7 @@ class ReplayPoint:
 class RecoveryPath:
     """Checkpoints and replays that lead to a state to resume from.
 
-    Attributes:
-        moments: points at which something is loaded; between two of them an iteration is replayed.
+    At each moment something is loaded; between two of them an iteration is replayed.
     """
 
     moments: tuple[ReplayPoint, ...]
@@ -189,9 +188,7 @@ def windows(
 ) -> Iterator[RecoveryPath]:
     """Yields the windows from whose end a run can resume exactly, the newest first (MoEvement, section 3.3).
 
-    Args:
-        there: by iteration its checkpoints, the preferred ones first; the newest iteration first.
-        operators: of the model.
+    ``there`` has by iteration, the newest first, its checkpoints, the preferred ones first.
     """
     last = None
     for start in there:
@@ -204,18 +201,10 @@ def windows(
 def window_replay(
     there: Mapping[int, Sequence[AvailableCheckpoint]], operators: Sequence[Operator], start: int
 ) -> RecoveryPath | None:
-    """Returns the window that starts at an iteration, each operator loaded where it is first whole.
+    """Returns the window that starts at an iteration, each operator loaded where it is first whole (Figure 8).
 
     Before that, every checkpoint of the window must hold its compute weights; after that, it learns by itself.  A full
-    checkpoint is a window of one iteration.
-
-    Args:
-        there: by iteration, its checkpoints.
-        operators: of the model.
-        start: first iteration of the window.
-
-    Returns:
-        What to load when (Figure 8); None if there is no such window.
+    checkpoint is a window of one iteration.  Returns None if there is no such window.
     """
     waiting, moments = [operator.name for operator in operators], []
     while waiting:
@@ -258,15 +247,8 @@ def needed(
 ) -> set[tuple[int, str]]:
     """Returns the keys of the checkpoints that are still of use.
 
-    Args:
-        held: available checkpoints.
-        operators: of the model.
-        exact: as in :func:`recoveries`.
-        keep: number of recovery paths to keep.
-
-    Returns:
-        The checkpoints that the newest ``keep`` paths use, and all newer ones, which may start an incomplete window.
-        All checkpoints, if there is no path.
+    These are those of the newest ``keep`` recovery paths, and all newer ones, which may start an incomplete window; all
+    checkpoints, if there is no path.
     """
     held = list(held)
     ways = list(islice(recoveries(held, operators, exact), keep))

@@ -47,15 +47,11 @@ class Transfer(NamedTuple):
 def transfers(
     held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], most: int = MOST
 ) -> tuple[list[Transfer], list[Box]]:
-    """Computes who sends what to whom.
+    """Computes who sends what to whom, from the boxes that each rank holds and wants.
 
     A worker takes from itself what it holds; otherwise, among the workers that hold the most of a piece, the one sends
-    that sends the fewest bytes so far.
-
-    Args:
-        held: by rank, the boxes that it holds; overlapping boxes hold the same values.
-        wanted: by rank, the boxes that it wants.
-        most: bytes of a transfer, at least those of an element.
+    that sends the fewest bytes so far.  Overlapping boxes hold the same values.  A transfer has at most ``most``
+    bytes, or one element.
 
     Returns:
         Transfers that cover each element of the wanted boxes once, in an order for :func:`perform`; and the parts of
@@ -99,15 +95,10 @@ def perform(
     held: Sequence[tuple[Region, torch.Tensor]],
     wanted: Sequence[tuple[Region, torch.Tensor]],
 ) -> None:
-    """Sends and receives; all workers call it with the same transfers.
+    """Sends and receives; all workers call it with the same transfers, and with the values of their boxes.
 
     Each worker finishes one transfer before it starts the next: the first unfinished one always has both of its workers
     ready, so there is no deadlock.
-
-    Args:
-        found: result of :func:`transfers`.
-        held: the boxes that this worker holds, and their values.
-        wanted: the boxes that it wants, and the tensors to fill.
     """
     rank = dist.get_rank()
     for one in found:

@@ -32,14 +32,7 @@ from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import LOOKING_S, Tiers
-from moc.simulate.live_costs import (
-    NAMES,
-    Running,
-    Saved,
-    flags_of_candidate,
-    host_bytes,
-    options_of,
-)
+from moc.simulate.live_costs import NAMES, Running, Saved, flags_of_candidate, host_bytes, options_of
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
 from moc.snapshot.background import within
 from moc.state.detail import Detail
@@ -103,13 +96,7 @@ class Choices(Protocol):
 
 
 class AutoPolicy:
-    """Measures and chooses; every worker calls every method.
-
-    Args:
-        limits: of a choice.
-        choices: flags that may be chosen.
-        log: receives messages and events.
-    """
+    """Measures and chooses; every worker calls every method."""
 
     def __init__(self, limits: AutoLimits, choices: Choices, log: Listener):
         self._asked, self._choices, self._log = limits, choices, log
@@ -119,11 +106,6 @@ class AutoPolicy:
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
         """Restores measurements and choice from live workers or the newest snapshot; a collective call.
-
-        Args:
-            engine: of this worker.
-            tiers: where snapshots are.
-            mine: what this worker kept from the previous generation; None if it has not trained.
 
         Returns:
             The chosen settings; before the first choice, those of the measurement.
@@ -142,12 +124,7 @@ class AutoPolicy:
         return self._measuring()
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
-        """Receives the functions that give snapshot sizes; most are called when a choice first needs them.
-
-        Args:
-            busiest: returns the bytes that the busiest rank saves of a plan's operators; a collective call.
-            engine: whose operators are saved.
-            may_replay: returns whether this run can resume from sparse snapshots of this model; a collective call.
+        """As :meth:`moc.session.elsewhere.Chooser.on_sizes`; most are called when a choice first needs them.
 
         Raises:
             SettingsError: every choice needs more memory for snapshots than ``--host-memory-gb``.
@@ -175,11 +152,7 @@ class AutoPolicy:
         self._measured.observe(seen)
 
     def plans_anew(self, iteration: int) -> bool:
-        """Whether another policy is in force from here on, asked between two iterations; reports the reason.
-
-        Args:
-            iteration: iterations completed.
-        """
+        """Whether another policy is in force from here on, asked between two iterations; reports the reason."""
         figures = self._measured.figures
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
@@ -317,12 +290,7 @@ class AutoPolicy:
 
 
 def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:
-    """Names a figure that has changed by a factor of :data:`DRIFT` or more, in half a sentence; None if none has.
-
-    Args:
-        before: figures behind the last choice.
-        now: the current figures, all above 0.
-    """
+    """Names a figure that has changed by a factor of :data:`DRIFT` or more, in half a sentence; None if none has."""
     for name, figure in now.items():
         then = before.get(name)
         if then is None or max(then / figure, figure / then) >= DRIFT:

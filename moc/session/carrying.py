@@ -19,12 +19,7 @@ def experts_of(policy: Policy) -> frozenset[str]:
 
 
 class Carrying:
-    """Carries experts of this node's own snapshots; does nothing on workers that do not lead the node.
-
-    Args:
-        tiers: where snapshots are.
-        policy: decides which operators a snapshot holds.
-    """
+    """Carries experts of this node's own snapshots; does nothing on workers that do not lead the node."""
 
     def __init__(self, tiers: Tiers, policy: Policy):
         memory, self._experts = tiers.memory if tiers.leads_node else None, experts_of(policy)
@@ -39,12 +34,8 @@ class Carrying:
     def begin(self, plan: SnapshotPlan) -> Future | None:
         """Starts to carry the experts that a snapshot lacks out of earlier ones, once these are published.
 
-        Args:
-            plan: of the snapshot, whose copy has started.
-
         Returns:
-            Done when they are carried, so that the snapshot may supersede the earlier ones; None if there is nothing to
-            carry.
+            Done when the snapshot may supersede the earlier ones; None if there is nothing to carry.
         """
         if self._carrier is None or not self._experts:
             return None
@@ -90,10 +81,7 @@ class Carrying:
 def carry(carrier: Carrier, safe: int, coming: AvailableCheckpoint | None = None) -> None:
     """Drops carried experts that a newer snapshot holds, and carries those that the coming one lacks.
 
-    Args:
-        carrier: of the snapshots.
-        safe: iteration of the newest safe snapshot.
-        coming: the snapshot about to become the newest; by default the newest one stored.
+    The coming snapshot is by default the newest one stored; ``safe`` is the iteration of the newest safe one.
     """
     try:
         carrier.drop(safe)

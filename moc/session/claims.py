@@ -23,12 +23,6 @@ def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Li
 
     Storage is asked for the run when a job starts.  Later the survivors know it, and nobody waits for storage.
 
-    Args:
-        settings: where snapshots go.
-        world: this worker's place.
-        mine: what this worker kept from the previous generation; None if it has not trained yet.
-        log: receives messages.
-
     Raises:
         CheckpointError: on all workers: storage does not name its run, or cannot be used.
     """
@@ -48,13 +42,6 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
     A job takes storage when it starts, so that it ends before training if it cannot.  Later the first one to look there
     or to publish takes it (:meth:`moc.store.store.Store.take`): a job that can resume from memory does not wait for
     storage.
-
-    Args:
-        settings: where snapshots go.
-        tiers: where snapshots go.
-        world: this worker's place.
-        trained: this worker has trained already.
-        log: receives messages.
 
     Returns:
         Whether storage must still be taken and cleaned up, beside training, before anything goes there.

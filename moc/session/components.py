@@ -30,18 +30,9 @@ class Components:
     """The components of one generation on one worker.
 
     Attributes:
-        world: this worker's place.
-        tiers: where snapshots go.
-        policy: decides what is saved when.
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
         holdings: which rank of this pipeline stage holds what.
-        contents: this worker's share of each plan.
-        saver: copies and writes this worker's part.
-        publisher: writes the manifests that make snapshots valid.
         tokens: the token ledger; None if no policy needs it.
-        tap: logs what crosses pipeline stages.
-        meter: measures the cost of snapshots.
-        report: reports the cost of snapshots.
     """
 
     world: World
@@ -63,14 +54,7 @@ def build(
 ) -> Components:
     """Builds the components of a generation; a collective call.
 
-    Args:
-        engine: computes iterations.
-        settings: where snapshots go, and how.
-        policy: decides what is saved when.
-        tiers: where snapshots go.
-        log: receives messages and events.
-        counts: keep the token ledger.
-        again: this worker was in a generation before.
+    Without ``counts`` there is no token ledger; ``again`` tells that this worker was in a generation before.
 
     Raises:
         CheckpointError: on all workers: such snapshots cannot restore this state, or memory is short.
@@ -103,12 +87,7 @@ def build(
 
 
 def close(parts: Components, patience_s: float) -> None:
-    """Ends pending work; communicates with no other worker.
-
-    Args:
-        parts: of the generation.
-        patience_s: seconds that a pending write may take to complete.
-    """
+    """Ends pending work, a storage write within ``patience_s`` seconds; communicates with no other worker."""
     if parts.peers is not None:
         parts.peers.close()
     parts.saver.close(patience_s)
@@ -132,15 +111,7 @@ def _holdings(engine: Engine) -> StageHoldings:
 def check_saving(
     engine: Engine, holdings: StageHoldings, tiers: Tiers, tier: str, policy: Policy, replays: bool
 ) -> None:
-    """Refuses state that snapshots cannot restore; a collective call.
-
-    Args:
-        engine: whose state it is.
-        holdings: which rank of this pipeline stage holds what.
-        tiers: where snapshots go.
-        tier: its name on the command line.
-        policy: decides what is saved when.
-        replays: iterations are replayed with frozen operators.
+    """Refuses state that snapshots cannot restore, or that cannot be frozen for a replay; a collective call.
 
     Raises:
         CheckpointError: on all workers, for such state.

@@ -24,16 +24,11 @@ class Elsewhere(Protocol):
         """Fills the state; returns None if there is no checkpoint."""
 
 
-class _Nowhere:
-    def newest(self, seconds: float | None = None) -> None:
-        return None
-
-    def load(self) -> None:
-        return None
+class _Nowhere(Elsewhere):
+    """No such checkpoints: the methods return None."""
 
 
 NOWHERE = _Nowhere()
-"""No such checkpoints."""
 
 
 class Chooser(Protocol):
@@ -51,12 +46,10 @@ class Chooser(Protocol):
         ...
 
     def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
-        """Receives the functions that give snapshot sizes.
+        """Receives the functions that give snapshot sizes; both are collective calls.
 
-        Args:
-            busiest: returns the bytes that the busiest rank saves of a plan's operators; a collective call.
-            engine: whose operators are saved.
-            may_replay: returns whether iterations can be replayed with frozen operators; a collective call.
+        ``busiest`` returns the bytes that the busiest rank saves of a plan's operators, and ``may_replay`` whether
+        iterations can be replayed with frozen operators.
         """
 
     def observe(self, seen: Observed) -> None:

@@ -5,9 +5,11 @@ For megatron-core it is :class:`megatron.pretraining.engine.megatron.MegatronEng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,19 +41,24 @@ class Listener(Protocol):
         """Prints a line for people, once for all workers."""
 
 
-class PipelineTap(Protocol):
-    """Logs what crosses pipeline stages; without logging, every method does nothing.
+class VoteParticipant:
+    """A participant in the vote of each iteration.  The default contributes nothing."""
 
-    Attributes:
-        gauges: values to report with every iteration.
-        feeds: by stage, the stages whose logs it needs for a replay; empty without logging.
-    """
+    def ballot(self) -> dict[str, float]:
+        """Returns this worker's contribution to the vote; the names are identical on all workers."""
+        return {}
 
-    @property
-    def gauges(self) -> Mapping[str, float]: ...  # noqa: D102
+    def on_vote(self, tally: dict[str, float]) -> None:
+        """Receives the sums over all workers, right before the update; may raise, then on all workers."""
 
-    @property
-    def feeds(self) -> Mapping[int, Collection[int]]: ...  # noqa: D102
+
+class PipelineTap(VoteParticipant):
+    """Logs what crosses pipeline stages.  By default nothing is logged, and every method does nothing."""
+
+    gauges: Mapping[str, float] = MappingProxyType({})
+    """Values to report with every iteration."""
+    feeds: Mapping[int, Collection[int]] = MappingProxyType({})
+    """By stage, the stages whose logs it needs for a replay; empty without logging."""
 
     def open(self, memory: Path) -> None:
         """Allocates the logs in the memory of this node; no collective call.
@@ -59,13 +66,6 @@ class PipelineTap(Protocol):
         Raises:
             CheckpointError: the node has too little memory.
         """
-
-    def ballot(self) -> dict[str, float]:
-        """Like :meth:`VoteParticipant.ballot`."""
-        ...
-
-    def on_vote(self, tally: Mapping[str, float]) -> None:
-        """Like :meth:`VoteParticipant.on_vote`."""
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """A snapshot is safe, and so are all earlier ones."""
@@ -78,18 +78,23 @@ class PipelineTap(Protocol):
 
     def kept(self) -> list[int]:
         """Returns the iterations that this worker has logs of, counted from 1."""
-        ...
+        return []
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
         """Returns the iterations that this worker cannot :meth:`serve`, of those given with their replaying stages."""
-        ...
+        return []
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
         """Sends this worker's logged output of an iteration to the stages that replay it."""
 
-    def replaying(self, stages: Collection[int]) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def replaying(self, stages: Collection[int]) -> Iterator[None]:
         """Context in which only these stages compute, this worker's among them; without any, all stages compute."""
-        ...
+        yield
+
+
+class NoTap(PipelineTap):
+    """The tap of a pipeline without upstream logs."""
 
 
 class RouterTally(Protocol):
@@ -170,23 +175,16 @@ class Engine(Protocol):
         ...
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """Restores the result of :meth:`scalars`.
-
-        Args:
-            saved: that result.
-            where: the snapshot, for messages.
+        """Restores the result of :meth:`scalars`, saved in the snapshot that ``where`` names.
 
         Raises:
             CheckpointError: the flags contradict the saved values.
         """
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Refuses the state of another model or optimizer, and a window that computes in another precision.
+        """Refuses the snapshot that ``where`` names, if of another model or optimizer.
 
-        Args:
-            saved: the result of :meth:`scalars`.
-            where: the snapshot, for messages.
-            window: iterations are to be replayed from it.
+        If iterations are to be replayed from it (``window``), it refuses one of another precision, too.
 
         Raises:
             CheckpointError: model, optimizer or precision differs.
@@ -198,35 +196,21 @@ class Engine(Protocol):
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
     ) -> Outcome:
-        """Replays an iteration by its step record; frozen operators do not change.
+        """Replays the iteration after a position by its step record; frozen operators do not change.
 
-        Args:
-            record: of the iteration.
-            position: before the iteration.
-            completing: context to enter once the gradients are reduced, and to leave once the update is done.
-
-        Returns:
-            What this worker saw.  With the same layout, data and kernels, the parts of all workers are bit-identical to
-            those of the record.
+        ``completing`` gives a context to enter once the gradients are reduced, and to leave once the update is done.
+        With the same layout, data and kernels, what all workers saw is bit-identical to the record.
         """
         ...
 
     def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
         """Updates what is not frozen, by the decision of the vote: no forward, no backward, no collective.
 
-        Loss scale and learning rate must be those of the iteration.  With ``gradients``, state that moves without
-        gradients, such as router biases, stays as it is, and must be loaded.  Weights must be gathered afterwards.
-
-        Args:
-            record: of the iteration.
-            gradients: of the iteration; by default those still in memory, see ``reduced``.
+        Loss scale and learning rate must be those of the iteration.  By default the gradients are those still in
+        memory, see ``reduced``.  With ``gradients``, state that moves without gradients, such as router biases, stays
+        as it is, and must be loaded.  Weights must be gathered afterwards.
         """
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:
-        """Starts counting the decisions of routers.
-
-        Args:
-            layers: numbers of the layers with experts.
-            with_probabilities: also sum the probabilities of the chosen experts.
-        """
+        """Counts the decisions of these layers' routers, and sums the probabilities of the chosen experts on demand."""
         ...

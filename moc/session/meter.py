@@ -11,11 +11,7 @@ from moc.policy import Observed, Transfer
 
 
 class Meter:
-    """Measures one iteration after the other.
-
-    Args:
-        size: workers of the job.
-    """
+    """Measures one iteration after the other, in seconds."""
 
     def __init__(self, size: int):
         self._size = size
@@ -26,22 +22,17 @@ class Meter:
         self._seen: Observed | None = None  # complete measurements of an iteration
 
     def completed(self, begun: float) -> Observed | None:
-        """An iteration has completed; returns the measurements of the previous one, if known and not returned yet.
+        """An iteration that began at ``begun`` (``time.perf_counter``) has completed.
 
-        Args:
-            begun: when the iteration started, by ``time.perf_counter``.
+        Returns:
+            The measurements of the previous iteration, if known and not returned yet.
         """
         self._begun_at, self._compute_s = begun, max(0.0, self._voted_at - begun)
         seen, self._seen = self._seen, None
         return seen
 
     def ended(self, started: bool, busy: bool) -> None:
-        """All work of the iteration is done.
-
-        Args:
-            started: including the start of a snapshot.
-            busy: a snapshot is pending.
-        """
+        """All work of the iteration is done, ``started`` snapshots included; ``busy`` if a snapshot is pending."""
         self._started, self._busy = started, busy
         self._iteration_s = time.perf_counter() - self._begun_at
 
@@ -53,7 +44,7 @@ class Meter:
         self._stall_s += time.perf_counter() - begun
 
     def ballot(self) -> dict[str, float]:
-        """Returns this worker's times; see :class:`moc.session.participant.VoteParticipant`."""
+        """Returns this worker's times; see :class:`moc.session.engine.VoteParticipant`."""
         stall_s, self._stall_s = self._stall_s, 0.0
         return {
             "snapshot_stall_s": stall_s,

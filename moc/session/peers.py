@@ -18,7 +18,7 @@ from typing import NamedTuple
 from moc.policy import Policy
 from moc.recovery.carrying import Carrier
 from moc.recovery.inventory import look
-from moc.recovery.lost_nodes import NodeInventory, NodePart, Restore, to_restore
+from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
 from moc.recovery.placement import Placement, describe, place, survival
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all
@@ -38,12 +38,7 @@ DEFAULT_REPLICAS = 2
 
 
 class Copied(NamedTuple):
-    """Cost of copying a snapshot to one node.
-
-    Attributes:
-        bytes: received from other nodes.
-        seconds: that copying took.
-    """
+    """Cost of copying a snapshot to one node: bytes received from other nodes, and seconds."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -51,13 +46,6 @@ class Copied(NamedTuple):
 
 def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, again: bool) -> Peers | None:
     """Connects to the replica servers, with ``--ckpt-tier peers``; a collective call.
-
-    Args:
-        settings: number of copies, and rate limit.
-        tiers: where snapshots go.
-        policy: decides which operators a snapshot holds.
-        log: receives messages and events.
-        again: placement and warnings were reported before.
 
     Returns:
         None with another tier, and on a single node.
@@ -71,15 +59,15 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
         return None
     if environment.REPLICA_SERVER not in os.environ:
         raise SettingsError(
-            "--ckpt-tier peers needs a process on each node that outlives workers and keeps copies: start the job with "
-            "python -m moc.launch in place of torchrun."
+            "--ckpt-tier peers needs a replica server on each node: start the job with python -m moc.launch, not with "
+            "torchrun."
         )
     replicas = copies_wanted(settings.replicas, len(nodes))
     if not replicas:
         if not again:
             log.message(
                 "--ckpt-tier peers: with one node there are no peers, so snapshots are in its own memory alone, and "
-                "after the loss of the node the run goes on from --ckpt-dir"
+                "after the loss of the node the run resumes from --ckpt-dir"
             )
         return None
     placement = place(len(nodes), replicas)
@@ -91,11 +79,7 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
 
 
 def copies_wanted(told: int | None, nodes: int) -> int:
-    """Returns the number of other nodes that keep copies of each node's snapshots.
-
-    Args:
-        told: ``--replicas``.
-        nodes: of the job.
+    """Returns how many other nodes keep copies of each node's snapshots: ``--replicas``, or the default.
 
     Raises:
         SettingsError: there are not that many other nodes.
@@ -126,10 +110,7 @@ class Peers:
     On workers that do not lead a node, every operation completes at once.
 
     Args:
-        tiers: where snapshots go.
-        policy: decides which operators a snapshot holds.
         nodes: names of all nodes, in the order of the placement.
-        placement: which node keeps copies of which.
         rate: GB/s that a node copies at, at most; None for no limit.
     """
 
@@ -152,16 +133,14 @@ class Peers:
         Raises:
             CheckpointError: on all workers; a replica server does not answer.
         """
-        run_on_all(self._connect, "cannot reach what keeps copies of snapshots")
+        run_on_all(self._connect, "cannot reach a replica server")
         told = gather(None if self._client is None else (self._node, self._client.address))
         self._addresses = dict(filter(None, told))
 
     def replicate(self, iteration: int, patient: bool = True) -> Future[Copied]:
         """Starts to copy other nodes' parts of a snapshot to this node; returns at once.
 
-        Args:
-            iteration: of the snapshot, which other nodes have published or are about to.
-            patient: wait for nodes that have not published, or cannot be reached.
+        If ``patient``, it waits for nodes that have not published yet, or cannot be reached.
 
         Returns:
             Done when the copies are here; fails with a CheckpointError if they cannot be had.
@@ -187,7 +166,7 @@ class Peers:
         while restores := to_restore(self._inventories(), self._operators, self._exact, spoilt):
             mine = [restore for restore in restores if self._leads and restore.of == self._node]
             told = gather([(restore, self._bring_back(restore)) for restore in mine])
-            problems = {Restore(*restore): problem for one in told for restore, problem in one}
+            problems = {restore: problem for one in told for restore, problem in one}
             for restore in restores:
                 if problem := problems[restore]:
                     spoilt.add(restore)
@@ -201,12 +180,7 @@ class Peers:
                     )
 
     def goes_on_from(self, iterations: Collection[int], log: Listener) -> None:
-        """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call.
-
-        Args:
-            iterations: of the snapshots in memory that are still needed.
-            log: receives messages.
-        """
+        """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call."""
         problems = []
         for iteration in iterations:
             try:
@@ -215,8 +189,7 @@ class Peers:
                 problems.append((iteration, str(error)))
         for iteration, text in (problem for told in gather(problems) for problem in told):
             log.message(
-                f"WARNING: until what supersedes it is safe, there is a copy less of the snapshot of iteration "
-                f"{iteration}: {text}"
+                f"WARNING: the snapshot of iteration {iteration} has a copy less until a newer one is safe: {text}"
             )
         run_on_all(lambda: self._remove_others(iterations), "cannot tidy up old copies of snapshots")
 
@@ -256,9 +229,7 @@ class Peers:
         try:
             client = ReplicaClient.connect(self._node, self._root)
         except WireError as error:
-            raise CheckpointError(
-                f"what keeps copies of snapshots on node {self._node} does not answer: {error}"
-            ) from None
+            raise CheckpointError(f"the replica server of node {self._node} does not answer: {error}") from None
         with self._leaving:
             self._client = client
             if self._left:
@@ -286,8 +257,8 @@ class Peers:
     def _inventories(self) -> dict[str, NodeInventory]:
         mine = None
         if self._leads:
-            copies = {node: _parts(store) for node, store in self._copies().items()}
-            mine = self._node, NodeInventory(_parts(self._memory), copies)
+            copies = {node: look(store)[0] for node, store in self._copies().items()}
+            mine = self._node, NodeInventory(look(self._memory)[0], copies)
         return dict(filter(None, gather(mine)))
 
     def _bring_back(self, restore: Restore) -> str | None:
@@ -324,19 +295,6 @@ class Peers:
     @cached_property
     def _carriers(self) -> dict[str, Carrier]:
         return {node: Carrier(copies, self._experts) for node, copies in self._copies().items()}
-
-
-def _parts(store: Store) -> tuple[NodePart, ...]:
-    return tuple(
-        NodePart(
-            one.iteration,
-            one.writers,
-            one.files,
-            {name: detail for name, (detail, _) in one.operators.items()},
-            one.job,
-        )
-        for one in look(store)[0]
-    )
 
 
 def _verify(store: Store, iteration: int) -> None:

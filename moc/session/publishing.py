@@ -21,15 +21,7 @@ from moc.store.store import Store
 
 
 class Publisher:
-    """Publishes snapshots, in storage on a thread beside training; communicates with no other worker.
-
-    Args:
-        world: this worker's place.
-        policy: plans the snapshots.
-        tiers: where snapshots go.
-        layout: sizes of the layout, for the manifest.
-        log: receives messages and events.
-    """
+    """Publishes snapshots, in storage on a thread beside training; communicates with no other worker."""
 
     def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: Mapping[str, int], log: Listener):
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
@@ -59,14 +51,7 @@ class Publisher:
     def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> Future:
         """Starts to publish the parts of all workers in storage, and to remove snapshots that are no longer needed.
 
-        Args:
-            plan: of the written snapshot.
-            state: its non-tensor state.
-            amount: bytes written.
-            write_s: seconds that writing took.
-
-        Returns:
-            Done when the snapshot is published.
+        ``amount`` bytes were written in ``write_s`` seconds.  The result is done when the snapshot is published.
         """
         return self._begin(self._publish_in_storage, plan, state, amount, write_s)
 
@@ -79,11 +64,7 @@ class Publisher:
         return self._begin(action)
 
     def close(self, patience: float = 0.0) -> None:
-        """Abandons pending work, which is not published afterwards.
-
-        Args:
-            patience: seconds that a started operation may take to complete.
-        """
+        """Abandons work that does not complete within ``patience`` seconds; it is not published afterwards."""
         wait([one for one in self._under_way if not one.cancel()], timeout=patience)
         self._given_up.set()
 

@@ -87,9 +87,7 @@ class Queues:
     def wait(self, for_storage: bool) -> None:
         """Returns when this worker has made progress, or after a moment.
 
-        Args:
-            for_storage: the caller cannot continue without progress in storage; otherwise storage may hang, and is not
-                waited for.
+        Storage may hang, and is waited for only if the caller cannot continue without it (``for_storage``).
         """
         if self.copying:
             wait([self.copying[0].snapshot.sealed])

@@ -13,12 +13,7 @@ _WORTH_TELLING_S = 1e-4  # shorter stalls are counted, but not reported
 
 
 class SnapshotReport:
-    """Counts snapshots and their cost; times are means over workers.
-
-    Args:
-        log: receives messages and events.
-        tier: where snapshots are safe: ``disk``, ``memory`` or ``peers``.
-    """
+    """Counts snapshots and their cost; times are means over workers."""
 
     def __init__(self, log: Listener, tier: str):
         self._log, self._tier = log, tier
@@ -31,12 +26,7 @@ class SnapshotReport:
         self._training_s += seconds
 
     def stalled(self, newest: int | None, seconds: float) -> None:
-        """Adds a stall of training.
-
-        Args:
-            newest: iteration of the last started snapshot.
-            seconds: of the stall; may be 0.
-        """
+        """Adds a stall of training, of 0 or more seconds; ``newest`` is the last started snapshot."""
         self._stall_s += seconds
         if seconds > _WORTH_TELLING_S:
             self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
@@ -61,13 +51,7 @@ class SnapshotReport:
         self._log.events.write("choice", iteration=iteration, **chosen, reason=reason)
 
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
-        """Reports a copied snapshot.
-
-        Args:
-            iteration: of the snapshot.
-            tally: the vote that reported it.
-            workers: number of votes.
-        """
+        """Reports a copied snapshot, by the vote of so many workers."""
         self._count += 1
         self._bytes += int(tally["snapshot_bytes"])
         self._log.events.write(
@@ -80,21 +64,11 @@ class SnapshotReport:
         )
 
     def replicated(self, iteration: int, amount: int, seconds: float) -> None:
-        """Reports that all copies of a snapshot are in place.
-
-        Args:
-            iteration: of the snapshot.
-            amount: bytes moved between nodes, over all nodes.
-            seconds: mean time that a node's copying took.
-        """
+        """Reports that all copies of a snapshot are in place: bytes over all nodes, and mean seconds of a node."""
         self._log.events.write("replicate", iteration=iteration, bytes=amount, replicate_s=seconds)
 
     def end(self, tokens: TokenTracker | None) -> None:
-        """Reports the totals at the end of the run.
-
-        Args:
-            tokens: the token ledger, if snapshots are partial.
-        """
+        """Reports the totals at the end of the run, and the lost tokens if snapshots are partial."""
         if not self._count:
             return
         share = self._stall_s / self._training_s if self._training_s else 0.0

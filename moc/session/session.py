@@ -26,8 +26,7 @@ from moc.policy import Policy, interval_named, policy_named
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
-from moc.session.engine import Engine, Listener
-from moc.session.participant import VoteParticipant
+from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.resuming import resume
 from moc.session.resume.survivors import LiveState, LocalRemains
@@ -46,9 +45,6 @@ class Session(VoteParticipant):
     """Fault tolerance of one generation; every worker calls every method but :meth:`close` and :meth:`interrupt`.
 
     Args:
-        engine: computes iterations.
-        settings: what is saved when, where snapshots go, and how.
-        log: receives messages and events.
         remains: what this worker kept from the previous generation; kept up to date.
         elsewhere: other checkpoints to start from if there is no snapshot.
         chooser: chooses policy and settings, in place of ``settings``.
@@ -75,10 +71,7 @@ class Session(VoteParticipant):
         self._whole = True  # False while the update changes the state
 
     def resume(self) -> Position:
-        """Brings all workers to the newest recoverable state; a collective call.
-
-        Returns:
-            The position to resume from.
+        """Brings all workers to the newest recoverable state, and returns its position; a collective call.
 
         Raises:
             CheckpointError: on all workers: no complete snapshot among those found, another model, another job in the
@@ -152,14 +145,11 @@ class Session(VoteParticipant):
         self._whole = False
 
     def completed(self, record: StepRecord, begun: float) -> Position:
-        """Commits an iteration after its update: the loss of a worker no longer undoes it.
+        """Commits an iteration after its update, and returns the new position: no later loss undoes the iteration.
 
         Args:
             record: of the completed iteration.
             begun: when the iteration started, by ``time.perf_counter``.
-
-        Returns:
-            The new position.
         """
         self.position, self.record, self._whole = self.position.after(record), record, True
         self.remains.records.add(record)

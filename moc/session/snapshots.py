@@ -1,13 +1,14 @@
-"""Snapshots beside training; the vote of each iteration carries the progress of every worker.
+"""Snapshots beside training, to memory and from there to storage (MoC-System, section 5.2).
 
-    completed       the update is done: a later loss does not undo the iteration
-    take            copies start, into a buffer that holds no snapshot that is still needed
-    vote            a snapshot that all have copied is published in memory, and is safe there (with peers: once all
-                    nodes have their copies); one that all have written is published in storage
-    before apply    training waits, counted as a stall, for copies of the state that the update changes; with
-                    --max-snapshot-lag also for snapshots that must be safe by now
+    take            if the policy plans a snapshot: wait for a free buffer, and start to copy into it
+    vote            copied by all: publish it in memory, where it is safe (with peers: once all nodes have copies);
+                    what it supersedes is given up one vote later
+                    written by all: publish it in storage
+    before apply    wait for copies of the state that the update changes, and for snapshots that lag too far behind
+    flush           take what is not saved yet, and write it to storage
 
-No collective is added to an iteration.  Buffers rotate identically on all workers (:mod:`moc.snapshot.rotation`).
+Waits count as stalls.  The vote of each iteration carries the progress of every worker, so no collective is added.
+Buffers rotate identically on all workers (:mod:`moc.snapshot.rotation`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from moc.faults import reach
-from moc.policy import Load, SnapshotPlan
-from moc.runtime.agreement import first_reported, run_on_rank0, sum_over_workers
+from moc.policy import SnapshotPlan
+from moc.runtime.agreement import first_reported, run_on_all, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
 from moc.session.queues import PER_VOTE, Queues, Taken, started, told_of
@@ -28,6 +29,7 @@ from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot
 from moc.session.settings import Settings
 from moc.session.storage_health import StorageHealth, tolerable
+from moc.session.stored import Stored
 from moc.session.tiers import copy_to_storage
 from moc.snapshot.rotation import Rotation
 from moc.state.record import Position, StepRecord
@@ -46,12 +48,7 @@ Describer = Callable[[Position, StepRecord | None], dict]
 class Snapshots:
     """Takes snapshots; every worker calls every method but :meth:`close`.
 
-    Args:
-        parts: components of this generation.
-        settings: whether training waits for snapshots, and whether a failed save ends the run.
-        storage: health of storage.
-        start: where the run resumes.
-        describe: returns the non-tensor state for a position and the record of the iteration that led to it.
+    Every method may raise CheckpointError, then on all workers: something could not be saved.
     """
 
     def __init__(
@@ -59,24 +56,18 @@ class Snapshots:
     ):
         self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
         self._contents, self._saver, self._publisher = parts.contents, parts.saver, parts.publisher
-        self._peers = parts.peers
+        self._peers, self._memory = parts.peers, parts.tiers.memory
         self._tokens, self._tap, self._meter, self._report = parts.tokens, parts.tap, parts.meter, parts.report
         self._settings, self._storage, self._start, self._describe = settings, storage, start, describe
         self._carrying, self._queues = Carrying(parts.tiers, parts.policy), Queues()
         spare = SPARE + (parts.peers is not None)  # peers copy from one more
-        self._rotation = Rotation.of(spare, keep=parts.tiers.memory is not None, recovered=start.in_memory)
+        self._rotation = Rotation.of(spare, keep=self._memory is not None, recovered=start.in_memory)
+        self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
         """By iteration, recent snapshots, kept in case their publisher or a writer dies."""
         self._failure: str | None = None
-        self._newest = start.newest
-        self._newest_is_complete = not (start.experts or start.newer or start.before)  # else it lacks experts
-        self._stored = None if start.newest in start.in_memory else start.newest
-        self._in_memory: Taken | None = None
+        self._in_memory: Taken | None = None  # the newest snapshot that is safe there
         self._superseded: int | None = None  # memory supersedes snapshots before this iteration
-        self._broken_window: int | None = None  # first snapshot of a window that storage lacks in part
-        self._base_lost = self._base_asked = False  # storage lacks the full snapshot
-        self._problem = ""  # the last reason why a snapshot did not get to storage
-        self._stores_since: int | None = None  # first snapshot of the window that also goes to storage
         self._position, self._record = start.position, start.record  # of the last completed iteration
 
     def reserve(self) -> None:
@@ -84,51 +75,32 @@ class Snapshots:
 
         Each holds a full snapshot.  For a memory tier with windows, only one is allocated, for the first and the last
         snapshot of a run; the number and size of the others become known as snapshots are taken.
-
-        Raises:
-            CheckpointError: on all workers, if one of them has too little memory.
         """
         share = self._contents.share(self._policy.everything(0).operators)
         recovered, keeps = len(self._rotation.slots), self._rotation.keep
         count = 1 if self._policy.replays and keeps else self._rotation.spare + (keeps and not recovered)
-        failure = None
-        try:
+
+        def allocate() -> None:
             for number in range(recovered, recovered + count):
                 self._saver.reserve(number, share)
-        except CheckpointError as error:
-            failure = str(error)
-        if failure := first_reported(failure):
-            raise CheckpointError(failure)
+
+        run_on_all(allocate, "cannot allocate memory for snapshots")
 
     def take_again(self) -> None:
-        """Takes the lost snapshot of the resumed position again, if there was one: the policy counts it as taken.
-
-        Raises:
-            CheckpointError: on all workers; something could not be saved.
-        """
+        """Takes the lost snapshot of the resumed position again, if there was one: the policy counts it as taken."""
         plan = self._start.again
         if plan is not None:
-            self._newest, self._newest_is_complete = plan.iteration, plan.complete
+            self._stored.begins(plan)
             self._copy(plan, self._for_storage(plan))
             if self._settings.blocking:
                 self._wait_until_safe()
 
     def take(self, position: Position, record: StepRecord | None) -> None:
-        """Starts a snapshot of the completed iteration if the policy plans one; weights must be gathered.
-
-        Args:
-            position: after the completed iteration.
-            record: of that iteration.
-
-        Raises:
-            CheckpointError: on all workers; something could not be saved.
-        """
+        """Starts a snapshot of the completed iteration if the policy plans one; weights must be gathered."""
         self._position, self._record = position, record
-        if self._lacks_base and not (self._base_asked or self._storage.rests or self._storage.closed):
-            self._policy.storage_lost()
-            self._base_asked = True
-        plan = self._policy.plan(position.iteration, self._load)
-        if self._tiers.memory is None and self._storage.rests:
+        self._stored.ask_for_base(position.iteration)
+        plan = self._policy.plan(position.iteration, self._tokens and self._tokens.load)
+        if self._memory is None and self._storage.rests:
             plan = None  # no tier would take it
         if plan is not None:
             with self._meter.stalling():
@@ -148,11 +120,7 @@ class Snapshots:
         return self._tap.ballot() | queues | self._storage.ballot() | failed | self._meter.ballot()
 
     def on_vote(self, tally: dict[str, float]) -> None:
-        """Acts on the progress of all workers.
-
-        Raises:
-            CheckpointError: on all workers; something could not be saved.
-        """
+        """Acts on the progress of all workers."""
         self._meter.on_vote()
         # publishing in memory counts as a stall; otherwise nothing may count, since --snapshot-interval auto
         # measures undisturbed iterations
@@ -167,7 +135,7 @@ class Snapshots:
         if self._behind:
             with self._meter.stalling():
                 while self._behind:
-                    self._wait_and_vote(for_storage=self._tiers.memory is None)
+                    self._wait_and_vote(for_storage=self._memory is None)
         if self._queues.copying:
             with self._meter.stalling():
                 for taken in self._queues.copying:
@@ -183,23 +151,19 @@ class Snapshots:
         self._wait_and_vote()
 
     def flush(self) -> None:
-        """Ends the run in good order: saves its state to storage, and frees the node's memory.
-
-        Raises:
-            CheckpointError: on all workers; something could not be saved, even after retries.
-        """
+        """Ends the run in good order: saves its state to storage, with retries, and frees the node's memory."""
         self._bring_everything()
         for pause in LAST_TRIES_S:
-            if self._is_stored:
+            if self._stored.has(self._position.iteration):
                 break
             time.sleep(pause)
             self._bring_everything()
-        if not self._is_stored:
+        if not self._stored.has(self._position.iteration):
             raise CheckpointError(self._not_stored())
         if self._peers is not None:
             self._peers.quiesce()
-        if self._tiers.memory is not None and self.memory_is_free and self._tiers.leads_node:
-            self._tiers.memory.clear()
+        if self._memory is not None and self.memory_is_free and self._tiers.leads_node:
+            self._memory.clear()
         self._tap.delete()
         self._report.end(self._tokens)
 
@@ -211,12 +175,12 @@ class Snapshots:
     @property
     def memory_is_free(self) -> bool:
         """Whether a memory tier exists and holds nothing that storage lacks; identical on all workers."""
-        return self._tiers.memory is not None and self._newest == self._stored
+        return self._memory is not None and self._stored.begun == self._stored.newest
 
     @property
     def storage_fails(self) -> bool:
         """Whether the last snapshot meant for storage failed to get there; identical on all workers."""
-        return bool(self._problem)
+        return bool(self._stored.problem)
 
     def close(self) -> None:
         """Stops carrying experts."""
@@ -226,29 +190,15 @@ class Snapshots:
     def _behind(self) -> bool:
         """Whether the current iteration must wait for a snapshot to be safe before it completes."""
         most = self._settings.most_behind
-        if most is None:
-            return False
-        assert self._position is not None  # set before the update
-        not_safe = self._queues.not_safe(safe_in_memory=self._tiers.memory is not None)
-        return any(self._position.iteration - taken.plan.iteration >= most for taken in not_safe)
-
-    @property
-    def _lacks_base(self) -> bool:
-        """Whether storage, beside a memory tier, lacks the full snapshot that partial ones need."""
-        assert self._position is not None  # set by the last update
-        return self._tiers.memory is not None and (
-            self._base_lost or self._policy.stores(self._policy.everything(self._position.iteration))
-        )
-
-    @property
-    def _load(self) -> Load | None:
-        return self._tokens.load if self._tokens is not None else None
+        not_safe = self._queues.not_safe(safe_in_memory=self._memory is not None)
+        return most is not None and any(self._position.iteration - one.plan.iteration >= most for one in not_safe)
 
     def _begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        self._newest, self._newest_is_complete = plan.iteration, plan.complete
+        """Starts a snapshot, in a buffer that training waits for."""
+        self._stored.begins(plan)
         self._tell_policy(plan, storage)  # now: if a worker is lost before it starts, it is taken again
         while self._rotation.free() is None:
-            self._wait_and_vote(for_storage=self._tiers.memory is None)
+            self._wait_and_vote(for_storage=self._memory is None)
         window = self._policy.window_length
         self._rotation = self._rotation.trimmed(window)
         self._saver.trim(max(len(self._rotation.slots), self._rotation.needs(window)))
@@ -261,15 +211,8 @@ class Snapshots:
             self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         try:
             share, entries = self._contents.share(plan.operators), self._contents.entries(plan.operators)
-            snapshot = self._saver.take(
-                slot,
-                plan.iteration,
-                share,
-                entries,
-                others,
-                in_memory,
-                self._carrying.begin(plan) if in_memory else None,
-            )
+            carried = self._carrying.begin(plan) if in_memory else None
+            snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried)
         except CheckpointError as error:
             self._failure = str(error)  # the next vote tells the others
             return
@@ -285,46 +228,22 @@ class Snapshots:
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
 
-    def _begin_everything(self) -> None:
-        """Takes a full snapshot at the end of a run; no other is pending or follows."""
-        iteration = self._position.iteration
-        everything = self._policy.everything(iteration)
-        with self._trying():
-            run_on_rank0(lambda: self._tiers.storage.remove(iteration), "cannot replace a partial snapshot")
-        if not self._rotation.holds(iteration):
-            self._begin(everything, everything)
-            return
-        # memory needs the partial snapshot of this iteration, so the full one goes to storage alone
-        self._newest, self._newest_is_complete = iteration, True
-        self._tell_policy(everything, everything)
-        self._copy(everything, everything, in_memory=False)
-
     def _for_storage(self, plan: SnapshotPlan) -> SnapshotPlan | None:
-        """Returns the part of a new snapshot that goes to storage."""
-        if self._tiers.memory is None:
-            return plan
-        wanted = plan.complete if self._lacks_base else self._storage.is_due(plan.iteration)
-        if plan.since == plan.iteration and wanted and self._may_go_to_storage:
-            self._storage.begins(plan.iteration)
-            self._stores_since = plan.since
-        elif plan.complete:
-            self._base_asked = False
-        return self._policy.for_storage(plan) if self._stores_since == plan.since else None
+        """Returns the part of a new snapshot that goes to storage.
+
+        One at a time: a snapshot being written keeps its buffers for as long as it takes.  One more may wait for its
+        manifest.
+        """
+        on_its_way = self._rotation.persisting or len(self._queues.publishing) > 1
+        begun = any(taken.storage is not None for taken in self._queues.copying)
+        return self._stored.part_of(plan, has_buffer=not (on_its_way or begun))
 
     def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
-        self._policy.on_snapshot(plan, self._load)
+        self._policy.on_snapshot(plan, self._tokens and self._tokens.load)
         if storage is not None:
             self._policy.on_stored(storage)
         if self._tokens is not None:
             self._tokens.begun(plan, storage)
-
-    def _bring_to_storage(self, taken: Taken) -> None:
-        """Writes a snapshot of this iteration from memory to storage, in full."""
-        self._rotation = self._rotation.persist(taken.plan.iteration)
-        self._policy.on_stored(taken.plan)
-        if self._tokens is not None:
-            self._tokens.brought_to_storage(taken.plan)
-        self._persist(dataclasses.replace(taken, storage=taken.plan))
 
     def _persist(self, taken: Taken) -> None:
         assert taken.storage is not None  # the caller writes to storage
@@ -333,7 +252,7 @@ class Snapshots:
         self._queues.writing.append(taken)
 
     def _wait_until_safe(self) -> None:
-        in_memory = self._tiers.memory is not None
+        in_memory = self._memory is not None
         while self._queues.not_safe(safe_in_memory=in_memory) or (self._queues.publishing and not in_memory):
             self._wait_and_vote(for_storage=not in_memory)
         self._wait_and_vote()
@@ -343,8 +262,9 @@ class Snapshots:
         self._hear(sum_over_workers(self.ballot(), self._world))
 
     def _hear(self, tally: dict[str, float]) -> None:
+        """Acts on a vote, of an iteration or extra."""
         self._rotation = self._rotation.voted()
-        self._report.stalled(self._newest, self._meter.hear(tally))
+        self._report.stalled(self._stored.begun, self._meter.hear(tally))
         if tally["snapshot_failed"]:
             raise CheckpointError(first_reported(self._find_failure()))
         self._tap.on_vote(tally)
@@ -360,6 +280,15 @@ class Snapshots:
             if self._all_have("published", told):
                 self._all_published(self._queues.publishing.popleft(), told)
 
+    def _give_up_older(self) -> None:
+        """Gives up older snapshots; a vote has passed since the newest was published, so all nodes have it."""
+        if self._superseded is not None and self._tiers.leads_node:
+            with self._remembering_failure():
+                self._carrying.give_up_before(self._superseded)
+                if self._peers is not None:
+                    self._peers.give_up_older(self._superseded)
+        self._superseded = None
+
     def _all_have(self, done: str, told: dict[str, float]) -> bool:
         return told[f"snapshot_{done}"] == self._world.size
 
@@ -369,7 +298,7 @@ class Snapshots:
         self._report.snapshot(iteration, told, self._world.size)
         if not taken.snapshot.in_memory:
             return  # it is safe once written
-        if self._tiers.memory is not None and self._tiers.leads_node:
+        if self._memory is not None and self._tiers.leads_node:
             # now: until the next vote no worker may overwrite the previous snapshot
             with self._remembering_failure():
                 self._publisher.in_memory(taken.plan, taken.state)
@@ -393,31 +322,11 @@ class Snapshots:
         self._rotation = self._rotation.complete(taken.plan.iteration)
         if self._tokens is not None:
             self._tokens.snapshotted(taken.plan.iteration)
-        if self._tiers.memory is not None:
+        if self._memory is not None:
             if taken.plan.supersedes is not None:
                 self._superseded = taken.plan.supersedes
             self._in_memory = taken
             self._tap.on_stored(taken.plan)
-
-    def _give_up_older(self) -> None:
-        """Gives up older snapshots; a vote has passed since the newest was published, so all nodes have it."""
-        if self._superseded is not None and self._tiers.leads_node:
-            with self._remembering_failure():
-                self._carrying.give_up_before(self._superseded)
-                if self._peers is not None:
-                    self._peers.give_up_older(self._superseded)
-        self._superseded = None
-
-    @property
-    def _may_go_to_storage(self) -> bool:
-        """Whether a buffer is free for a snapshot that goes to storage, and storage accepts one.
-
-        One at a time: a snapshot being written keeps its buffers for as long as it takes.  One more may wait for its
-        manifest.
-        """
-        on_its_way = self._rotation.persisting or len(self._queues.publishing) > 1
-        begun = any(taken.storage is not None for taken in self._queues.copying)
-        return not (on_its_way or begun or self._storage.rests or self._storage.closed)
 
     def _all_written(self, taken: Taken, told: dict[str, float]) -> None:
         """Every rank has written its part; if one failed, all give the snapshot up."""
@@ -439,59 +348,65 @@ class Snapshots:
         if told["snapshot_unpublished"]:
             self._give_up(taken, started(taken.published))
             return
-        iteration, self._problem = taken.plan.iteration, ""
-        self._base_lost = self._base_lost and not (taken.storage and taken.storage.complete)
-        if not self._base_lost:
-            self._stored = iteration
-        self._storage.on_stored(iteration)
-        if self._tiers.memory is None and taken.plan.since != self._broken_window:
+        self._stored.published(taken)
+        if self._memory is None and not self._stored.is_broken(taken.plan):
             self._tap.on_stored(taken.plan)
         if self._tokens is not None:
-            self._tokens.persisted(iteration)
+            self._tokens.persisted(taken.plan.iteration)
 
     def _give_up(self, taken: Taken, done: Future) -> None:
         """Gives up a snapshot that could not be saved to storage; all workers learn of it in the same vote."""
-        iteration, error = taken.plan.iteration, tolerable(done)
-        self._problem = first_reported(None if error is None else str(error))
+        error = tolerable(done)
+        self._stored.problem = first_reported(None if error is None else str(error)) or ""
         if self._settings.stops:
-            raise CheckpointError(self._problem)
-        self._storage.failed(iteration, self._problem or "")
+            raise CheckpointError(self._stored.problem)
+        self._stored.failed(taken)
         if self._world.rank == 0:
-            self._publisher.gives_up(iteration)
-        if iteration == self._newest and not (self._tiers.memory is not None and taken.snapshot.in_memory):
-            self._newest_is_complete = False
-        self._broken_window, self._stores_since = taken.plan.since, None
-        if not self._policy.exact and taken.storage and taken.storage.complete:
-            self._base_lost, self._base_asked = True, False
-        if self._tiers.memory is None:
-            self._policy.begin_anew()
-
-    @property
-    def _is_stored(self) -> bool:
-        return self._position.iteration == 0 or (self._stored == self._newest and self._newest_is_complete)
-
-    def _not_stored(self) -> str:
-        iteration = self._position.iteration
-        newest = "none is there" if self._stored is None else f"the newest one there is of iteration {self._stored}"
-        kept = "" if self._in_memory is None else f", and of iteration {self._in_memory.plan.iteration} in memory"
-        return f"the last state, of iteration {iteration}, could not be saved: {self._problem} ({newest}{kept})"
+            self._publisher.gives_up(taken.plan.iteration)
 
     def _bring_everything(self) -> None:
-        position = self._position
+        stored, iteration = self._stored, self._position.iteration
         self.finish()
-        if position.iteration != 0 and (position.iteration != self._newest or not self._newest_is_complete):
+        if iteration != 0 and (iteration != stored.begun or not stored.complete):
             self._begin_everything()
             self.finish()
-        if self._in_memory is not None and self._in_memory.plan.iteration != self._stored:
+        if self._in_memory is not None and self._in_memory.plan.iteration != stored.newest:
             self._bring_to_storage(self._in_memory)
             self.finish()
-        elif self._in_memory is None and self._newest != self._stored and self._tiers.memory is not None:
+        elif self._in_memory is None and stored.begun != stored.newest and self._memory is not None:
             # nothing was computed since the recovery
-            newest = self._newest or 0
-            way = [iteration for iteration in self._start.in_memory if iteration <= newest]
+            way = [iteration for iteration in self._start.in_memory if iteration <= (stored.begun or 0)]
             with self._trying():
                 copy_to_storage(way, self._tiers, self._policy)
-                self._stored = self._newest
+                stored.newest = stored.begun
+
+    def _begin_everything(self) -> None:
+        """Takes a full snapshot at the end of a run; no other is pending or follows."""
+        iteration = self._position.iteration
+        everything = self._policy.everything(iteration)
+        with self._trying():
+            run_on_rank0(lambda: self._tiers.storage.remove(iteration), "cannot replace a partial snapshot")
+        if not self._rotation.holds(iteration):
+            self._begin(everything, everything)
+            return
+        # memory needs the partial snapshot of this iteration, so the full one goes to storage alone
+        self._stored.begins(everything)
+        self._tell_policy(everything, everything)
+        self._copy(everything, everything, in_memory=False)
+
+    def _bring_to_storage(self, taken: Taken) -> None:
+        """Writes a snapshot of this iteration from memory to storage, in full."""
+        self._rotation = self._rotation.persist(taken.plan.iteration)
+        self._policy.on_stored(taken.plan)
+        if self._tokens is not None:
+            self._tokens.brought_to_storage(taken.plan)
+        self._persist(dataclasses.replace(taken, storage=taken.plan))
+
+    def _not_stored(self) -> str:
+        stored, iteration = self._stored, self._position.iteration
+        newest = "none is there" if stored.newest is None else f"the newest one there is of iteration {stored.newest}"
+        kept = "" if self._in_memory is None else f", and of iteration {self._in_memory.plan.iteration} in memory"
+        return f"the last state, of iteration {iteration}, could not be saved: {stored.problem} ({newest}{kept})"
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
@@ -501,7 +416,7 @@ class Snapshots:
         except CheckpointError as error:
             if self._settings.stops or isinstance(error, TakenError):
                 raise
-            self._problem = str(error)
+            self._stored.problem = str(error)
 
     @contextlib.contextmanager
     def _remembering_failure(self):

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from moc.session.components import Components
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
-from moc.session.resume.tidying import tidy_storage
+from moc.session.resume.resuming import tidy_storage
 from moc.session.settings import Settings
 from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble
@@ -38,12 +38,10 @@ class StorageHealth:
     """Tracks failures and delays of storage.
 
     Args:
-        name: of the storage.
         every: iterations between snapshots that go to storage beside a memory tier; None without such a tier, or for
             none.
         late_after: iterations, at least, that a snapshot may be on its way before the next one counts as skipped.
         newest: iteration of the newest snapshot in storage; None if there is none.
-        log: receives messages and events.
         prepare: starts to prepare storage beside training, on the one worker that does; nothing goes there before.
     """
 
@@ -108,12 +106,7 @@ class StorageHealth:
             self._log.message(f"WARNING: {self._name} has been waited for {seconds:.0f} s; {self._newest_there()}")
 
     def passes(self, iteration: int, under_way: int | None) -> None:
-        """An iteration has completed; warns if a snapshot was due for storage while an earlier one is being written.
-
-        Args:
-            iteration: iterations completed.
-            under_way: iteration of the snapshot on its way to storage; None if there is none.
-        """
+        """An iteration has completed; warns if a snapshot was due for storage while another is on its way there."""
         if under_way is None or self._late_after is None:
             return
         missed = (iteration - under_way) // self._late_after
@@ -203,15 +196,7 @@ class StorageHealth:
 
 
 def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: Listener, beside: bool) -> StorageHealth:
-    """Builds the health tracker of storage.
-
-    Args:
-        settings: where snapshots go, and how.
-        parts: components of this generation.
-        start: where the run resumes.
-        log: receives messages and events.
-        beside: the run resumes from memory: storage is taken and cleaned up beside training.
-    """
+    """Builds the health tracker; with ``beside``, storage is taken and cleaned up beside training."""
 
     def make_ready() -> None:
         parts.tiers.storage.take()

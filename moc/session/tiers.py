@@ -130,13 +130,8 @@ def check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier
     """Refuses state replicated across nodes: only one node would save it, and only in its own memory.
 
     Compute weights and router biases follow the optimizer: a rank that does not load them receives them from its
-    data-parallel peers.
-
-    Args:
-        items: the whole state of this rank's pipeline stage.
-        slices: ranks that hold the tensor-parallel slices of this rank's state.
-        tiers: where snapshots go.
-        tier: its name on the command line.
+    data-parallel peers.  ``items`` is the whole state of this pipeline stage, ``slices`` the ranks that hold its
+    tensor-parallel slices.
 
     Raises:
         CheckpointError: there is such state.

@@ -28,13 +28,7 @@ class Raised(NamedTuple):
 
 
 class TokenTracker:
-    """Keeps the ledger; every worker calls every method.
-
-    Args:
-        engine: whose routers are counted.
-        train_iters: iterations of the whole training.
-        with_probabilities: also track the probabilities with which experts were chosen.
-    """
+    """Keeps the ledger; every worker calls every method."""
 
     def __init__(self, engine: Engine, train_iters: int, with_probabilities: bool = False):
         self._experts = {o.name: o.place for o in engine.operators if o.place is not None}
@@ -53,7 +47,7 @@ class TokenTracker:
         self._counts.close()
 
     def ballot(self) -> dict:
-        """Returns the counts of this worker's routers; see :class:`moc.session.participant.VoteParticipant`."""
+        """Returns the counts of this worker's routers; see :class:`moc.session.engine.VoteParticipant`."""
         return self._counts.take()
 
     def on_vote(self, tally: dict) -> None:
@@ -97,9 +91,7 @@ class TokenTracker:
     def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
         """The run resumes by a recovery path; returns by how much that raised the proportion of lost tokens.
 
-        Args:
-            way: which checkpoint each operator came from.
-            states: by checkpoint, the ledger stored with it.
+        ``states`` has, by checkpoint, the ledger stored with it.
         """
         self._counts.take()  # the ledger already has the replayed iterations
         ledgers = {key: Ledger.from_state(state) for key, state in states.items()}

@@ -13,11 +13,7 @@ from queue import SimpleQueue
 
 
 class Background:
-    """A daemon thread that runs actions one after the other, in the order of submission.
-
-    Args:
-        name: of the thread.
-    """
+    """A daemon thread that runs actions one after the other, in the order of submission."""
 
     def __init__(self, name: str):
         self._name, self._asked, self._starting = name, SimpleQueue(), threading.Lock()
@@ -26,12 +22,7 @@ class Background:
     def submit(self, action: Callable, *args) -> Future:
         """Queues an action; returns at once.
 
-        Args:
-            action: what to run.
-            args: its arguments.
-
-        Returns:
-            A future of its result or exception; it can be cancelled until the action starts.
+        The future has its result or exception, and can be cancelled until the action starts.
         """
         done: Future = Future()
         self._asked.put((done, action, args))
@@ -78,12 +69,9 @@ def background(name: str) -> Background:
 
 
 def within(seconds: float | None, action: Callable, *args):
-    """Returns the result of an action; None if it takes too long, and then it continues in the background.
+    """Returns the result of an action; None after ``seconds``, and then the action continues in the background.
 
-    Args:
-        seconds: time limit; None for no limit.
-        action: what to run.
-        args: its arguments.
+    Without a limit (None) it runs on this thread.
     """
     if seconds is None:
         return action(*args)

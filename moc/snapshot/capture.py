@@ -46,8 +46,7 @@ class Capture(ABC):
     def wait(self, opens: bool = True) -> None:
         """Returns once everything is copied; may be called from any thread, and repeatedly.
 
-        Args:
-            opens: open the gate, since the caller cannot continue before that; if False, the gate stays as it is.
+        It opens the gate, since the caller cannot continue before that; without ``opens``, the gate stays as it is.
         """
 
     @property

@@ -63,14 +63,7 @@ def _memory_of(fragment: Fragment) -> tuple[str, int]:
 
 
 class Contents:
-    """This rank's shares by the sharding rules; computed once per plan, since the views stay valid.
-
-    Args:
-        state: training state of this rank.
-        stage: what each rank of its pipeline stage holds.
-        rank: of this process.
-        scheme: sharding rules.
-    """
+    """This rank's shares by the sharding rules; computed once per plan, since the views stay valid."""
 
     def __init__(self, state: TrainingState, stage: StageHoldings, rank: int, scheme: Scheme):
         self._state, self._stage, self._rank, self._scheme = state, stage, rank, scheme

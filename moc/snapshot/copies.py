@@ -10,12 +10,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """One contiguous piece: flat tensors of equal length and dtype.
-
-    Attributes:
-        source: live memory.
-        target: host memory.
-    """
+    """One contiguous piece: flat tensors of equal length and dtype, from live memory to host memory."""
 
     source: torch.Tensor
     target: torch.Tensor

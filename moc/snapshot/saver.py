@@ -74,12 +74,7 @@ class Snapshot:
 class Saver:
     """Captures, seals and writes in threads; the futures of a snapshot raise their errors.
 
-    Args:
-        rank: of this process.
-        device: where the state lives.
-        memory: the tier in this node's memory, if any.
-        storage: the tier on disk or object storage, if any.
-        gate: can hold up copies for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
+    The gate can hold up copies for a while; see :class:`~moc.snapshot.capture.ThreadCapturer`.
     """
 
     def __init__(
@@ -174,9 +169,7 @@ class Saver:
     def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
         """Starts to write a snapshot to storage once it is sealed; returns at once.
 
-        Args:
-            snapshot: result of :meth:`take`.
-            operators: those to write, each at its detail; by default all.
+        It writes only the given operators, each at its detail; by default all.
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators)
         self._written = [*(one for one in self._written if not one.done()), snapshot.persisted]
@@ -184,11 +177,9 @@ class Saver:
     def close(self, patience: float = 0.0) -> None:
         """Ends pending work, and frees the buffers; files named in memory or storage stay.
 
-        Copied snapshots are sealed first, since others may have the matching parts.  Pending writes to storage are
-        abandoned: each keeps its memory until it ends, and is not reported.
-
-        Args:
-            patience: seconds that a started write may take to complete.
+        Copied snapshots are sealed first, since others may have the matching parts.  A started write to storage may
+        take ``patience`` seconds to complete; then it is abandoned, keeps its memory until it ends, and is not
+        reported.
         """
         self._capturer.close()
         begun = [one for one in self._written if not one.cancel()]

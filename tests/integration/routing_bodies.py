@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.pretraining.engine.routing import RouterCounts
-from moc.session.participant import VoteParticipant
+from moc.session.engine import VoteParticipant
 from tests.integration.bodies import with_run
 
 

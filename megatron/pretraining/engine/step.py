@@ -31,7 +31,7 @@ from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.progress import progress
 from moc.runtime.world import World
-from moc.session.participant import VoteParticipant
+from moc.session.engine import VoteParticipant
 from moc.state.record import StepRecord, mean_loss
 
 

@@ -28,11 +28,11 @@ from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported
 from moc.runtime.world import World
-from moc.session.tap import NoTap
+from moc.session.engine import PipelineTap
 from moc.store.errors import CheckpointError, MissingRegionError
 
 
-class UpstreamTap(NoTap):
+class UpstreamTap(PipelineTap):
     """The boundaries of this worker's stage; the base class leaves communication to megatron-core."""
 
     @contextlib.contextmanager

@@ -39,7 +39,6 @@ class ResumeResult:
 
     Attributes:
         plan: by which all workers reached it.
-        position: its iteration and samples.
         record: of the iteration that led there, if known.
         held: checkpoints that are still of use.
     """
@@ -54,10 +53,6 @@ class SnapshotLoader:
     """Loads into this worker's model and optimizer; every method is collective, and fails on all workers alike.
 
     Args:
-        engine: whose state is filled.
-        parts: components of this generation.
-        remains: what this worker kept from the previous generation.
-        log: receives messages and events.
         only: iteration of the snapshot to start from; None for the newest.
     """
 
@@ -77,8 +72,7 @@ class SnapshotLoader:
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
         """Finds the available checkpoints; reports those in storage that cannot be read.
 
-        Args:
-            left: what workers still have; if that and memory suffice to resume, nothing waits for a hanging storage.
+        If what workers still have and memory suffice to resume, nothing waits for a hanging storage.
         """
         held, problems = self._look(left)
         for problem in problems:
@@ -103,8 +97,7 @@ class SnapshotLoader:
         there = []
         for tier, store in ((MEMORY, self._memory), (BEFORE, self._tiers.before)):
             here = look(store)[0] if store is not None and self._leads_node else []
-            nodes = [[Summary(*one) for one in node] for node in gather(here)]
-            there += in_memory(nodes, self._policy.operators, tier)
+            there += in_memory(gather(here), self._policy.operators, tier)
         return there
 
     def _in_storage(self, patient: bool) -> tuple[list[AvailableCheckpoint], list[str]]:
@@ -114,11 +107,11 @@ class SnapshotLoader:
         self._unseen = seen is None
         if self._unseen:
             self._log.message(
-                f"WARNING: {name} has not answered for {LOOKING_S:.0f} s: the run goes on from memory without it"
+                f"WARNING: {name} has not answered for {LOOKING_S:.0f} s: the run resumes from memory without it"
             )
             return [], []
         stored, problems = seen
-        return in_storage(Summary(*one) for one in stored), problems
+        return in_storage(stored), problems
 
     def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
         """Takes ownership of storage, so that no older generation can publish, and lists it.
@@ -136,16 +129,13 @@ class SnapshotLoader:
     def load(
         self, held: list[AvailableCheckpoint], oldest: int | None, left: Survivors, mine: LocalRemains | None
     ) -> ResumeResult | None:
-        """Fills model, optimizer and schedule by the newest plan that succeeds.
+        """Fills model, optimizer and schedule by the newest plan that succeeds; returns None if there is no plan.
 
         Args:
             held: available checkpoints.
             oldest: iteration of a dense checkpoint, preferred to older snapshots; None if there is none.
             left: what workers still have.
             mine: what this worker has left, which it loses if it loads.
-
-        Returns:
-            None if there is no plan.
 
         Raises:
             CheckpointError: there are checkpoints, but none is complete, and no dense one either; or they are of
@@ -339,9 +329,9 @@ class SnapshotLoader:
         kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
         source = f"from {tier}" if plan.way else "from one another"
         for stage, course in sorted(plan.courses.items()):
-            went_on = f"went on from iteration {course.begin} and " if course.goes_on else ""
+            continued = f"continued from iteration {course.begin} and " if course.goes_on else ""
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
-            kept += f"stage {stage} {went_on}computed {what} again by itself; "
+            kept += f"stage {stage} {continued}replayed {what} by itself; "
         self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source} in {seconds:.2f} s")
 
 

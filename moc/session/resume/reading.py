@@ -39,12 +39,7 @@ Problem = tuple[Key, str, list[str] | None]
 
 
 class Damage(NamedTuple):
-    """What is wrong with a checkpoint.
-
-    Attributes:
-        text: for people.
-        operators: that it cannot provide; None for all.
-    """
+    """What is wrong with a checkpoint, for people, and the operators that it cannot provide; None for all."""
 
     text: str
     operators: frozenset[str] | None
@@ -54,8 +49,6 @@ class SnapshotReader:
     """Reads into the state of this worker; communicates with no other worker.
 
     Args:
-        engine: whose state is filled.
-        tiers: where snapshots are.
         exact: damage makes all of a checkpoint useless; otherwise its undamaged operators stay of use.
     """
 

@@ -25,16 +25,7 @@ from moc.store.manifest import Manifest
 
 
 class Rebuilder:
-    """Brings this worker's state to the iteration of a plan; every method is collective.
-
-    Args:
-        engine: whose state is filled.
-        reader: of snapshots.
-        replayer: replays iterations.
-        records: step records of recent iterations, as far as this worker knows them.
-        repair: saves again what lost workers had not saved.
-        log: receives messages and events.
-    """
+    """Brings this worker's state to the iteration of a plan; every method is collective."""
 
     def __init__(
         self,
@@ -50,10 +41,7 @@ class Rebuilder:
         self._log = log
 
     def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
-        """Loads and replays what a plan says.
-
-        Args:
-            plan: identical on all workers.
+        """Loads and replays what a plan, identical on all workers, says.
 
         Returns:
             The manifests that this worker has read; and by checkpoint what is wrong with it, if anything.
@@ -73,11 +61,7 @@ class Rebuilder:
         return manifests, self._follow(plan, course, manifests, fragments)
 
     def tell(self, cut_off: bool = False) -> None:
-        """Reports replayed iterations.
-
-        Args:
-            cut_off: the replay ended early, by another loss or a damaged snapshot.
-        """
+        """Reports replayed iterations; ``cut_off`` if another loss or a damaged snapshot ended the replay early."""
         for one in self._replayer.repeated():
             self._log.events.write(
                 "replay",
@@ -92,18 +76,15 @@ class Rebuilder:
             )
             if one.exact is False:
                 self._log.message(
-                    f"WARNING: iteration {one.iteration}, computed again, has {one.is_not}. Layout, data or flags are "
-                    "others than it was saved with: the run that goes on is not bit-identical to the one that was"
+                    f"WARNING: replayed iteration {one.iteration} has {one.is_not}. Layout, data or flags differ from "
+                    "those of the original run: this one is not bit-identical to it"
                 )
 
     def restore_moment(self, saved: Mapping, steps: Mapping[str, int], operators: Iterable[str], where: str) -> None:
         """Restores the non-tensor state that belongs to operators, after these are loaded.
 
-        Args:
-            saved: non-tensor state of the snapshot.
-            steps: by operator, the updates that its moments have seen.
-            operators: that were loaded.
-            where: the snapshot, for messages.
+        ``saved`` is that of the snapshot that ``where`` names, and ``steps`` has by operator the updates that its
+        moments have seen.
         """
         self._state.gather_weights()
         # stale experts count the run's updates, not their own, as the published systems have it

@@ -20,11 +20,6 @@ from moc.store.errors import CheckpointError
 class Repair:
     """Saves this worker's missing parts; the publisher finds them beside the parts of the others.
 
-    Args:
-        world: this worker's place.
-        contents: this worker's share of each plan.
-        tiers: where snapshots go.
-
     Attributes:
         failure: what could not be saved, and why; None if nothing failed.
     """
@@ -37,11 +32,7 @@ class Repair:
 
     @contextlib.contextmanager
     def of(self, torn: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
-        """Context of a replay that may pass incomplete snapshots.
-
-        Args:
-            torn: by iteration, the planned operators of the whole model.
-        """
+        """Context of a replay that may pass incomplete snapshots, given by iteration with their planned operators."""
         self._torn = torn
         self._saver = Saver(self._world.rank, self._world.device, self._tiers.memory, self._tiers.storage)
         with contextlib.closing(self._saver):

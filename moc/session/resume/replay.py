@@ -37,12 +37,7 @@ from moc.store.errors import CheckpointError
 
 
 class Reached(NamedTuple):
-    """A state between two replayed iterations.
-
-    Attributes:
-        position: of the state.
-        frozen: operators that lag behind this position, since they had not been loaded in full before it.
-    """
+    """A state between two replayed iterations; ``frozen`` operators lag behind it, not loaded in full before it."""
 
     position: Position
     frozen: frozenset[str] = frozenset()
@@ -127,11 +122,8 @@ class Replayer:
     def compute(self, position: Position, record: StepRecord, frozen: Collection[str], stages: Collection[int]) -> None:
         """Replays the iteration after a position.
 
-        Args:
-            position: of this worker's state.
-            record: of the iteration.
-            frozen: operators that do not learn.
-            stages: that replay it while others serve it; empty if all stages replay it.
+        Operators in ``frozen`` do not learn.  ``stages`` replay it while others serve it; if empty, all stages replay
+        it.
         """
         reach("replaying", record.iteration)
         begun = time.perf_counter()
@@ -218,11 +210,7 @@ def _freeze_one_by_one(state: TrainingState) -> None:
 
 
 def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
-    """Returns the step record stored with a snapshot.
-
-    Args:
-        saved: non-tensor state of the snapshot.
-        where: the snapshot, for the message.
+    """Returns the step record in the non-tensor state of the snapshot that ``where`` names.
 
     Raises:
         CheckpointError: there is none.
@@ -230,9 +218,7 @@ def record_of(saved: Mapping[str, Any], where: str) -> StepRecord:
     try:
         return StepRecord(**saved["record"])
     except (KeyError, TypeError):
-        raise CheckpointError(
-            f"{where} does not tell how its iteration was clipped, so it cannot be computed again"
-        ) from None
+        raise CheckpointError(f"{where} has no step record, so its iteration cannot be replayed") from None
 
 
 def is_repeated(loss: float, rate: float, record: StepRecord) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
@@ -14,8 +15,7 @@ from moc.session.engine import Engine, Listener
 from moc.session.resume.loading import ResumeResult, SnapshotLoader
 from moc.session.resume.point import NoRecoveryPoint, ResumePoint
 from moc.session.resume.survivors import LocalRemains, Survivors, publish_what_is_whole, survivors
-from moc.session.resume.tidying import tidy_memory, tidy_storage
-from moc.session.tiers import LOOKING_S
+from moc.session.tiers import LOOKING_S, Tiers
 from moc.state.record import Position
 
 
@@ -85,11 +85,32 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
         policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
     return ResumePoint(
-        loaded.position,
-        loaded.record,
-        there.newest,
-        there.in_memory,
-        *stays,
-        again=there.again,
-        begun=begun,
+        loaded.position, loaded.record, there.newest, there.in_memory, *stays, again=there.again, begun=begun
     )
+
+
+def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
+    """Sets aside newer snapshots, and removes unpublished leftovers of killed jobs; on rank 0."""
+    for newer in tiers.storage.iterations():
+        if newer > start.position.iteration:
+            tiers.storage.set_aside(newer)
+    tiers.storage.clear_unpublished()
+
+
+def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
+    """Moves newer snapshots aside in this node's memory, and removes useless ones; on the node's leading worker."""
+    if tiers.memory is not None and tiers.leads_node:
+        tiers.memory.place.remove("slots")
+        before = tiers.before
+        assert before is not None  # set with a memory tier
+        for other in before.iterations():
+            if other not in start.before:
+                before.remove(other)
+        for other in tiers.memory.iterations():
+            if other in start.newer:
+                before.remove(other)
+                tiers.memory.move(other, before)
+            elif other not in (*start.in_memory, *start.experts):
+                tiers.memory.remove(other)
+        Carrier(tiers.memory, ()).delete()
+        tiers.memory.clear_unpublished()

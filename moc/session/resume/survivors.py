@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,19 +16,11 @@ from moc.session.resume.replay import ReplayProgress
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.state.record import Position, Records
-from moc.store.store import Store
-
-_PROBLEM = "cannot publish what all workers had saved"
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """The state of a worker between two iterations, apart from its tensors.
-
-    Attributes:
-        position: iterations and samples completed.
-        state: the non-tensor state, as in snapshots.
-    """
+    """The state of a worker between two iterations: its position, and the non-tensor state, as in snapshots."""
 
     position: Position
     state: Mapping
@@ -36,12 +28,7 @@ class LiveState:
 
 @dataclass(frozen=True)
 class StartedSnapshot:
-    """A recent snapshot that some worker may not have saved, or not reported.
-
-    Attributes:
-        operators: planned operators of the whole model.
-        state: its non-tensor state.
-    """
+    """Planned operators of the whole model, and non-tensor state, of a snapshot that some worker may not have saved."""
 
     operators: Mapping[str, Detail]
     state: dict
@@ -103,12 +90,7 @@ class Survivors:
 
 
 def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
-    """Exchanges what each worker has left; a collective call.
-
-    Args:
-        remains: what this worker has left.
-        engine: of this worker.
-    """
+    """Exchanges what each worker has left; a collective call."""
     world = engine.world
     own = remains.live if remains.trained else None
     at = own.position.iteration if own is not None else None
@@ -156,22 +138,14 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
     off, or the publisher is lost, the reports beside the parts prove it whole, so the job need not go back to an
     earlier snapshot.
     """
-    in_memory = tiers.memory is not None
     store, ranks = (tiers.storage, range(world.size)) if tiers.memory is None else (tiers.memory, tiers.node)
-    publishes = tiers.leads_node if in_memory else world.rank == 0
+    publishes = world.rank == 0 if tiers.memory is None else tiers.leads_node
+
+    def publish(iteration: int, state: dict) -> None:
+        if publishes and iteration not in store.iterations():
+            publisher.reported(store, iteration, state, ranks)
+
     begun = {iteration: one.state for iteration, one in left.begun.items()}
     for iteration, state in sorted({**begun, **left.states}.items()):
-        whole = not publishes or store.has_all(iteration, ranks)
-        if all(gather(whole)):
-            run_on_all(
-                partial(_publish, publisher, store, iteration, state, ranks) if publishes else _nothing, _PROBLEM
-            )
-
-
-def _publish(publisher: Publisher, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
-    if iteration not in store.iterations():
-        publisher.reported(store, iteration, state, ranks)
-
-
-def _nothing() -> None:
-    """Another worker publishes."""
+        if all(gather(not publishes or store.has_all(iteration, ranks))):
+            run_on_all(partial(publish, iteration, state), "cannot publish what all workers had saved")

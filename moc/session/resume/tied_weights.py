@@ -24,10 +24,8 @@ def saved_elsewhere(fragment: Fragment) -> bool:
 def give_to_other_stages(state: TrainingState, fragments: Iterable[Fragment], takes: bool) -> None:
     """Fills the part of this worker's state that other stages save, from what they have loaded; a collective call.
 
-    Args:
-        state: of this worker.
-        fragments: loaded by all workers, except those that are :func:`saved_elsewhere`.
-        takes: this worker receives the latter; False if it keeps its state.
+    All workers have loaded the fragments, except those that are :func:`saved_elsewhere`: a worker that ``takes``
+    receives these, another one keeps its state.
 
     Raises:
         ValueError: no stage saves a fragment.

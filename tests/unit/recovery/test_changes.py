@@ -33,7 +33,7 @@ def test_there_is_a_way_on_or_a_sentence(old, new, tier):
     way = next(recoveries(held, OPERATORS, policy.exact))
     why = refusal(held, policy, way.iteration)
     if old == "pec" and new != "pec":
-        assert f"--ckpt-policy {new} cannot go on from it: start once more with --ckpt-policy pec" in why
+        assert f"--ckpt-policy {new} cannot resume from it: start once more with --ckpt-policy pec" in why
         assert refusal(held, policy) == why and way.iteration == 1  # the first one of everything
         return
     assert why is None and way.iteration >= 7  # the end of a window

@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.lost_nodes import NodeInventory, NodePart, Restore, to_restore
+from moc.recovery.inventory import Summary
+from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
 from moc.state.operators import Operator
 
 FILES = {"a": 1, "b": 2, "c": 3}
@@ -16,7 +17,11 @@ FIRST, SECOND = {NAMES[0]: "full", NAMES[1]: "compute", NAMES[2]: "compute"}, di
 
 
 def parts(node, iterations, holding=lambda iteration: EVERYTHING):
-    return tuple(NodePart(iteration, WRITERS, FILES[node], holding(iteration)) for iteration in iterations)
+    return [part(iteration, WRITERS, FILES[node], holding(iteration)) for iteration in iterations]
+
+
+def part(iteration, writers, files, details):
+    return Summary(iteration, writers, files, {name: (detail, {}) for name, detail in details.items()})
 
 
 def has(node, own, holding=lambda iteration: EVERYTHING, **copies):
@@ -52,7 +57,7 @@ def test_two_lost_nodes():
 
 
 def test_parts_of_different_jobs_are_not_mixed():
-    other = NodeInventory((NodePart(9, 2, 1, EVERYTHING),), {})
+    other = NodeInventory([part(9, 2, 1, EVERYTHING)], {})
     assert back({"a": other, "b": has("b", [9], a=[9]), "c": has("c", [9])}) == [Restore("a", "b", 9)]
 
 
