@@ -66,13 +66,8 @@ def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
 def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
     """Restores the schedule of learning rate and weight decay.
 
-    Args:
-        scheduler: the schedule.
-        saved: its saved state.
-        where: the checkpoint, for the message.
-
     Raises:
-        CheckpointError: the flags define another schedule.
+        CheckpointError: the flags define another schedule than the checkpoint ``where``.
     """
     scheduler.num_steps = 0  # megatron-core adds the saved steps to the current ones
     try:
@@ -121,7 +116,7 @@ def _products(config: Config) -> str | None:
     precision = config.mixed_precision
     if precision.fp8_format is None:
         return None
-    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.transformer_impl]
+    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.network.transformer_impl]
     return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of {whose}"
 
 
