@@ -30,10 +30,6 @@ def pretrain(config: Config, providers: Providers) -> int:
     A worker is built once.  When another worker is lost, it resumes from its live state if the recovery plan keeps
     that, else from a snapshot (:mod:`moc.recovery.plan`).
 
-    Args:
-        config: the flags.
-        providers: model, data and forward step.
-
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state is saved; restart to resume).
     """
@@ -134,10 +130,7 @@ def collect_garbage_by_hand(run: TrainingRun) -> None:
 
 
 def give_back_memory() -> None:
-    """Returns free C heap memory to the system, where the C library can (glibc).
-
-    Each generation leaves holes of some MB in the heap that the next generation's set-up cannot reuse.
-    """
+    """Returns free C heap memory to the system (glibc only); set-up cannot reuse the holes of earlier generations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

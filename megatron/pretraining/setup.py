@@ -56,13 +56,9 @@ class WorkerParts:
     """The parts of a worker that are built once and survive the loss of other workers.
 
     Attributes:
-        chunks: the model chunks.
-        optimizer: their optimizer.
-        scheduler: the learning-rate schedule.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
-        auto: chooses the policy, with ``--ckpt-policy auto``.
         session: of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
@@ -136,9 +132,7 @@ class TrainingRun:
 
 
 def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> WorkerParts:
-    """Builds model, optimizer, data and logs.
-
-    Collective when all workers start together; a replacement for a lost worker builds alone.
+    """Builds model, optimizer, data and logs; a replacement for a lost worker builds alone.
 
     Raises:
         ConfigError, TokenizerError: something that the flags name is unusable.

@@ -54,10 +54,7 @@ _COUNTING = ("adam",)  # optimizers that count updates
 class DenseContents(ConvertedState):
     """A dense checkpoint.
 
-    Args:
-        directory: its ``iter_*`` directory.
-        trust: whether to read it although it has no manifest of this program.
-        advance: called with the number of bytes whose hash has been verified.
+    With ``trust`` it is read although it has no manifest of this program.
 
     Raises:
         CheckpointError: it is damaged, or not to be trusted.
@@ -85,17 +82,13 @@ class DenseContents(ConvertedState):
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`ConvertedState`."""
+        """A box of any slot."""
         if slot == PARAM:
             return self.weight(name, region)
         return read_region(self._regions, name, slot, region)
 
     def weight(self, name: str, region: Region) -> torch.Tensor:
-        """A box of a compute weight.
-
-        Raises:
-            CheckpointError: the checkpoint has no such weight.
-        """
+        """A box of a compute weight; raises CheckpointError if the checkpoint has no such weight."""
         place = self._places.get(name)
         if place is None:
             raise CheckpointError(f"there is optimizer state of {name}, but no weight: this is no whole checkpoint")
@@ -119,7 +112,7 @@ class DenseContents(ConvertedState):
                 advance(tensor.nbytes)
 
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
-        """See :class:`ConvertedState`; the weights are stored, so none is rounded."""
+        """The weights as they are stored: none is rounded."""
         alone = copy.copy(self)
         alone.tensors = list(self._without_owner(set()))
         alone.operators = _operators(alone.tensors, None)
@@ -190,9 +183,6 @@ def write_dense(
         dtype: the dtype that masters are rounded to; None if unknown.
         file_bytes: size at which the next file of weights starts.
         advance: called with the number of bytes written.
-
-    Returns:
-        The checkpoint's directory.
 
     Raises:
         CheckpointError: the model is incomplete, this iteration is saved already, or another save to the directory is

@@ -35,7 +35,7 @@ class StockPlace:
 
     Attributes:
         key: name of the stock tensor.
-        global_shape: shape of that tensor.
+        global_shape: its shape.
         region: the box of it that the tensor fills.
         stacked: number of its leading axes that index layers and experts; the box has one element along each.
     """
@@ -57,20 +57,12 @@ class StockPlace:
 
 
 def stacks_layers(shape: Mapping[str, object]) -> bool:
-    """Whether all layers of a model are alike, so that megatron-core stacks them.
-
-    Args:
-        shape: the model's shape, as in ``training_state.json``.
-    """
+    """Whether all layers of a model (by its shape in ``training_state.json``) are alike, so that they are stacked."""
     return shape["moe_layer_freq"] == 1
 
 
 def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, StockPlace]:
-    """The stock place of every tensor of a model.
-
-    Args:
-        shapes: shape of each tensor by its name in the unpartitioned model.
-        stacked: whether layers are stacked.
+    """The stock place of every tensor of a model, of its shapes by name.
 
     Raises:
         CheckpointError: layers or experts are missing, or differ although they must be alike.
@@ -90,12 +82,9 @@ def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[s
 
 
 def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StockPlace]:
-    """The inverse: every tensor of the unpartitioned model that stock weights hold, by its name.
+    """The inverse: every tensor of the unpartitioned model that stock weights, given by key and shape, hold, by name.
 
     A layer is gated if its first matrix has twice as many rows as the second has columns.
-
-    Args:
-        shapes: shape of each stock tensor by its key.
 
     Raises:
         CheckpointError: a layer has only one of its two matrices.

@@ -85,14 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the tool; returns the exit status."""
     parser = build_parser()
     own, flags = _split(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(own)
@@ -125,16 +118,10 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def convert(args: argparse.Namespace) -> Path:
-    """Converts the checkpoint that the command line names.
-
-    Args:
-        args: The command line, with the run's flags as ``flags``.
-
-    Returns:
-        The directory that was written.
+    """Converts the checkpoint that the command line names (the run's flags as ``flags``), and returns its directory.
 
     Raises:
-        CheckpointError: The checkpoint cannot be converted.
+        CheckpointError: the checkpoint cannot be converted.
     """
     if args.flags:
         with _computed_again(args) as directory:

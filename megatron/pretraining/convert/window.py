@@ -38,12 +38,7 @@ _PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
 
 @dataclass(frozen=True)
 class ConvertedWindow:
-    """Snapshots that yield the whole state when their iterations are replayed.
-
-    Attributes:
-        root: the directory that holds them.
-        manifests: their manifests by iteration.
-    """
+    """Snapshots in ``root``, by iteration, that yield the whole state when their iterations are replayed."""
 
     root: Path
     manifests: Mapping[int, Manifest]
@@ -55,11 +50,7 @@ class ConvertedWindow:
 
 
 def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
-    """The newest complete window in a directory, or the one that an iteration ends.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The newest complete window in a directory, or the one that an iteration ends; raises CheckpointError if none."""
     store = Store(LocalPlace(root))
     known = [one for one in store.iterations() if iteration in (None, one)]
     if not known:

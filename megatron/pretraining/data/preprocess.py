@@ -86,14 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, 1 on an error, 130 when interrupted.
-    """
+    """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -119,11 +112,7 @@ def _interrupt(signum, frame):
 
 
 def preprocess(args: argparse.Namespace) -> str:
-    """Writes the datasets, and returns the summary to print.
-
-    Args:
-        args: The flags, as parsed by `build_parser`.
-    """
+    """Writes the datasets, and returns the summary to print."""
     if args.workers < 1:
         raise ToolError("--workers must be at least 1.")
     split = on_blank_lines if args.split_on_blank_lines else None
@@ -186,14 +175,7 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenizes pieces.
-
-    Args:
-        tokenizer: megatron-core's tokenizer.
-        dtype: The numpy type to store ids in.
-        keys: The JSON keys to tokenize.
-        numbers: The tokenizer is a NullTokenizer, which requires numbers separated by single spaces.
-    """
+    """Tokenizes pieces; ``numbers`` is for a NullTokenizer, which requires numbers separated by single spaces."""
 
     def __init__(self, tokenizer, dtype, keys: tuple[str, ...], numbers: bool = False):
         self._tokenizer, self._dtype, self._keys, self._numbers = tokenizer, dtype, keys, numbers
@@ -225,12 +207,7 @@ class Encoder:
 
 @contextlib.contextmanager
 def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Starts the worker processes; with one worker this process does the work, and None is yielded.
-
-    Args:
-        encode: Tokenizes pieces in the workers.
-        workers: Number of workers.
-    """
+    """Starts the worker processes; with one worker this process does the work, and None is yielded."""
     if workers == 1:
         yield None
         return
@@ -245,13 +222,7 @@ def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor |
 
 
 def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -> Iterator[Encoded]:
-    """Tokenizes all pieces of the reader, in order.
-
-    Args:
-        reader: The pieces to tokenize.
-        encode: Tokenizes them if there is no pool.
-        pool: From `worker_pool`.
-    """
+    """Tokenizes all pieces of the reader, in order, in the pool or else in this process."""
     if pool is None:
         yield from map(encode, reader)
         return

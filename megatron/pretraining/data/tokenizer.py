@@ -28,9 +28,8 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, voc
         vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
 
     Returns:
-        megatron-core's tokenizer object, ready for ``GPTDatasetConfig(tokenizer=...)``; typed Any, since its base class
-        does not declare the common attributes. Its ``eod`` is the ``<eod>`` piece of a SentencePiece model that has
-        one, else the end-of-sentence piece.
+        megatron-core's tokenizer, for ``GPTDatasetConfig(tokenizer=...)``; typed Any, since its base class does not
+        declare the common attributes. Its ``eod`` is a SentencePiece model's ``<eod>``, else the end-of-sentence piece.
 
     Raises:
         TokenizerError: The type is unknown, or its file is missing or unusable.
@@ -48,13 +47,7 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, voc
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding, padded so that every tensor-parallel rank gets a multiple of ``divisible_by``.
-
-    Args:
-        vocab_size: The tokenizer's vocabulary.
-        divisible_by: ``--make-vocab-size-divisible-by``.
-        tensor_parallel_size: The number of ranks that share the embedding.
-    """
+    """Rows of the embedding, padded so that every tensor-parallel rank gets a multiple of ``divisible_by``."""
     multiple = divisible_by * tensor_parallel_size
     return (vocab_size + multiple - 1) // multiple * multiple
 

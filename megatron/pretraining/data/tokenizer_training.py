@@ -74,14 +74,7 @@ def _size(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, 1 on an error, 130 when interrupted.
-    """
+    """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
     try:
         train_tokenizer(args)
@@ -94,11 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Reads the text, trains, checks and writes the tokenizer, and reports each step.
-
-    Args:
-        args: The flags, as parsed by `build_parser`.
-    """
+    """Reads the text, trains, checks and writes the tokenizer, and reports each step."""
     for path in (f"{args.output}.model", f"{args.output}.vocab"):
         if os.path.exists(path) and not args.overwrite:
             raise ToolError(f"{path} exists: give --overwrite to replace it.")
@@ -129,12 +118,7 @@ def _texts(files: list[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[
 
 @dataclass
 class Sample:
-    """Chunks of text, sampled at random if they exceed a size.
-
-    Args:
-        max_bytes: The size limit.
-        seed: Seed of the sampling; the same seed and text give the same sample.
-    """
+    """Chunks of text, sampled at random if they exceed ``max_bytes``; the same seed and text give the same sample."""
 
     max_bytes: int
     seed: int
@@ -175,12 +159,7 @@ def chunked(text: str) -> Iterator[str]:
 
 
 def train(chunks: list[str], args: argparse.Namespace) -> bytes:
-    """Trains and returns the serialized model.
-
-    Args:
-        chunks: The text to train on.
-        args: The flags, as parsed by `build_parser`.
-    """
+    """Trains on chunks of text, and returns the serialized model."""
     import sentencepiece
 
     model = io.BytesIO()

@@ -17,13 +17,7 @@ _NAMES = {
 
 
 class AuxiliaryLosses:
-    """Collects the losses that megatron-core's routers track during forward.
-
-    Args:
-        config: the flags.
-        world: this worker's ranks.
-        num_micro_batches: micro batches per iteration.
-    """
+    """Collects the losses that megatron-core's routers track during forward."""
 
     def __init__(self, config: Config, world: World, num_micro_batches: int):
         self._world, self._num_micro_batches = world, num_micro_batches

@@ -24,14 +24,7 @@ from moc.state.shape import model_operators
 
 
 class MegatronEngine:
-    """This worker's implementation of :class:`moc.session.engine.Engine`.
-
-    Args:
-        config: the flags.
-        stepper: computes iterations; its vote participants are not used.
-        stream: this worker's training samples; None on stages that read none.
-        vocab_size: rows of the embedding.
-    """
+    """This worker's :class:`moc.session.engine.Engine`; the stepper's vote participants are not used."""
 
     def __init__(self, config: Config, stepper: Stepper, stream: BatchStream | None, vocab_size: int):
         self._config, self._stepper, self._stream = config, stepper, stream

@@ -24,11 +24,7 @@ class FlaggedChoices:
     config: Config
 
     def check(self, flags: Mapping[str, object]) -> None:
-        """Rejects chosen flags that contradict the given ones.
-
-        Raises:
-            ConfigError: they do.
-        """
+        """Raises ConfigError if chosen flags contradict the given ones."""
         in_force(self.config, flags)
 
     def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
@@ -56,11 +52,7 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
 
 
 def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
-    """The configuration with a chosen policy in place of ``auto``.
-
-    Args:
-        asked: the configuration as given.
-        flags: the chosen values, by field.
+    """The configuration with the chosen values of a policy in place of ``auto``.
 
     Raises:
         ConfigError: the other flags do not allow the choice.

@@ -9,11 +9,7 @@ from moc.session.settings import Settings
 
 
 def settings_of(config: Config, engine: Engine) -> Settings:
-    """The settings of this job's session.
-
-    Raises:
-        ConfigError: the policy cannot be built for this model.
-    """
+    """The settings of this job's session; raises ConfigError if the policy cannot be built for this model."""
     snapshot, options = config.snapshot, {}
     if snapshot.ckpt_policy not in (None, AUTO):
         job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
