@@ -115,7 +115,7 @@ def plan_anew(run: TrainingRun) -> None:
     progress("save")
     if problem := secured(run):
         run.auto.goes_on()
-        run.log.message(f"WARNING: the policy stays what it is: {problem}")
+        run.log.message(f"WARNING: the policy is not changed: {problem}")
         return
     raise PolicySwitched
 
@@ -193,9 +193,7 @@ def secure(run: TrainingRun) -> None:
         assert job is not None and of_run is not None  # snapshots are in memory
         run.world.job.gives_back(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
     for problem in failed:
-        run.log.message(
-            f"WARNING: {problem}; the last state is safe all the same, in the other place: start again there"
-        )
+        run.log.message(f"WARNING: {problem}; the last state is saved in the other place: resume from there")
 
 
 def secured(run: TrainingRun) -> str:

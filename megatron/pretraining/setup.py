@@ -24,8 +24,7 @@ from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from megatron.pretraining.session.auto import auto_policy
-from megatron.pretraining.session.settings import settings_of
+from megatron.pretraining.session import auto_policy, settings_of
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Interruption

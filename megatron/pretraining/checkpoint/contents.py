@@ -103,8 +103,8 @@ def check_window(config: Config, saved: Mapping, where: object) -> None:
     if formats[0] != formats[1]:
         there, here = (f"{weights} with {products}" if products else weights for weights, products in formats)
         raise CheckpointError(
-            f"{where} ends a window that computes again in {there}, and this run computes in {here}: give it the flags "
-            "that the window was saved with, and change them after a snapshot of everything"
+            f"{where} ends a window whose replay computes in {there}, and this run computes in {here}: resume with the "
+            "flags that the window was saved with, and change them after a full snapshot"
         )
 
 
@@ -133,8 +133,8 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
     for name, value in sample_order(config, world).items():
         if name in saved and saved[name] != value:
             say(
-                f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: from here on samples come in "
-                "another order, and some may come twice or never"
+                f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: the order of samples changes "
+                "from here on, and some may be read twice or never"
             )
 
 

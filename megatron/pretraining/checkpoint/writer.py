@@ -28,11 +28,7 @@ OPTIMIZER = "optimizer"
 
 
 def write_files(
-    write_weights: Callable | None,
-    staging: Path,
-    rank: int,
-    entries: list[RegionTensor] | None,
-    *weights_args,
+    write_weights: Callable | None, staging: Path, rank: int, entries: list[RegionTensor] | None, *weights_args
 ) -> None:
     """Writes a worker's share of a checkpoint to ``staging`` and describes it; runs in a forked process.
 
@@ -71,9 +67,7 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
-        report: dict = (
-            json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} could not even say why"}
-        )
+        report: dict = json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} left no report"}
         if "error" in report:
             raise CheckpointError(
                 f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "

@@ -22,8 +22,7 @@ class DataFlags(FlagGroup):
     valid_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to validate on.", nargs="*", metavar="PREFIX")
     test_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to test on.", nargs="*", metavar="PREFIX")
     split: str | None = flag(
-        None,
-        "Shares of --data-path for training, validation and test, such as 90,5,5; by default 969, 30, 1.",
+        None, "Shares of --data-path for training, validation and test, such as 90,5,5; by default 969, 30, 1."
     )
     mock_data: bool = flag(False, "Train on synthetic samples, for tests and benchmarks.")
     data_cache_path: str | None = flag(None, "Directory that caches the sample index between runs.")

@@ -14,9 +14,7 @@ class MixedPrecisionFlags(FlagGroup):
     fp16: bool = flag(False, "Compute in fp16, with loss scaling.")
     bf16: bool = flag(False, "Compute in bfloat16.")
     main_params_dtype: str = flag(
-        "fp32",
-        "Format of the master weights; with bf16 the weights are their own masters.",
-        choices=("fp32", "bf16"),
+        "fp32", "Format of the master weights; with bf16 the weights are their own masters.", choices=("fp32", "bf16")
     )
     exp_avg_dtype: str | None = flag(
         None,
@@ -72,7 +70,7 @@ class MixedPrecisionFlags(FlagGroup):
         )
         refuse(
             self.main_params_dtype == "bf16" and self.accumulate_allreduce_grads_in_fp32,
-            "--main-params-dtype bf16 takes gradients in bf16, too: drop --accumulate-allreduce-grads-in-fp32.",
+            "--main-params-dtype bf16 also needs gradients in bf16: drop --accumulate-allreduce-grads-in-fp32.",
         )
         refuse(
             self.fp8_format and not (self.fp16 or self.bf16),
@@ -80,8 +78,8 @@ class MixedPrecisionFlags(FlagGroup):
         )
         refuse(
             self.fp8_recipe == "delayed",
-            "--fp8-recipe delayed scales by maxima of earlier iterations, which no checkpoint holds, so that a run "
-            "would not go on as it was: choose tensorwise, blockwise or mxfp8.",
+            "--fp8-recipe delayed scales by maxima of earlier iterations, which no checkpoint holds, so a resumed run "
+            "would differ: choose tensorwise, blockwise or mxfp8.",
         )
         refuse(
             self.fp32_residual_connection and not (self.fp16 or self.bf16),

@@ -23,12 +23,11 @@ def check_together(config: FlagGroups) -> None:
     _check_snapshots(config)
     refuse(
         config.faults.wanted and not config.logging.log_dir,
-        "--inject and --inject-mtbf-iterations need --log-dir, where it is kept what has happened: add it.",
+        "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults: add it.",
     )
     refuse(
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
-        f"--optimizer {config.regularization.optimizer} cannot be spread over workers: drop "
-        "--use-distributed-optimizer.",
+        f"--optimizer {config.regularization.optimizer} cannot be sharded: drop --use-distributed-optimizer.",
     )
     refuse(
         config.regularization.optimizer != "adam" and config.mixed_precision.moments,
@@ -37,8 +36,8 @@ def check_together(config: FlagGroups) -> None:
     )
     refuse(
         config.mixed_precision.main_params_dtype == "bf16" and config.parallel.use_distributed_optimizer,
-        "--main-params-dtype bf16 cannot be spread over data-parallel ranks, since megatron-core makes masters of 32 "
-        "bits for that: drop --use-distributed-optimizer.",
+        "--main-params-dtype bf16 cannot be sharded, since megatron-core's distributed optimizer makes fp32 masters: "
+        "drop --use-distributed-optimizer.",
     )
 
 
@@ -58,8 +57,8 @@ def _check_snapshots(config: FlagGroups) -> None:
     )
     refuse(  # a tied embedding's gradient is a sum over two stages, and a stage that replays alone knows only its part
         snapshot.upstream_logging and not config.network.untie_embeddings_and_output_weights,
-        "--upstream-logging lets a pipeline stage be computed again by itself, which embeddings that are tied across "
-        "stages do not allow: add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
+        "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow: "
+        "add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
     )
     interval = int(snapshot.snapshot_interval) if snapshot.snapshot_interval.isdecimal() else None
     refuse_remainder("persist_interval", snapshot.persist_interval, "snapshot_interval", interval)
@@ -208,8 +207,7 @@ def _check_experts(config: FlagGroups) -> None:
         f"--moe-layer-freq lists {len(layers)} layers and --num-layers is {num_layers}: change one of them.",
     )
     refuse(
-        not any(layers),
-        "no layer holds experts: change --moe-layer-freq or --expert-interval, or drop --num-experts.",
+        not any(layers), "no layer holds experts: change --moe-layer-freq or --expert-interval, or drop --num-experts."
     )
     if config.network.add_bias_linear:
         _check_biases(config)

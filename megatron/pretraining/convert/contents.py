@@ -21,7 +21,7 @@ from moc.store.regions import Entry
 MASTER, FULL, COMPUTE = "master", "full", "compute"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-WITH_FLAGS = "give the flags of the run behind --, and the window that this snapshot is part of is computed again"
+WITH_FLAGS = "give the flags of the run behind --, to replay the window that this snapshot is part of"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Weights(ConvertedState):
         for name, slots in whole.slots().items():
             kept = slots.get(MASTER, slots.get(PARAM))
             if kept is None:
-                raise CheckpointError(f"there is {min(slots)} of {name}, but no weight: this is no whole checkpoint")
+                raise CheckpointError(f"there is {min(slots)} of {name}, but no weight: the checkpoint is incomplete")
             if kept.slot == MASTER:
                 if dtype is None:
                     raise CheckpointError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +91,7 @@ class DenseContents(ConvertedState):
         """A box of a compute weight; raises CheckpointError if the checkpoint has no such weight."""
         place = self._places.get(name)
         if place is None:
-            raise CheckpointError(f"there is optimizer state of {name}, but no weight: this is no whole checkpoint")
+            raise CheckpointError(f"there is optimizer state of {name}, but no weight: the checkpoint is incomplete")
         return self._weights.read(place.key, place.box(region)).view(region.shape)
 
     def check_masters(self, advance: Advance) -> None:
@@ -106,8 +106,8 @@ class DenseContents(ConvertedState):
                 master = self.read(tensor.name, MASTER, tensor.region).to(weight.dtype)
                 if not torch.equal(master.view(torch.uint8), weight.view(torch.uint8)):
                     raise CheckpointError(
-                        f"the weight {tensor.name} is not its master rounded to {weight.dtype}: something else than a "
-                        "save of this program has changed one of them; --no-optim takes the weights alone"
+                        f"the weight {tensor.name} is not its master rounded to {weight.dtype}: another program "
+                        "changed one of them; --no-optim converts the weights alone"
                     )
                 advance(tensor.nbytes)
 
@@ -192,7 +192,8 @@ def write_dense(
     check_whole(contents)
     state = _training_state(contents) | {"params_dtype": None if dtype is None else DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
-    places = _places(weights)
+    shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
+    places = stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
     refuse_to_replace(dense_files.directory_of(root, iteration))
     _refuse_to_disturb(root, iteration)
     staging = dense_files.start(root, iteration)
@@ -224,11 +225,6 @@ def _training_state(contents: ConvertedState) -> dict:
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
 
-def _places(weights: ConvertedState) -> dict[str, StockPlace]:
-    shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
-    return stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
-
-
 def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: Advance) -> Weight:
     def values() -> torch.Tensor:
         advance(entry.nbytes)
@@ -239,12 +235,8 @@ def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: A
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:
     """Refuses while another save is unfinished, since starting one clears the remains of all others."""
-    others = set(_leftovers(root)) - {dense_files.staging_of(root, iteration)}
+    others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_of(root, iteration)}
     if others:
         raise CheckpointError(
-            f"{min(others)} is a save that goes on, or was killed: wait for it or remove it, or name another directory"
+            f"{min(others)} is a save under way, or a killed one: wait for it or remove it, or name another directory"
         )
-
-
-def _leftovers(root: Path) -> Iterator[Path]:
-    return root.glob(".iter_*.incomplete")

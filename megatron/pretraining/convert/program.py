@@ -80,7 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with FLAGS: processes that compute a window again (default: as many as the run had)",
     )
-    parser.add_argument("--trust", action="store_true", help="read torch_dist that has no manifest of ours: see below")
+    parser.add_argument(
+        "--trust", action="store_true", help="read torch_dist without a manifest of this program: see below"
+    )
     return parser
 
 
@@ -104,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         return refused("convert_checkpoint", error)
     except OSError as error:
         failed = f"{args.source} could not be converted into {args.output} ({error})"
-        remedy = "make room or repair the disk, and start again; nothing was published"
+        remedy = "make room or repair the disk, and retry; nothing was published"
         print(f"convert_checkpoint: {failed}: {remedy}", file=sys.stderr)
         return 1
     print(f"wrote {written}: {human(_size(written))}")
@@ -144,7 +146,7 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".window-", dir=args.output) as scratch:
         directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
         if not exact:
-            print("computed again in another layout: the run's state as far as floating point allows", file=sys.stderr)
+            print("replayed in another layout: equal to the run's state up to floating-point rounding", file=sys.stderr)
         yield directory
 
 

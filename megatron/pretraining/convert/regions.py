@@ -76,7 +76,7 @@ def refuse_to_replace(directory: Path) -> None:
     """Raises CheckpointError if a directory holds more than remains of a save killed before its manifest."""
     there = os.listdir(directory) if directory.exists() else []
     if not all(name.startswith(("rank_", ".rank_")) for name in there):
-        raise CheckpointError(f"{directory} is there already: remove it, or name another directory to write to")
+        raise CheckpointError(f"{directory} exists: remove it, or name another output directory")
 
 
 def _place_in_model(name: str) -> tuple:

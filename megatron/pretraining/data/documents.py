@@ -284,6 +284,11 @@ def cut(text: str) -> Iterator[str]:
             yield piece.data.decode("utf-8")
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def sync(path: str | Path) -> None:
     """Flushes a file, or a directory's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -311,10 +316,6 @@ def add_input_arguments(parser) -> None:
         help=f"which names to take in directories, compressed or not (default: {' '.join(DEFAULT_GLOB)})",
     )
     group.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="what to take from JSON lines (default: text)",
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="what to take from JSON lines (default: text)"
     )
     group.add_argument("--skip-bad", action="store_true", help="skip and count what cannot be read or parsed")

@@ -26,6 +26,7 @@ from megatron.pretraining.data.documents import (
     DocumentPiece,
     Reader,
     add_input_arguments,
+    counted,
     cut,
     find_files,
     is_json,
@@ -95,10 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ToolError, OSError) as error:
         return refused("preprocess_data", error, args.output_prefix)
     except BrokenProcessPool:
-        print(
-            "preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.",
-            file=sys.stderr,
-        )
+        print("preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; no dataset was written.", file=sys.stderr)
@@ -304,12 +302,7 @@ def _progress(reader: Reader, interval: int):
         from rich import progress as rich
         from rich.console import Console
 
-        columns = (
-            rich.BarColumn(),
-            rich.DownloadColumn(),
-            rich.TransferSpeedColumn(),
-            rich.TimeRemainingColumn(),
-        )
+        columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
         with rich.Progress("tokenizing", *columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=reader.bytes_total or None)
             yield lambda counts: bar.update(task, completed=reader.bytes_done)
@@ -329,7 +322,7 @@ def _progress(reader: Reader, interval: int):
 def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, append_eod: bool) -> str:
     tokens = sum(pair.tokens for pair in pairs.values())
     size = counts["bytes"]
-    documents = _count(counts["documents"], "document")
+    documents = counted(counts["documents"], "document")
     lines = [
         f"{documents}, {tokens:,} tokens from {size:,} bytes of text in {seconds:.1f} s",
         f"{tokens / seconds:,.0f} tokens/s, {size / 1e6 / seconds:.1f} MB/s, {size / tokens:.2f} bytes/token",
@@ -343,7 +336,3 @@ def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, appe
         for prefix, pair in ((p.prefix, p) for p in pairs.values())
     ]
     return "\n".join(lines)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

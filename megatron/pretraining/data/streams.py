@@ -97,11 +97,7 @@ class BatchStream:
         while True:
             for micro_batch in range(self._num_micro_batches):
                 indices = micro_batch_indices(
-                    consumed_samples,
-                    micro_batch,
-                    self._micro_batch_size,
-                    self._world.data_rank,
-                    self._world.data_size,
+                    consumed_samples, micro_batch, self._micro_batch_size, self._world.data_rank, self._world.data_size
                 )
                 if not self._wrap and indices[-1] >= total:
                     return

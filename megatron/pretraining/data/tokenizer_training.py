@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, find_files, sync
+from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, counted, find_files, sync
 from moc.output import ToolError, refused, replacing
 
 CHUNK_CHARACTERS = 4096
@@ -54,11 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="spell other characters as bytes, at the cost of 256 pieces (default: on)",
     )
     parser.add_argument(
-        "--max-bytes",
-        type=_size,
-        default="64M",
-        metavar="SIZE",
-        help="train on a random sample (default: %(default)s)",
+        "--max-bytes", type=_size, default="64M", metavar="SIZE", help="train on a random sample (default: %(default)s)"
     )
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of the sample (default: %(default)s)")
@@ -98,7 +94,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     chunks = sample.chunks()
     if not chunks:
         raise ToolError("There is no text in the input.")
-    print(f"read {sample.seen:,} bytes of text from {_count(len(files), 'file')}; training on {sample.kept:,}")
+    print(f"read {sample.seen:,} bytes of text from {counted(len(files), 'file')}; training on {sample.kept:,}")
     start = time.monotonic()
     model = train(chunks, args)
     print(f"trained a {args.model_type} model in {time.monotonic() - start:.1f} s; {_check(model, chunks)}")
@@ -228,7 +224,3 @@ def _write(prefix: str, model: bytes) -> None:
 def _escaped(piece: str) -> str:
     """Escapes line ends and tabs within a piece, so that it fits one line."""
     return piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -58,9 +58,5 @@ def tracked_names(config: Config) -> list[str]:
     moe = config.moe
     if moe.num_experts is None:
         return []
-    names = [_NAMES[moe.moe_router_load_balancing_type]] if _balances(moe) else []
-    return names + (["z_loss"] if moe.moe_z_loss_coeff is not None else [])
-
-
-def _balances(moe) -> bool:
-    return moe.moe_router_load_balancing_type in _NAMES and moe.moe_aux_loss_coeff > 0
+    balancing = _NAMES.get(moe.moe_router_load_balancing_type) if moe.moe_aux_loss_coeff > 0 else None
+    return ([balancing] if balancing else []) + (["z_loss"] if moe.moe_z_loss_coeff is not None else [])

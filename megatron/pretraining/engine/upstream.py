@@ -174,8 +174,8 @@ class UpstreamLog(UpstreamTap):
             raise CheckpointError(first_reported(self._log.failure()))
         if tally["upstream_given_up"] and not self._given_up:
             self._tell(
-                "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs "
-                "them will be a replay by all: raise --upstream-log-limit, or shorten --sparse-window"
+                "upstream logs are full, so the oldest iterations are dropped, and a recovery that needs them will be "
+                "a replay by all stages: raise --upstream-log-limit, or shorten --sparse-window"
             )
         self._given_up = tally["upstream_given_up"]
         self.gauges = {

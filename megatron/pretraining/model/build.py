@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.config.derive import installed
 from megatron.pretraining.model import fp8
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import cpu
@@ -261,9 +261,6 @@ def _fusion_fields(config: Config) -> dict:
     if not torch.cuda.is_available():
         off = ("bias_activation", "bias_dropout", "masked_softmax", "gradient_accumulation")
         return {f"{name}_fusion": False for name in off} | dict(apply_rope_fusion=False, moe_permute_fusion=False)
-
-    def installed(module: str) -> bool:
-        return importlib.util.find_spec(module) is not None
 
     gelu_or_swiglu = not config.network.squared_relu
     return dict(
