@@ -61,8 +61,9 @@ def train(run: TrainingRun, stop: StopRequests) -> int:
     """Runs the remaining iterations; returns the exit code."""
     try:
         return train_iterations_left(run, stop)
-    except NonFiniteError:
-        wait_for_saves(run)  # all workers raise together; saves under way precede this iteration and are valid
+    except NonFiniteError:  # all workers raise together; saves under way precede this iteration and are valid
+        run.session.finish()
+        run.checkpoints.finish()
         raise
 
 
@@ -217,12 +218,6 @@ def last_checkpoint(run: TrainingRun) -> str:
         save(run)
         run.checkpoints.finish()
     return "" if run.checkpoints.last_saved == run.position.iteration else run.checkpoints.problem
-
-
-def wait_for_saves(run: TrainingRun) -> None:
-    """Waits for snapshots and checkpoints that are being written."""
-    run.session.finish()
-    run.checkpoints.finish()
 
 
 def leave(run: TrainingRun, stop: StopRequests) -> int:

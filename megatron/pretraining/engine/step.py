@@ -70,18 +70,16 @@ class Stepper:
                 no parameter has changed.
         """
         reach("start", iteration + 1)
-        reports = self.reduced_gradients(iteration, batches)
+        reports = self.reduced_gradients(iteration, batches)  # forward, backward, reduce
         reach("after_reduce")
-
-        vote = self._vote(reports, stop)
+        vote = self._vote(reports, stop)  # from here on, all workers can complete the iteration
         reach("after_vote")
         record = self._decide(iteration, vote)
-
         progress("save")
         for participant in self.participants:  # a snapshot under way reads state that the update is about to change
             participant.on_vote(vote)
         progress("step")
-        self.complete(record)
+        self.complete(record)  # apply
         reach("after_apply")
         return record
 

@@ -327,7 +327,7 @@ def test_nor_is_what_another_program_has_written(tmp_path, capsys, target):
 def test_a_save_that_goes_on_is_not_disturbed(tmp_path, capsys):
     snapshot(tmp_path / "a")
     (tmp_path / "b" / ".iter_0000009.incomplete").mkdir(parents=True)
-    assert "is a save that goes on" in refused(capsys, tmp_path / "a", tmp_path / "b")
+    assert "is a save under way" in refused(capsys, tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b" / ".iter_0000009.incomplete").exists()
 
 
