@@ -36,10 +36,7 @@ def forward_step(batches, model):
     bare = unwrap(model)
     batch = next(batches) if bare.pre_process or bare.post_process else {}
     output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
+        batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
     )
     return output, partial(loss_function, batch.get("loss_mask"))
 

@@ -40,7 +40,7 @@ VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8
 
 
 class Layer(nn.Module):
-    """Experts, of which the router chooses one for each token."""
+    """Experts with top-1 routing."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, tokens):
-        """Adds what the chosen expert makes of a token, weighted by its probability."""
+        """Adds the output of each token's expert, weighted by its probability."""
         weight, chosen = softmax(self.router(tokens), -1).max(-1)
         made = torch.stack([expert(tokens) for expert in self.experts], -1)
         return tokens + weight[..., None] * made.gather(-1, chosen[..., None, None].expand(*tokens.shape, 1))[..., 0]
@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 
 def name_of(parameter: str) -> str:
-    """What checkpoints call a parameter: Megatron's names, by which operators are told."""
+    """The name of a parameter in checkpoints: Megatron's, from which its operator follows."""
     head, _, rest = parameter.partition(".")
     if head != "layers":
         return {"embedding": "embedding.", "output": "output_layer."}[head] + rest
@@ -83,7 +83,7 @@ def name_of(parameter: str) -> str:
 
 
 class Engine:
-    """What computes iterations, as moc.session.engine.Engine asks for it."""
+    """Computes iterations: an implementation of moc.session.engine.Engine."""
 
     tap, reduced, peers, stages = NoTap(), None, None, (0, 0)
 
@@ -124,7 +124,7 @@ class Engine:
         return loss.item()
 
     def apply(self, record, gradients=None):
-        """Updates the state, from the gradients that are there, or from kept ones."""
+        """Updates the state from the current gradients, or from kept ones."""
         if gradients is not None:
             for fragment in self.state.fragments(self.state.operators(), Detail.GRAD):
                 self.state.load(fragment, gradients(fragment))
@@ -149,7 +149,7 @@ def train(engine, session, iterations):
 
 
 class Log:
-    """Lines for people, from the first worker, and events for programs."""
+    """Messages and events of rank 0."""
 
     def __init__(self, rank, directory):
         self._rank, self.events = rank, EventLog(directory if rank == 0 else None)
@@ -160,10 +160,10 @@ class Log:
 
 
 def main():
-    """Trains until all iterations are done, whatever workers are lost meanwhile."""
+    """Trains until all iterations are done, whichever workers are lost."""
     parser = argparse.ArgumentParser(description="Plain PyTorch that survives kill -9.")
     parser.add_argument("--ckpt-dir", required=True)
-    parser.add_argument("--log-dir", help="of events.jsonl")
+    parser.add_argument("--log-dir", help="directory of events.jsonl")
     parser.add_argument("--iterations", type=int, default=400)
     asked = parser.parse_args()
     torch.set_num_threads(1)

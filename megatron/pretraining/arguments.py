@@ -55,10 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--model",
-        choices=sorted(PRESETS),
-        metavar="NAME",
-        help=f"Start from this model: {', '.join(PRESETS)}.",
+        "--model", choices=sorted(PRESETS), metavar="NAME", help=f"Start from this model: {', '.join(PRESETS)}."
     )
     parser.add_argument(
         "--config",
@@ -172,10 +169,7 @@ def read_config_file(path: str | os.PathLike) -> dict[str, object]:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): correct the path.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML ({' '.join(str(error).split())}): correct it.") from None
-    refuse(
-        not isinstance(content or {}, dict),
-        f"--config {path} does not hold keys and values: write key: value.",
-    )
+    refuse(not isinstance(content or {}, dict), f"--config {path} does not hold keys and values: write key: value.")
     result: dict[str, object] = {}
     for key, value in (content or {}).items():
         group = group_classes().get(_underscored(key))

@@ -34,8 +34,8 @@ def reported():
         _end(str(error), EXIT_FLAGS)
     except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes and is not here
         _end(
-            f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has not said that "
-            "one was lost: look at what it has said last, and start the job again to go on",
+            f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has reported no "
+            "lost worker: read its last messages, and restart the job to resume",
             EXIT_FAILED,
         )
 

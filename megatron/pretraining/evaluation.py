@@ -12,15 +12,9 @@ from moc.runtime.progress import progress
 
 
 def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: StopRequests) -> float | None:
-    """Mean loss over some global batches; a collective call.
+    """Mean loss over some global batches, in nats per token; None if a worker was asked to stop.  A collective call.
 
-    Args:
-        stepper: computes the losses with its model.
-        batches: for each global batch, this worker's micro batches; None on stages that read no data.
-        stop: polled after every global batch.
-
-    Returns:
-        The loss in nats per token, or None if a worker was asked to stop meanwhile.
+    ``batches`` has this worker's micro batches of each global batch, None on stages that read no data.
     """
     for chunk in stepper.chunks:
         chunk.eval()

@@ -30,10 +30,6 @@ def pretrain(config: Config, providers: Providers) -> int:
     A worker is built once.  When another worker is lost, it resumes from its live state if the recovery plan keeps
     that, else from a snapshot (:mod:`moc.recovery.plan`).
 
-    Args:
-        config: the flags.
-        providers: model, data and forward step.
-
     Returns:
         The exit code: 0 when done or at an ``--exit-*`` limit, 75 after a signal (state is saved; restart to resume).
     """
@@ -65,8 +61,9 @@ def train(run: TrainingRun, stop: StopRequests) -> int:
     """Runs the remaining iterations; returns the exit code."""
     try:
         return train_iterations_left(run, stop)
-    except NonFiniteError:
-        wait_for_saves(run)  # all workers raise together; saves under way precede this iteration and are valid
+    except NonFiniteError:  # all workers raise together; saves under way precede this iteration and are valid
+        run.session.finish()
+        run.checkpoints.finish()
         raise
 
 
@@ -119,7 +116,7 @@ def plan_anew(run: TrainingRun) -> None:
     progress("save")
     if problem := secured(run):
         run.auto.goes_on()
-        run.log.message(f"WARNING: the policy stays what it is: {problem}")
+        run.log.message(f"WARNING: the policy is not changed: {problem}")
         return
     raise PolicySwitched
 
@@ -134,10 +131,7 @@ def collect_garbage_by_hand(run: TrainingRun) -> None:
 
 
 def give_back_memory() -> None:
-    """Returns free C heap memory to the system, where the C library can (glibc).
-
-    Each generation leaves holes of some MB in the heap that the next generation's set-up cannot reuse.
-    """
+    """Returns free C heap memory to the system (glibc only); set-up cannot reuse the holes of earlier generations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -200,9 +194,7 @@ def secure(run: TrainingRun) -> None:
         assert job is not None and of_run is not None  # snapshots are in memory
         run.world.job.gives_back(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
     for problem in failed:
-        run.log.message(
-            f"WARNING: {problem}; the last state is safe all the same, in the other place: start again there"
-        )
+        run.log.message(f"WARNING: {problem}; the last state is saved in the other place: resume from there")
 
 
 def secured(run: TrainingRun) -> str:
@@ -226,12 +218,6 @@ def last_checkpoint(run: TrainingRun) -> str:
         save(run)
         run.checkpoints.finish()
     return "" if run.checkpoints.last_saved == run.position.iteration else run.checkpoints.problem
-
-
-def wait_for_saves(run: TrainingRun) -> None:
-    """Waits for snapshots and checkpoints that are being written."""
-    run.session.finish()
-    run.checkpoints.finish()
 
 
 def leave(run: TrainingRun, stop: StopRequests) -> int:

@@ -26,11 +26,7 @@ class Preset:
 # The GPT-3-like models of DeepSpeed-MoE, which MoC-System adopts: learned positions, GELU, biases, experts in every
 # other layer, top-1 routing.  MoC-System's Table 1 gives layers, widths, heads and experts.
 _GPT_3_LIKE = dict(
-    seq_length=2048,
-    expert_interval=2,
-    moe_router_topk=1,
-    moe_router_pre_softmax=True,
-    moe_aux_loss_coeff=0.01,
+    seq_length=2048, expert_interval=2, moe_router_topk=1, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.01
 )
 
 _LLAMA_LIKE = dict(
@@ -62,33 +58,17 @@ PRESETS: dict[str, Preset] = {
         values={**_TINY, "num_layers": 2, "hidden_size": 64, "num_experts": 4, "seq_length": 64},
         vocab_size=512,
     ),
-    "tiny": Preset(
-        source="none: trains on two CPU cores",
-        values={**_TINY, "num_layers": 4},
-        vocab_size=4096,
-    ),
+    "tiny": Preset(source="none: trains on two CPU cores", values={**_TINY, "num_layers": 4}, vocab_size=4096),
     "gpt-125m-8e": Preset(
         source="MoC-System (ASPLOS '25), Table 1",
-        values={
-            **_GPT_3_LIKE,
-            "num_layers": 12,
-            "hidden_size": 768,
-            "num_attention_heads": 12,
-            "num_experts": 8,
-        },
+        values={**_GPT_3_LIKE, "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "num_experts": 8},
         vocab_size=50257,
         total_parameters=323e6,
         chosen="feed-forward width (4 x hidden), which of the layers hold experts, top-1, GPT-2's vocabulary",
     ),
     "gpt-350m-16e": Preset(
         source="MoC-System (ASPLOS '25), Table 1",
-        values={
-            **_GPT_3_LIKE,
-            "num_layers": 24,
-            "hidden_size": 1024,
-            "num_attention_heads": 16,
-            "num_experts": 16,
-        },
+        values={**_GPT_3_LIKE, "num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "num_experts": 16},
         vocab_size=50257,
         # These dimensions give 1.87e9, as in DeepSpeed-MoE; the table's "1.7G" counts in units of 2**30.
         total_parameters=1.7 * 2**30,

@@ -24,8 +24,7 @@ from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from megatron.pretraining.session.auto import auto_policy
-from megatron.pretraining.session.settings import settings_of
+from megatron.pretraining.session import auto_policy, settings_of
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.job import Interruption
@@ -56,13 +55,9 @@ class WorkerParts:
     """The parts of a worker that are built once and survive the loss of other workers.
 
     Attributes:
-        chunks: the model chunks.
-        optimizer: their optimizer.
-        scheduler: the learning-rate schedule.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
-        auto: chooses the policy, with ``--ckpt-policy auto``.
         session: of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
@@ -136,9 +131,7 @@ class TrainingRun:
 
 
 def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> WorkerParts:
-    """Builds model, optimizer, data and logs.
-
-    Collective when all workers start together; a replacement for a lost worker builds alone.
+    """Builds model, optimizer, data and logs; a replacement for a lost worker builds alone.
 
     Raises:
         ConfigError, TokenizerError: something that the flags name is unusable.

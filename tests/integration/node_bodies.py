@@ -15,7 +15,7 @@ from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
-from megatron.pretraining.session.settings import settings_of
+from megatron.pretraining.session import settings_of
 from moc.session.publishing import Publisher
 from moc.session.session import Session
 from moc.session.snapshots import Snapshots

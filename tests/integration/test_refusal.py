@@ -43,7 +43,7 @@ def test_the_checkpoint_of_another_program(saved, data, tmp_path):
         (tmp_path / "iter_0000001" / ours).unlink()
     shutil.rmtree(tmp_path / "iter_0000001/optimizer")
     said = refused_by_program(data | dict(load=str(tmp_path)))
-    assert "no optimizer state of ours" in said and "--no-load-optim" in said
+    assert "no optimizer state of this program" in said and "--no-load-optim" in said
     assert train("1", data | dict(load=str(tmp_path), load_optim=False, train_iters=2)).start == 1
 
 

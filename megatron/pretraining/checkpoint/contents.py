@@ -66,13 +66,8 @@ def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
 def restore_scheduler(scheduler: OptimizerParamScheduler, saved: dict, where: object) -> None:
     """Restores the schedule of learning rate and weight decay.
 
-    Args:
-        scheduler: the schedule.
-        saved: its saved state.
-        where: the checkpoint, for the message.
-
     Raises:
-        CheckpointError: the flags define another schedule.
+        CheckpointError: the flags define another schedule than the checkpoint ``where``.
     """
     scheduler.num_steps = 0  # megatron-core adds the saved steps to the current ones
     try:
@@ -108,8 +103,8 @@ def check_window(config: Config, saved: Mapping, where: object) -> None:
     if formats[0] != formats[1]:
         there, here = (f"{weights} with {products}" if products else weights for weights, products in formats)
         raise CheckpointError(
-            f"{where} ends a window that computes again in {there}, and this run computes in {here}: give it the flags "
-            "that the window was saved with, and change them after a snapshot of everything"
+            f"{where} ends a window whose replay computes in {there}, and this run computes in {here}: resume with the "
+            "flags that the window was saved with, and change them after a full snapshot"
         )
 
 
@@ -121,7 +116,7 @@ def _products(config: Config) -> str | None:
     precision = config.mixed_precision
     if precision.fp8_format is None:
         return None
-    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.transformer_impl]
+    whose = {"local": "torch", "transformer_engine": "Transformer Engine"}[config.network.transformer_impl]
     return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of {whose}"
 
 
@@ -138,8 +133,8 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
     for name, value in sample_order(config, world).items():
         if name in saved and saved[name] != value:
             say(
-                f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: from here on samples come in "
-                "another order, and some may come twice or never"
+                f"WARNING: {name.replace('_', ' ')} was {saved[name]} and is {value}: the order of samples changes "
+                "from here on, and some may be read twice or never"
             )
 
 

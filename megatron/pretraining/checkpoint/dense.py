@@ -58,14 +58,6 @@ class Checkpoints:
     """Saves and loads the state of this worker's model and optimizer; all methods are collective.
 
     With ``--save-failure continue``, a failed save (which fails on all workers together) is reported and retried.
-
-    Args:
-        config: the flags.
-        world: this worker's ranks.
-        chunks: the model chunks.
-        optimizer: their optimizer.
-        scheduler: the learning-rate schedule.
-        log: receives messages and events.
     """
 
     def __init__(
@@ -88,11 +80,7 @@ class Checkpoints:
         self._before: int | None = None  # value of last_saved before the save under way
 
     def newest(self, seconds: float | None = None) -> int | None:
-        """The iteration that :meth:`load` would resume from; None if it would start at 0 or find nothing.
-
-        Args:
-            seconds: time limit; None is returned when it expires.
-        """
+        """The iteration that :meth:`load` would resume from; None if it would start at 0, or after ``seconds``."""
         checkpoint = self._config.checkpoint
         if checkpoint.load is None or checkpoint.finetune:
             return None
@@ -103,10 +91,7 @@ class Checkpoints:
         return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
 
     def load(self) -> Position | None:
-        """Loads the checkpoint that ``--load`` and ``--ckpt-step`` name.
-
-        Returns:
-            The position to resume from, or None if ``--load`` holds no checkpoint yet (a first start).
+        """Loads the checkpoint that ``--load`` and ``--ckpt-step`` name; returns None on a first start.
 
         Raises:
             CheckpointError: on all workers: no checkpoint although ``--exit-on-missing-checkpoint`` or ``--ckpt-step``

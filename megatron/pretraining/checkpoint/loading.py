@@ -63,7 +63,8 @@ class CheckpointLoader:
             contents.check_shape(self._config, state["shape"], directory)
         elif checkpoint.load_optim and not checkpoint.finetune:
             raise CheckpointError(
-                f"{directory} holds no optimizer state of ours: pass --no-load-optim, or --finetune to start anew"
+                f"{directory} holds no optimizer state of this program: pass --no-load-optim, or --finetune to start "
+                "at iteration 0"
             )
         loaded = self._load_weights(directory)
         if checkpoint.finetune or not checkpoint.load_optim:

@@ -28,20 +28,12 @@ OPTIMIZER = "optimizer"
 
 
 def write_files(
-    write_weights: Callable | None,
-    staging: Path,
-    rank: int,
-    entries: list[RegionTensor] | None,
-    *weights_args,
+    write_weights: Callable | None, staging: Path, rank: int, entries: list[RegionTensor] | None, *weights_args
 ) -> None:
-    """Writes a worker's share of a checkpoint and describes it; runs in a forked process.
+    """Writes a worker's share of a checkpoint to ``staging`` and describes it; runs in a forked process.
 
-    Args:
-        write_weights: megatron-core's writer of this worker's weights, or None if it has none.
-        staging: directory of the unpublished checkpoint.
-        rank: the worker's rank.
-        entries: the worker's optimizer state, or None with ``--no-save-optim``.
-        weights_args: arguments of ``write_weights``.
+    ``write_weights`` is megatron-core's writer of this worker's weights, if it has any; ``entries`` is the optimizer
+    state, None with ``--no-save-optim``.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None  # this is a forked process
@@ -62,14 +54,9 @@ def write_files(
 
 
 def publish(root: Path, iteration: int, workers: int, retain_interval: int | None, fence: Fence | None = None) -> None:
-    """Publishes a checkpoint once all workers have written their shares; runs on rank 0.
+    """Publishes a checkpoint once all ``workers`` have written their shares; runs on rank 0.
 
-    Args:
-        root: the ``--save`` directory.
-        iteration: the checkpoint's iteration.
-        workers: number of workers that write.
-        retain_interval: older checkpoints whose iteration is not a multiple of it are deleted; None keeps all.
-        fence: the fence of this generation's saves.
+    Then deletes older checkpoints whose iteration is not a multiple of ``retain_interval``, unless that is None.
 
     Raises:
         CheckpointError: a worker could not write, or this writer was superseded.
@@ -80,9 +67,7 @@ def publish(root: Path, iteration: int, workers: int, retain_interval: int | Non
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
-        report: dict = (
-            json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} could not even say why"}
-        )
+        report: dict = json.loads(path.read_text()) if path.is_file() else {"error": f"worker {rank} left no report"}
         if "error" in report:
             raise CheckpointError(
                 f"the checkpoint of iteration {iteration} could not be written ({report['error']}); "
@@ -108,13 +93,9 @@ def _report(staging: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
-    """While megatron-core saves, collects rank 0's write errors instead of raising them there.
+    """While megatron-core saves, collects errors of rank 0's ``owner.method``, which writes, instead of raising there.
 
     The other workers would wait for rank 0 in a collective; with this, all learn of the errors after it.
-
-    Args:
-        owner: a class of megatron-core.
-        method: name of its method that only writes.
     """
     write, failures = getattr(owner, method), []
 

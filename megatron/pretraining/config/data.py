@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import ConfigError, FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import REQUIRED, ConfigError, FlagGroup, dashed, flag, refuse
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _BLEND = "A prefix of .bin and .idx files, several, or weight and prefix pairs"
@@ -22,31 +22,28 @@ class DataFlags(FlagGroup):
     valid_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to validate on.", nargs="*", metavar="PREFIX")
     test_data_path: tuple[str, ...] | None = flag(None, f"{_BLEND}, to test on.", nargs="*", metavar="PREFIX")
     split: str | None = flag(
-        None,
-        "Shares of --data-path for training, validation and test, such as 90,5,5; by default 969, 30, 1. Each but 0 "
-        "needs a document.",
+        None, "Shares of --data-path for training, validation and test, such as 90,5,5; by default 969, 30, 1."
     )
-    mock_data: bool = flag(False, "Made-up samples: for a try, or to measure speed.")
-    data_cache_path: str | None = flag(None, "Directory that keeps the index of samples between runs.")
-    mmap_bin_files: bool = flag(True, "Map .bin files into memory in place of reading them.")
-    seq_length: int = flag(None, "Tokens in a sample.", required=True, at_least=1)
-    reset_position_ids: bool = flag(False, "Start positions anew after the end of a document.")
-    reset_attention_mask: bool = flag(False, "Keep attention within documents.")
-    eod_mask_loss: bool = flag(False, "Take no loss at the end of documents.")
-    num_workers: int = flag(2, "Processes that load samples, per worker; 0 loads them in the worker.", at_least=0)
-    dataloader_type: str = flag("single", "Order of samples: one pass, shuffled by the dataset.", choices=("single",))
+    mock_data: bool = flag(False, "Train on synthetic samples, for tests and benchmarks.")
+    data_cache_path: str | None = flag(None, "Directory that caches the sample index between runs.")
+    mmap_bin_files: bool = flag(True, "Memory-map .bin files instead of reading them.")
+    seq_length: int = flag(REQUIRED, "Tokens in a sample.", limits=">= 1")
+    reset_position_ids: bool = flag(False, "Restart position ids at each document.")
+    reset_attention_mask: bool = flag(False, "Restrict attention to the same document.")
+    eod_mask_loss: bool = flag(False, "Exclude end-of-document tokens from the loss.")
+    num_workers: int = flag(2, "Data-loading processes per worker; 0 loads in the worker itself.", limits=">= 0")
+    dataloader_type: str = flag(
+        "single", "Order of samples: sequential over the shuffled dataset.", choices=("single",)
+    )
 
     def validate(self) -> None:
         """Rejects a missing source, two sources, and missing files."""
         separate = [name for name in _SPLIT_PATHS if getattr(self, name)]
         sources = ["--mock-data"] * self.mock_data + ["--data-path"] * bool(self.data_path)
-        sources += [f"--{name.replace('_', '-')}" for name in separate[:1]]
+        sources += map(dashed, separate[:1])
         refuse(not sources, "there is nothing to train on: give --data-path, --train-data-path or --mock-data.")
         refuse(len(sources) > 1, f"{' and '.join(sources[:2])} exclude each other: drop one.")
-        refuse(
-            separate and not self.train_data_path,
-            f"{sources[0]} comes without --train-data-path: add it.",
-        )
+        refuse(separate and not self.train_data_path, f"{sources[0]} comes without --train-data-path: add it.")
         refuse(
             separate and self.split is not None,
             "--split divides --data-path, and has no effect with --train-data-path: drop it.",
@@ -54,7 +51,7 @@ class DataFlags(FlagGroup):
         if self.split is not None:
             _check_split(self.split)
         for name in ("data_path", *_SPLIT_PATHS):
-            _check_files(f"--{name.replace('_', '-')}", getattr(self, name) or ())
+            _check_files(dashed(name), getattr(self, name) or ())
 
 
 def split_blend(paths: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
@@ -97,7 +94,6 @@ def _check_files(spelling: str, paths: tuple[str, ...]) -> None:
         for ending in (".idx", ".bin"):
             refuse(
                 not os.path.isfile(prefix + ending),
-                f"{spelling} {prefix}: there is no file {prefix}{ending}; correct the prefix, or make the "
-                "dataset "
+                f"{spelling} {prefix}: there is no file {prefix}{ending}; correct the prefix, or make the dataset "
                 "with tools/preprocess_data.py.",
             )

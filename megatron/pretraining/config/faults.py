@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.pretraining.config.flag import FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag
 from moc.faults import POINTS
 from moc.runtime.inject import ACTIONS, Fault, faults_of, random_faults
 
@@ -17,23 +17,24 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FaultFlags(FlagGroup):
-    """Injected faults: to see what a run survives."""
+    """Injected faults: tests of what a run survives."""
 
     inject: tuple[str, ...] | None = flag(
         None,
-        f"""Faults, as in "kill rank=2 iteration=40 point=after_vote"; several as several words or with semicolons
-        between them. Each begins with what happens: {"; ".join(f"{name}, {text}" for name, text in ACTIONS.items())}.
-        Then whom: rank=N, ranks=N,N or node=N; since when: iteration=N; times=N if not once; and where, point=NAME:
-        {"; ".join(f"{name}, {text}" for name, text in POINTS.items())}. Without a point it is start. In one job, each
-        happens once, whatever is started again.""",
+        f"""Faults such as "kill rank=2 iteration=40 point=after_vote"; several are separate words, or separated by
+        semicolons. First the action: {"; ".join(f"{name}, {text}" for name, text in ACTIONS.items())}.
+        Then its target: rank=N, ranks=N,N or node=N; the first iteration: iteration=N; the number of times: times=N
+        (default 1); and the point (default start): point=NAME:
+        {"; ".join(f"{name}, {text}" for name, text in POINTS.items())}. Each happens once in a job, restarts
+        included.""",
         type=_texts,
         nargs="+",
         metavar="FAULT",
     )
     inject_mtbf_iterations: float | None = flag(
-        None, "Kill one to three random workers at a random point, every so many iterations on the average.", at_least=1
+        None, "Mean iterations between random faults; each kills one to three workers at a random point.", limits=">= 1"
     )
-    inject_seed: int = flag(0, "Seed of --inject-mtbf-iterations.")
+    inject_seed: int = flag(0, "Random seed of --inject-mtbf-iterations.")
 
     def planned(self, size: int, iterations: int) -> tuple[Fault, ...]:
         """All faults of a job with this many workers and iterations."""
@@ -49,7 +50,4 @@ class FaultFlags(FlagGroup):
 
     def validate(self) -> None:
         """Rejects a seed without random faults."""
-        refuse(
-            self.inject_seed and self.inject_mtbf_iterations is None,
-            "--inject-seed needs --inject-mtbf-iterations: add it.",
-        )
+        self.needs("inject_seed", "inject_mtbf_iterations")

@@ -5,12 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_METADATA = "flag"
+REQUIRED: Any = object()
+"""Default of a flag that has no useful one: leaving it out is an error."""
+_LIMITS = {  # by sign
+    ">=": (operator.ge, "at least"),
+    ">": (operator.gt, "greater than"),
+    "<=": (operator.le, "at most"),
+    "<": (operator.lt, "less than"),
+}
 
 
 class ConfigError(ValueError):
@@ -23,6 +31,19 @@ def refuse(wrong: object, sentence: str) -> None:
         raise ConfigError(sentence)
 
 
+def refuse_remainder(name: str, value: int | None, of: str, divisor: int | None) -> None:
+    """Raises ``ConfigError`` unless one flag's value is a multiple of another's, or one is None."""
+    refuse(
+        value and divisor and value % divisor,
+        f"{dashed(name)} {value} is not a multiple of {dashed(of)} {divisor}: change one of them.",
+    )
+
+
+def dashed(name: str) -> str:
+    """The spelling of a field's flag."""
+    return f"--{name.replace('_', '-')}"
+
+
 def flag(
     default: Any,
     help: str,
@@ -31,20 +52,14 @@ def flag(
     type: Callable[[Any], object] | None = None,
     nargs: str | None = None,
     metavar: str | None = None,
-    required: bool = False,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
+    limits: str = "",
 ) -> Any:
-    """Declares a field that is also a flag.
+    """Declares a field that is also a flag, of the field's type.
 
     Field ``hidden_size`` is spelled ``--hidden-size``; a switch is also spelled ``--no-hidden-size``.
 
-    Its type is that of the field, which a type checker cannot follow.
-
     Args:
-        default: the value when nobody gives one.  None is a legal value only where it is the default.
+        default: the value when nobody gives one, or ``REQUIRED``.  None is a legal value only where it is the default.
         help: what the flag does: the text of ``--help`` and the documentation of the field.
         spellings: further ones.  On a switch, those that begin with ``--no-`` or ``--disable-`` turn it off,
             and stand in place of the ``--no-`` spelling made from the field's name.
@@ -52,11 +67,7 @@ def flag(
         type: parses a value, raising ``ValueError``, where the annotation does not say enough.
         nargs: as in argparse, for fields that hold a tuple.
         metavar: what ``--help`` calls the value.
-        required: there is no useful default; leaving it out is an error.
-        at_least: inclusive lower limit.
-        above: exclusive lower limit.
-        at_most: inclusive upper limit.
-        below: exclusive upper limit.
+        limits: of a number, such as ``>= 0, < 1``.
     """
     facts = dict(
         help=" ".join(help.split()),
@@ -65,10 +76,10 @@ def flag(
         parse=type,
         nargs=nargs,
         metavar=metavar,
-        required=required,
-        limits=(at_least, above, at_most, below),
+        required=default is REQUIRED,
+        limits=tuple((sign, float(number), number) for sign, number in map(str.split, filter(None, limits.split(",")))),
     )
-    return dataclasses.field(default=default, metadata={_METADATA: facts})
+    return dataclasses.field(default=None if default is REQUIRED else default, metadata=facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +100,8 @@ class Flag:
     nargs: str | None
     metavar: str | None
     required: bool
-    limits: tuple[float | None, float | None, float | None, float | None]
+    limits: tuple[tuple[str, float, str], ...]
+    """Sign, number, and the number as written."""
 
     @property
     def spelling(self) -> str:
@@ -100,19 +112,17 @@ class Flag:
         """Rejects a number outside the flag's limits."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
-        at_least, above, at_most, below = self.limits
         refuse(not math.isfinite(value), f"{self.spelling} must be a number, not {value}.")
-        refuse(at_least is not None and value < at_least, self._must(f"at least {at_least}", value))
-        refuse(above is not None and value <= above, self._must(f"greater than {above}", value))
-        refuse(at_most is not None and value > at_most, self._must(f"at most {at_most}", value))
-        refuse(below is not None and value >= below, self._must(f"less than {below}", value))
-
-    def _must(self, limit: str, value: object) -> str:
-        return f"{self.spelling} must be {limit}, not {value}."
+        for sign, limit, written in self.limits:
+            holds, words = _LIMITS[sign]
+            refuse(not holds(value, limit), f"{self.spelling} must be {words} {written}, not {value}.")
 
 
 class FlagGroup:
     """Base class of flag groups: checks the limits of every field, then calls ``validate``."""
+
+    preset: typing.ClassVar[bool] = False
+    """Whether model presets set fields of this group."""
 
     def __post_init__(self) -> None:
         for spec in flags_of(type(self)):
@@ -125,11 +135,28 @@ class FlagGroup:
             spec.check_limits(value)
         self.validate()
 
-    preset: typing.ClassVar[bool] = False
-    """Whether model presets set fields of this group."""
-
     def validate(self) -> None:
         """Raises ``ConfigError`` if fields of this group contradict each other."""
+
+    def needs(self, name: str, other: str, value: object = None) -> None:
+        """Refuses a flag without another one, or without this value of it."""
+        there = getattr(self, other)
+        refuse(
+            getattr(self, name) and (not there if value is None else there != value),
+            f"{dashed(name)} needs {dashed(other)}{'' if value is None else f' {value}'}: add it.",
+        )
+
+    def multiple(self, name: str, of: str) -> None:
+        """Refuses a number that is not a multiple of another one."""
+        refuse_remainder(name, getattr(self, name), of, getattr(self, of))
+
+    def at_most(self, name: str, other: str) -> None:
+        """Refuses a number greater than another one."""
+        value, limit = getattr(self, name), getattr(self, other)
+        refuse(
+            value is not None and limit is not None and value > limit,
+            f"{dashed(name)} {value} is more than {dashed(other)} {limit}: lower it.",
+        )
 
 
 @functools.cache
@@ -140,13 +167,11 @@ def flags_of(group: type) -> tuple[Flag, ...]:
 
 
 def _read(field: dataclasses.Field, kind: type) -> Flag:
-    facts = dict(field.metadata[_METADATA])
-    dashed = field.name.replace("_", "-")
-    extra = facts.pop("spellings")
-    off: tuple[str, ...] = ()
+    facts = dict(field.metadata)
+    extra, off = facts.pop("spellings"), ()
     if kind is bool:
-        off = tuple(s for s in extra if s.startswith(("--no-", "--disable-"))) or (f"--no-{dashed}",)
-    on = (f"--{dashed}", *(s for s in extra if s not in off))
+        off = tuple(s for s in extra if s.startswith(("--no-", "--disable-"))) or (dashed(f"no_{field.name}"),)
+    on = (dashed(field.name), *(s for s in extra if s not in off))
     return Flag(name=field.name, kind=kind, default=field.default, on=on, off=off, **facts)
 
 

@@ -13,17 +13,15 @@ from megatron.pretraining.config.derive import virtual_stages
 from megatron.pretraining.config.faults import FaultFlags
 from megatron.pretraining.config.flag import FlagGroup
 from megatron.pretraining.config.fusion import CompatibilityFlags, FusionFlags
-from megatron.pretraining.config.learning_rate import LearningRateFlags
 from megatron.pretraining.config.logging import LoggingFlags, ValidationFlags
 from megatron.pretraining.config.mixed_precision import MixedPrecisionFlags
 from megatron.pretraining.config.moe import MoeFlags
 from megatron.pretraining.config.network import NetworkFlags
+from megatron.pretraining.config.optimizer import LearningRateFlags, RegularizationFlags
 from megatron.pretraining.config.parallel import ParallelFlags
-from megatron.pretraining.config.regularization import RegularizationFlags
-from megatron.pretraining.config.rng import RngFlags
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.tokenizer import TokenizerFlags
-from megatron.pretraining.config.training import TrainingFlags
+from megatron.pretraining.config.training import RngFlags, TrainingFlags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +62,9 @@ class FlagGroups:
         return self.snapshot.ckpt_dir or (f"{save}/snapshots" if save else None)
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether sequences are split between tensor-parallel workers."""
-        return self.parallel.sequence_parallel
-
-    @property
-    def transformer_impl(self) -> str:
-        """Provider of the layers: ``local`` or ``transformer_engine``."""
-        return self.network.transformer_impl
-
-    @property
     def num_moe_layers(self) -> int:
         """Number of layers with experts."""
-        frequency, layers = self.moe.moe_layer_freq, self.network.num_layers
-        if self.moe.num_experts is None:
-            return 0
-        return -(-layers // frequency) if isinstance(frequency, int) else sum(frequency)
+        return sum(self.moe.expert_layers(self.network.num_layers))
 
 
 @functools.cache

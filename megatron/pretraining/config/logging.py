@@ -4,43 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import FlagGroup, flag
 
 
 @dataclass(frozen=True)
 class ValidationFlags(FlagGroup):
     """Validation: how often, and on how much."""
 
-    eval_iters: int | None = flag(100, "Iterations of one evaluation; 0 does not evaluate.", at_least=0)
-    eval_interval: int | None = flag(
-        None, "Iterations between evaluations; by default there are none while training.", at_least=1
-    )
+    eval_iters: int | None = flag(100, "Iterations in one evaluation; 0 turns evaluation off.", limits=">= 0")
+    eval_interval: int | None = flag(None, "Iterations between evaluations; by default only at the end.", limits=">= 1")
 
 
 @dataclass(frozen=True)
 class LoggingFlags(FlagGroup):
     """Logging: console, TensorBoard, events."""
 
-    log_interval: int = flag(100, "Iterations between lines on the console.", at_least=1)
+    log_interval: int = flag(100, "Iterations between lines on the console.", limits=">= 1")
     log_throughput: bool = flag(False, "Log TFLOP/s per GPU.")
-    log_params_norm: bool = flag(False, "Log the norm of the weights.")
-    log_num_zeros_in_grad: bool = flag(False, "Log how many gradients are zero.")
+    log_params_norm: bool = flag(False, "Log the L2 norm of the weights.")
+    log_num_zeros_in_grad: bool = flag(False, "Log the number of gradient elements that are zero.")
     log_timers_to_tensorboard: bool = flag(False, "Write timers to TensorBoard.")
     log_memory_to_tensorboard: bool = flag(False, "Write memory use to TensorBoard.")
     log_validation_ppl_to_tensorboard: bool = flag(False, "Write the perplexity of validation to TensorBoard.")
-    tensorboard_dir: str | None = flag(None, "Directory of TensorBoard's files; without it there are none.")
-    tensorboard_log_interval: int = flag(1, "Iterations between entries in TensorBoard.", at_least=1)
-    tensorboard_queue_size: int = flag(1000, "Entries that TensorBoard holds before writing.", at_least=1)
+    tensorboard_dir: str | None = flag(None, "Directory of TensorBoard files; without it none are written.")
+    tensorboard_log_interval: int = flag(1, "Iterations between entries in TensorBoard.", limits=">= 1")
+    tensorboard_queue_size: int = flag(1000, "Entries that TensorBoard buffers before writing.", limits=">= 1")
     timing_log_level: int = flag(
-        0, "Which timers run: 0 the iteration, 1 its parts, 2 parts that run often.", choices=(0, 1, 2)
+        0, "Timers that run: 0 none, 1 the phases of an iteration, 2 also operations that run often.", choices=(0, 1, 2)
     )
-    timing_log_option: str = flag("minmax", "Of the times of all workers, log these.", choices=("max", "minmax", "all"))
-    log_dir: str | None = flag(None, "Directory of events.jsonl and of the logs of this run.", metavar="DIR")
+    timing_log_option: str = flag(
+        "minmax",
+        "Times of all workers to log: the maximum, minimum and maximum, or all.",
+        choices=("max", "minmax", "all"),
+    )
+    log_dir: str | None = flag(None, "Directory of events.jsonl and of this run's logs.", metavar="DIR")
 
     def validate(self) -> None:
         """Rejects TensorBoard options without TensorBoard."""
         for name in ("timers", "memory", "validation_ppl"):
-            refuse(
-                getattr(self, f"log_{name}_to_tensorboard") and not self.tensorboard_dir,
-                f"--log-{name.replace('_', '-')}-to-tensorboard needs --tensorboard-dir: add it.",
-            )
+            self.needs(f"log_{name}_to_tensorboard", "tensorboard_dir")

@@ -9,52 +9,49 @@ from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 @dataclass(frozen=True)
 class MixedPrecisionFlags(FlagGroup):
-    """Mixed precision: 32 bits unless --bf16 or --fp16."""
+    """Mixed precision: fp32 unless --bf16 or --fp16."""
 
     fp16: bool = flag(False, "Compute in fp16, with loss scaling.")
     bf16: bool = flag(False, "Compute in bfloat16.")
     main_params_dtype: str = flag(
-        "fp32",
-        "Format of master weights; bf16: the weights are their own masters, and moments have the format that the "
-        "optimizer gives them.",
-        choices=("fp32", "bf16"),
+        "fp32", "Format of the master weights; with bf16 the weights are their own masters.", choices=("fp32", "bf16")
     )
     exp_avg_dtype: str | None = flag(
         None,
-        "Format in which Adam's first moment is kept; by default as the optimizer makes it: in 32 bits, or in those of "
-        "weights that are their own masters.",
+        "Format of Adam's first moment; by default fp32, or that of weights that are their own masters.",
         choices=("fp32", "fp16", "fp8"),
     )
     exp_avg_sq_dtype: str | None = flag(
         None,
-        "The same of the second moment; if only one of them is given, the other has 32 bits.",
+        "Format of Adam's second moment; if only one of the two is given, the other is fp32.",
         choices=("fp32", "fp16"),
     )
     fp8_format: str | None = flag(
         None,
-        "Multiply matrices in 8 bits, by Transformer Engine or, with --transformer-impl local, by torch: all in e4m3, "
-        "or with gradients in e5m2 (hybrid).",
+        "Compute matrix products in fp8, by Transformer Engine or, with --transformer-impl local, by torch: all "
+        "tensors in e4m3, or gradients in e5m2 (hybrid).",
         choices=("e4m3", "hybrid"),
     )
     fp8_recipe: str = flag(
         "tensorwise",
-        "How tensors are scaled to 8 bits: each by its largest value, or in blocks, which takes Transformer Engine; "
-        "delayed scaling, which remembers earlier iterations, is refused.",
+        "Scaling of tensors to fp8: each by its largest value, or in blocks (Transformer Engine only); delayed "
+        "scaling is refused.",
         choices=("tensorwise", "blockwise", "mxfp8", "delayed"),
     )
-    loss_scale: float | None = flag(None, "Fixed loss scale; by default it adapts itself.", above=0)
-    initial_loss_scale: float = flag(float(2**32), "First value of the adaptive loss scale.", above=0)
-    min_loss_scale: float = flag(1.0, "Lowest value of the adaptive loss scale.", above=0)
-    loss_scale_window: float = flag(1000.0, "Iterations without overflow after which the loss scale doubles.", above=0)
-    hysteresis: int = flag(2, "Overflows after which the loss scale halves.", at_least=1)
-    fp32_residual_connection: bool = flag(False, "Keep the residual stream in 32 bits.")
-    attention_softmax_in_fp32: bool = flag(False, "Compute the softmax of attention in 32 bits.")
+    loss_scale: float | None = flag(None, "Fixed loss scale; by default it is adaptive.", limits="> 0")
+    initial_loss_scale: float = flag(float(2**32), "Initial adaptive loss scale.", limits="> 0")
+    min_loss_scale: float = flag(1.0, "Minimum adaptive loss scale.", limits="> 0")
+    loss_scale_window: float = flag(
+        1000.0, "Iterations without overflow after which the loss scale doubles.", limits="> 0"
+    )
+    hysteresis: int = flag(2, "Overflows after which the loss scale halves.", limits=">= 1")
+    fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
+    attention_softmax_in_fp32: bool = flag(False, "Compute the attention softmax in fp32.")
     apply_query_key_layer_scaling: bool = flag(
         False, "Scale attention scores by the layer number; implies --attention-softmax-in-fp32."
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False,
-        "Accumulate and reduce gradients in 32 bits; always so with --bf16 and masters in 32 bits.",
+        False, "Accumulate and reduce gradients in fp32; always on with --bf16 and fp32 master weights."
     )
 
     @property
@@ -73,7 +70,7 @@ class MixedPrecisionFlags(FlagGroup):
         )
         refuse(
             self.main_params_dtype == "bf16" and self.accumulate_allreduce_grads_in_fp32,
-            "--main-params-dtype bf16 takes gradients in bf16, too: drop --accumulate-allreduce-grads-in-fp32.",
+            "--main-params-dtype bf16 also needs gradients in bf16: drop --accumulate-allreduce-grads-in-fp32.",
         )
         refuse(
             self.fp8_format and not (self.fp16 or self.bf16),
@@ -81,15 +78,11 @@ class MixedPrecisionFlags(FlagGroup):
         )
         refuse(
             self.fp8_recipe == "delayed",
-            "--fp8-recipe delayed scales by maxima of earlier iterations, which no checkpoint holds, so that a run "
-            "would not go on as it was: choose tensorwise, blockwise or mxfp8.",
+            "--fp8-recipe delayed scales by maxima of earlier iterations, which no checkpoint holds, so a resumed run "
+            "would differ: choose tensorwise, blockwise or mxfp8.",
         )
         refuse(
             self.fp32_residual_connection and not (self.fp16 or self.bf16),
             "--fp32-residual-connection has no effect without --fp16 or --bf16: add one, or drop it.",
         )
-        refuse(
-            self.min_loss_scale > self.initial_loss_scale,
-            f"--min-loss-scale {self.min_loss_scale} is more than --initial-loss-scale "
-            f"{self.initial_loss_scale}: lower it.",
-        )
+        self.at_most("min_loss_scale", "initial_loss_scale")

@@ -9,49 +9,49 @@ from megatron.pretraining.config.flag import FlagGroup, flag, refuse
 
 @dataclass(frozen=True)
 class ParallelFlags(FlagGroup):
-    """Parallelism: which dimension of the work is cut into how many pieces."""
+    """Parallelism: how the model and its work are split over workers."""
 
-    tensor_model_parallel_size: int = flag(1, "Workers that share each layer.", at_least=1)
-    pipeline_model_parallel_size: int = flag(1, "Pipeline stages.", at_least=1)
+    tensor_model_parallel_size: int = flag(1, "Workers that split each layer (tensor parallelism).", limits=">= 1")
+    pipeline_model_parallel_size: int = flag(1, "Pipeline stages (pipeline parallelism).", limits=">= 1")
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None,
-        "Interleaved schedule: layers in each of the stages that a worker alternates between.",
-        at_least=1,
+        None, "Interleaved schedule: layers in each virtual stage.", limits=">= 1"
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "Interleaved schedule: number of stages that a worker alternates between.", at_least=1
+        None, "Interleaved schedule: virtual stages of each worker.", limits=">= 1"
     )
     expert_model_parallel_size: int = flag(
-        1, "Workers over which the experts of a layer are spread.", "--moe-expert-parallel-size", at_least=1
+        1,
+        "Workers that divide the experts of a layer (expert parallelism).",
+        "--moe-expert-parallel-size",
+        limits=">= 1",
     )
     expert_tensor_parallel_size: int = flag(
-        None, "Workers that share each expert; by default --tensor-model-parallel-size.", at_least=1
+        None, "Workers that split each expert; by default --tensor-model-parallel-size.", limits=">= 1"
     )
-    context_parallel_size: int = flag(1, "Workers that share each sequence; only 1 is supported.", at_least=1)
+    context_parallel_size: int = flag(1, "Workers that split each sequence; only 1 is supported.", limits=">= 1")
     sequence_parallel: bool = flag(
         False,
-        "Split the sequence between tensor-parallel workers outside of attention and feed-forward layers.  "
-        "Has no "
-        "effect with --tensor-model-parallel-size 1.",
+        "Split sequences over tensor-parallel workers outside of attention and feed-forward layers; no effect with "
+        "--tensor-model-parallel-size 1.",
     )
-    use_distributed_optimizer: bool = flag(
-        False, "Spread the optimizer state over data-parallel workers (ZeRO stage 1)."
-    )
-    overlap_grad_reduce: bool = flag(False, "Reduce gradients while the backward pass still runs.")
+    use_distributed_optimizer: bool = flag(False, "Shard optimizer state over data-parallel workers (ZeRO stage 1).")
+    overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.")
     overlap_param_gather: bool = flag(
-        False, "Gather updated weights while the next forward pass runs; needs --use-distributed-optimizer."
+        False, "Gather updated weights during the next forward pass; needs --use-distributed-optimizer."
     )
     overlap_p2p_comm: bool = flag(
         True,
-        "Interleaved schedule: send activations to the next stage while computing.",
+        "Interleaved schedule: send activations during computation.",
         "--overlap-p2p-communication",
         "--no-overlap-p2p-communication",
     )
-    ddp_bucket_size: int | None = flag(None, "Parameters in each bucket of gradients that is reduced.", at_least=1)
+    ddp_bucket_size: int | None = flag(None, "Parameters in each bucket of reduced gradients.", limits=">= 1")
     distributed_backend: str | None = flag(
-        None, "Who communicates; by default nccl with CUDA and gloo without.", choices=("nccl", "gloo")
+        None, "torch.distributed backend; by default nccl with CUDA, gloo without.", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "How long a worker waits for the others.", at_least=1)
+    distributed_timeout_minutes: int = flag(
+        10, "Minutes to wait for other workers in a collective operation.", limits=">= 1"
+    )
 
     def validate(self) -> None:
         """Rejects context parallelism, overlaps without their prerequisites, and virtual stages without a pipeline."""
@@ -59,19 +59,13 @@ class ParallelFlags(FlagGroup):
             self.context_parallel_size > 1,
             f"--context-parallel-size {self.context_parallel_size} is not supported: leave it at 1.",
         )
-        refuse(
-            self.overlap_param_gather and not self.use_distributed_optimizer,
-            "--overlap-param-gather needs --use-distributed-optimizer: add it.",
-        )
-        refuse(
-            self.overlap_param_gather and not self.overlap_grad_reduce,
-            "--overlap-param-gather needs --overlap-grad-reduce: add it.",
-        )
+        self.needs("overlap_param_gather", "use_distributed_optimizer")
+        self.needs("overlap_param_gather", "overlap_grad_reduce")
         layers, stages = self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank
         refuse(
             layers is not None and stages is not None,
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same "
-            "thing: drop one.",
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same thing: "
+            "drop one.",
         )
         spelling = "--num-layers-per-virtual-pipeline-stage" if layers else "--num-virtual-stages-per-pipeline-rank"
         refuse(

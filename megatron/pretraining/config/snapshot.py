@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.pretraining.config.flag import ConfigError, FlagGroup, flag, flags_of, refuse
+from megatron.pretraining.config.flag import ConfigError, FlagGroup, dashed, flag, flags_of, refuse
 from moc.policy import AUTO, POLICIES, PolicyFlag, interval_named, owners
 from moc.policy.measurements import UNDISTURBED_MTBF_S
 from moc.policy.pec_flags import experts_of
@@ -35,96 +35,91 @@ class _EveryPolicy(FlagGroup):
 
     ckpt_policy: str | None = flag(
         None,
-        "What is in a snapshot and when one is taken; a run that finds snapshots in --ckpt-dir goes on from the "
-        "newest. Without a policy there are none. auto chooses policy, interval, K, window and replicas by expected "
-        "cost, from what is measured, and anew when that changes.",
+        "What snapshots hold and when they are taken; by default there are none. A run resumes from the newest "
+        "snapshot in --ckpt-dir. auto chooses policy, interval, K, window and replicas by expected cost, from "
+        "measurements.",
         choices=[AUTO, *sorted(POLICIES)],
     )
     ckpt_tier: str = flag(
         "disk",
-        "Where a snapshot is safe: in --ckpt-dir; in the memory of its node, from where a job that is started again "
-        "on the same machines goes on in seconds; or also in that of other nodes, its peers, so that nodes may be lost "
-        "(Gemini).",
+        "Where snapshots are kept: in --ckpt-dir (disk), in the memory of their node, which survives a restart on the "
+        "same machines, or also in that of other nodes (peers), which survives the loss of nodes (Gemini).",
         choices=("disk", "memory", "peers"),
     )
     ckpt_dir: str | None = flag(
-        None, "Directory or URL (s3://...) of the snapshots; by default SAVE/snapshots.", metavar="DIR"
+        None, "Directory or URL (s3://...) of snapshots; by default SAVE/snapshots.", metavar="DIR"
     )
     ckpt_memory_dir: str = flag(
-        "/dev/shm", "Memory file system for --ckpt-tier memory and peers, and for --upstream-logging.", metavar="DIR"
+        "/dev/shm", "Memory file system for --ckpt-tier memory or peers, and for --upstream-logging.", metavar="DIR"
     )
-    ckpt_blocking: bool = flag(False, "Let training wait until a snapshot is safe, in place of taking it beside it.")
+    ckpt_blocking: bool = flag(
+        False, "Stop training until a snapshot is complete, instead of saving in the background."
+    )
     max_snapshot_lag: int | None = flag(
         None,
-        "Iterations that may be completed while a snapshot is not safe; training then waits until it is. With 1 and "
-        "--ckpt-policy sparse, at most two windows are computed again, whatever lags. Without it training goes on as "
-        "long as there are buffers.",
-        at_least=1,
+        "Iterations that training may complete before an unfinished snapshot makes it wait; by default as many as "
+        "there are buffers for. With 1 and --ckpt-policy sparse, recovery replays at most two windows.",
+        limits=">= 1",
     )
-    ckpt_keep: int = flag(
-        2, "Complete snapshots to keep in --ckpt-dir; windows, with --ckpt-policy sparse.", at_least=1
-    )
+    ckpt_keep: int = flag(2, "Complete snapshots (sparse: windows) to keep in --ckpt-dir.", limits=">= 1")
     ckpt_sharding: str = flag(
         "EE+AN",
-        "Which of several ranks that hold the same state saves it: the name of a scheme, or of two rules, "
-        "EXPERTS,OTHERS (docs/explanation/sharding.md).",
+        "Which of the ranks that hold the same state saves it: a scheme, or two rules EXPERTS,OTHERS "
+        "(docs/explanation/sharding.md).",
         type=lambda text: (scheme_named(text), text)[1],
         metavar="SCHEME",
     )
     ckpt_overhead_budget: float = flag(
-        0.03, "Share of the training time that --snapshot-interval auto may cost.", above=0.0, below=1.0
+        0.03, "Fraction of training time that --snapshot-interval auto may cost.", limits="> 0.0, < 1.0"
     )
     snapshot_interval: str = flag(
         "auto",
-        "Iterations between snapshots; auto takes them as often as --ckpt-overhead-budget allows (CheckFreq).",
+        "Iterations between snapshots; auto: as often as --ckpt-overhead-budget allows (CheckFreq).",
         type=lambda text: (interval_named(str(text)), str(text))[1],
         metavar="N|auto",
     )
     persist_interval: int | None = flag(
         None,
-        "With --ckpt-tier memory or peers: iterations between snapshots (whole windows, with --ckpt-policy sparse) "
-        "that are also written to --ckpt-dir; without it, only the last one of a run is.",
-        at_least=1,
+        "With --ckpt-tier memory or peers: iterations between snapshots (sparse: windows) that are also written to "
+        "--ckpt-dir; by default only a run's last one.",
+        limits=">= 1",
     )
     replicas: int | None = flag(
         None,
-        "With --ckpt-tier peers: other nodes that keep copies of each node's snapshots; by default 2, or as many as "
-        "there are.",
-        at_least=1,
+        "With --ckpt-tier peers: copies of each node's snapshots on other nodes; by default 2, if there are as many.",
+        limits=">= 1",
     )
     replication_rate: float | None = flag(
-        None, "With --ckpt-tier peers: GB/s at which a node copies snapshots of others, at most.", above=0.0
+        None, "With --ckpt-tier peers: maximum GB/s at which a node copies snapshots of others.", limits="> 0.0"
     )
 
     mtbf_hours: float | None = flag(
         None,
-        "Hours from one failure of the job to the next, for what is chosen by its expected cost; by default 24, and "
-        "with --ckpt-policy auto what the faults so far tell.",
-        above=0.0,
+        "Mean hours between failures of the job, for choices by expected cost; by default 24, or with --ckpt-policy "
+        "auto as measured.",
+        limits="> 0.0",
     )
-    exact_only: bool = flag(
-        False, "With --ckpt-policy auto: only policies after whose recovery the run is what it would have been."
-    )
+    exact_only: bool = flag(False, "With --ckpt-policy auto: only policies whose recovery is exact.")
     host_memory_gb: float | None = flag(
-        None, "With --ckpt-policy auto: GB of a node's memory that snapshots may take, at most.", above=0.0
+        None, "With --ckpt-policy auto: maximum GB of a node's memory for snapshots.", limits="> 0.0"
     )
     node_of_rank: str | None = flag(
         None,
-        "The node of each worker, where hosts do not tell: with 0,0,1,1 four workers on one machine are two nodes, "
-        "each with memory of its own.",
+        "Node of each worker, in place of the host names: with 0,0,1,1, four workers on one machine are two nodes with "
+        "separate memory.",
         metavar="NODE,NODE,...",
         type=lambda text: _nodes(str(text)),
     )
 
     upstream_logging: bool = flag(
         False,
-        "With --ckpt-policy sparse and a pipeline: keep what each stage sends in the memory of its node, so that a "
-        "stage can be computed again by itself.",
+        "With --ckpt-policy sparse and a pipeline: log what each stage sends in its node's memory, so that one stage "
+        "can be replayed alone.",
     )
     upstream_log_limit: float = flag(
         8.0,
-        "With --upstream-logging: GB that the logs of a worker may take, at most; the oldest iterations go first.",
-        above=0.0,
+        "With --upstream-logging: maximum GB of a worker's logs; the oldest iterations are dropped first.",
+        limits="> 0.0",
     )
 
     @property
@@ -193,15 +188,16 @@ class _EveryPolicy(FlagGroup):
         for name in ("replicas", "replication_rate"):
             refuse(
                 getattr(self, name) is not None and self.ckpt_tier != "peers",
-                f"--{name.replace('_', '-')} needs --ckpt-tier peers, since no other copies to other nodes: add it.",
+                f"{dashed(name)} needs --ckpt-tier peers, since no other copies to other nodes: add it.",
             )
 
 
 def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
     kind = one.kind | None if one.default is None else one.kind
-    facts: dict[str, Any] = dict(choices=one.choices, type=one.parse, metavar=one.metavar)
-    limits: dict[str, Any] = dict(at_least=one.at_least, above=one.above, at_most=one.at_most)
-    return one.name, kind, flag(one.default, one.help, **facts, **limits)
+    signs = (">=", one.at_least), (">", one.above), ("<=", one.at_most)
+    limits = ", ".join(f"{sign} {limit}" for sign, limit in signs if limit is not None)
+    facts: dict[str, Any] = dict(choices=one.choices, type=one.parse, metavar=one.metavar, limits=limits)
+    return one.name, kind, flag(one.default, one.help, **facts)
 
 
 if TYPE_CHECKING:

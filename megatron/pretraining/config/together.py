@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron.pretraining.config.derive import installed
-from megatron.pretraining.config.flag import refuse
+from megatron.pretraining.config.flag import dashed, refuse, refuse_remainder
 from megatron.pretraining.config.groups import FlagGroups
-from megatron.pretraining.config.moe import MoeFlags
 
 
 def check_together(config: FlagGroups) -> None:
@@ -24,12 +23,11 @@ def check_together(config: FlagGroups) -> None:
     _check_snapshots(config)
     refuse(
         config.faults.wanted and not config.logging.log_dir,
-        "--inject and --inject-mtbf-iterations need --log-dir, where it is kept what has happened: add it.",
+        "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults: add it.",
     )
     refuse(
         config.regularization.optimizer != "adam" and config.parallel.use_distributed_optimizer,
-        f"--optimizer {config.regularization.optimizer} cannot be spread over workers: drop "
-        "--use-distributed-optimizer.",
+        f"--optimizer {config.regularization.optimizer} cannot be sharded: drop --use-distributed-optimizer.",
     )
     refuse(
         config.regularization.optimizer != "adam" and config.mixed_precision.moments,
@@ -38,8 +36,8 @@ def check_together(config: FlagGroups) -> None:
     )
     refuse(
         config.mixed_precision.main_params_dtype == "bf16" and config.parallel.use_distributed_optimizer,
-        "--main-params-dtype bf16 cannot be spread over data-parallel ranks, since megatron-core makes masters of 32 "
-        "bits for that: drop --use-distributed-optimizer.",
+        "--main-params-dtype bf16 cannot be sharded, since megatron-core's distributed optimizer makes fp32 masters: "
+        "drop --use-distributed-optimizer.",
     )
 
 
@@ -59,16 +57,11 @@ def _check_snapshots(config: FlagGroups) -> None:
     )
     refuse(  # a tied embedding's gradient is a sum over two stages, and a stage that replays alone knows only its part
         snapshot.upstream_logging and not config.network.untie_embeddings_and_output_weights,
-        "--upstream-logging lets a pipeline stage be computed again by itself, which embeddings that are tied across "
-        "stages do not allow: add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
+        "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow: "
+        "add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
     )
-    refuse(
-        snapshot.persist_interval
-        and snapshot.snapshot_interval.isdecimal()
-        and snapshot.persist_interval % int(snapshot.snapshot_interval),
-        f"--persist-interval {snapshot.persist_interval} is not a multiple of --snapshot-interval "
-        f"{snapshot.snapshot_interval}: change one of them.",
-    )
+    interval = int(snapshot.snapshot_interval) if snapshot.snapshot_interval.isdecimal() else None
+    refuse_remainder("persist_interval", snapshot.persist_interval, "snapshot_interval", interval)
 
 
 def _check_document_borders(config: FlagGroups) -> None:
@@ -80,7 +73,7 @@ def _check_document_borders(config: FlagGroups) -> None:
         "--pipeline-model-parallel-size at most 2 without virtual stages.",
     )
     refuse(
-        config.transformer_impl == "transformer_engine",
+        config.network.transformer_impl == "transformer_engine",
         "Transformer Engine's attention is causal and takes no mask: drop --reset-attention-mask, or choose "
         "--transformer-impl local.",
     )
@@ -88,24 +81,14 @@ def _check_document_borders(config: FlagGroups) -> None:
 
 def _check_tensor_parallelism(config: FlagGroups) -> None:
     size = config.parallel.tensor_model_parallel_size
-    network = config.network
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
-        _check_multiple(name, getattr(network, name), "tensor_model_parallel_size", size)
-
-
-def _check_multiple(name: str, value: int | None, divisor_name: str, divisor: int) -> None:
-    refuse(
-        value is not None and value % divisor,
-        f"--{name.replace('_', '-')} {value} is not a multiple of --{divisor_name.replace('_', '-')} "
-        f"{divisor}: "
-        "change one of them.",
-    )
+        refuse_remainder(name, getattr(config.network, name), "tensor_model_parallel_size", size)
 
 
 def _check_pipeline(config: FlagGroups) -> None:
     parallel, layers = config.parallel, config.network.num_layers
     size = parallel.pipeline_model_parallel_size
-    _check_multiple("num_layers", layers, "pipeline_model_parallel_size", size)
+    refuse_remainder("num_layers", layers, "pipeline_model_parallel_size", size)
     per_stage = parallel.num_layers_per_virtual_pipeline_stage
     refuse(
         per_stage and layers // size % per_stage,
@@ -120,18 +103,14 @@ def _check_pipeline(config: FlagGroups) -> None:
     )
     refuse(
         stages and size == 2 and not parallel.overlap_p2p_comm,
-        "an interleaved schedule with --pipeline-model-parallel-size 2 needs --overlap-p2p-communication: "
-        "add it "
-        "(or drop --no-overlap-p2p-communication).",
+        "an interleaved schedule with --pipeline-model-parallel-size 2 needs --overlap-p2p-communication: add it (or "
+        "drop --no-overlap-p2p-communication).",
     )
 
 
 def _check_sequence(config: FlagGroups) -> None:
     length, positions = config.data.seq_length, config.network.max_position_embeddings
-    refuse(
-        positions < length,
-        f"--max-position-embeddings {positions} is less than --seq-length {length}: raise it.",
-    )
+    refuse(positions < length, f"--max-position-embeddings {positions} is less than --seq-length {length}: raise it.")
     refuse(
         config.parallel.sequence_parallel and length % config.parallel.tensor_model_parallel_size,
         f"--seq-length {length} is not a multiple of --tensor-model-parallel-size "
@@ -145,16 +124,13 @@ def _check_schedule(config: FlagGroups) -> None:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         refuse(
             getattr(rate, f"{name}_{other}"),
-            f"--{name.replace('_', '-')}-{other} does not fit --train-{unit}: give --{name.replace('_', '-')}-{unit}.",
+            f"{dashed(name)}-{other} does not fit --train-{unit}: give {dashed(name)}-{unit}.",
         )
     total = getattr(training, f"train_{unit}")
     decay = getattr(rate, f"lr_decay_{unit}") or total
     warmup = getattr(rate, f"lr_warmup_{unit}")
     limit = f"--lr-decay-{unit}" if getattr(rate, f"lr_decay_{unit}") else f"--train-{unit}"
-    refuse(
-        warmup >= decay,
-        f"--lr-warmup-{unit} {warmup} is not less than {limit} {decay}: shorten the warm-up.",
-    )
+    refuse(warmup >= decay, f"--lr-warmup-{unit} {warmup} is not less than {limit} {decay}: shorten the warm-up.")
     if rate.lr_decay_style != "WSD":
         return
     last = getattr(rate, f"lr_wsd_decay_{unit}")
@@ -166,12 +142,11 @@ def _check_packages(config: FlagGroups) -> None:
     transformer_engine = installed("transformer_engine")
     refuse(
         config.network.transformer_impl == "transformer_engine" and not transformer_engine,
-        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: install "
-        "it or "
-        "choose local.",
+        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: install it or choose "
+        "local.",
     )
     precision = config.mixed_precision
-    by_torch = precision.fp8_format and config.transformer_impl == "local"
+    by_torch = precision.fp8_format and config.network.transformer_impl == "local"
     refuse(
         by_torch and precision.fp8_recipe != "tensorwise",
         f"--fp8-recipe {precision.fp8_recipe} needs Transformer Engine: install it and choose --transformer-impl "
@@ -191,7 +166,7 @@ def _check_packages(config: FlagGroups) -> None:
         "--moe-grouped-gemm needs Transformer Engine or grouped_gemm, and neither is installed: drop it.",
     )
     refuse(
-        config.moe.moe_token_dispatcher_type == "flex" and not (installed("deep_ep")),
+        config.moe.moe_token_dispatcher_type == "flex" and not installed("deep_ep"),
         "--moe-token-dispatcher-type flex needs the package deep_ep, which is not installed: choose alltoall.",
     )
 
@@ -204,19 +179,12 @@ def _check_experts(config: FlagGroups) -> None:
             "--expert-model-parallel-size has no effect without --num-experts: add it.",
         )
         return
-    _check_multiple("num_experts", moe.num_experts, "expert_model_parallel_size", parallel.expert_model_parallel_size)
-    _check_multiple(
-        "moe_ffn_hidden_size",
-        moe.moe_ffn_hidden_size,
-        "expert_tensor_parallel_size",
-        parallel.expert_tensor_parallel_size,
-    )
-    _check_multiple(
-        "moe_shared_expert_intermediate_size",
-        moe.moe_shared_expert_intermediate_size,
-        "tensor_model_parallel_size",
-        parallel.tensor_model_parallel_size,
-    )
+    for name, size in (
+        ("num_experts", "expert_model_parallel_size"),
+        ("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
+        ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
+    ):
+        refuse_remainder(name, getattr(moe, name), size, getattr(parallel, size))
     refuse(
         parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel,
         "--tensor-model-parallel-size greater than 1 with --num-experts needs --sequence-parallel: add it.",
@@ -232,25 +200,20 @@ def _check_experts(config: FlagGroups) -> None:
         and parallel.expert_tensor_parallel_size * parallel.expert_model_parallel_size == 1,
         "--moe-token-dispatcher-type flex needs --expert-model-parallel-size greater than 1: choose alltoall.",
     )
-    _check_layers(moe, config.network.num_layers)
-    _check_biases(config)
-
-
-def _check_layers(moe: MoeFlags, num_layers: int) -> None:
+    num_layers = config.network.num_layers
     layers = moe.expert_layers(num_layers)
     refuse(
         len(layers) != num_layers,
         f"--moe-layer-freq lists {len(layers)} layers and --num-layers is {num_layers}: change one of them.",
     )
     refuse(
-        not any(layers),
-        "no layer holds experts: change --moe-layer-freq or --expert-interval, or drop --num-experts.",
+        not any(layers), "no layer holds experts: change --moe-layer-freq or --expert-interval, or drop --num-experts."
     )
+    if config.network.add_bias_linear:
+        _check_biases(config)
 
 
 def _check_biases(config: FlagGroups) -> None:
-    if not config.network.add_bias_linear:
-        return
     moe = config.moe
     refuse(
         config.parallel.expert_tensor_parallel_size > 1,

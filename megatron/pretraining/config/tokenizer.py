@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, flag, refuse
+from megatron.pretraining.config.derive import installed
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag, refuse
 
 _TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
 
 @dataclass(frozen=True)
 class TokenizerFlags(FlagGroup):
-    """Tokenizer: the one that made the data."""
+    """Tokenizer: the one that encoded the data."""
 
-    tokenizer_type: str = flag(
-        None, "Which kind; NullTokenizer only knows its --vocab-size.", required=True, choices=_TYPES
-    )
+    tokenizer_type: str = flag(REQUIRED, "Kind of tokenizer; NullTokenizer has only a --vocab-size.", choices=_TYPES)
     tokenizer_model: str | None = flag(
-        None,
-        "File of a SentencePiece model, or directory or name of a HuggingFace tokenizer.",
-        metavar="PATH",
+        None, "File of a SentencePiece model, or directory or name of a HuggingFace tokenizer.", metavar="PATH"
     )
-    vocab_size: int | None = flag(None, "Tokens before padding, for the NullTokenizer; the others know it.", at_least=1)
+    vocab_size: int | None = flag(None, "Vocabulary of the NullTokenizer, before padding.", limits=">= 1")
 
     def validate(self) -> None:
         """Rejects a tokenizer without its model or size, and missing files."""
@@ -31,10 +27,7 @@ class TokenizerFlags(FlagGroup):
             refuse(self.vocab_size is None, "--tokenizer-type NullTokenizer needs --vocab-size: add it.")
             return
         model = self.tokenizer_model
-        refuse(
-            model is None,
-            f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it.",
-        )
+        refuse(model is None, f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it.")
         is_file = self.tokenizer_type == "SentencePieceTokenizer"
         found = model is not None and (os.path.isfile(model) if is_file else _may_exist(model))
         refuse(
@@ -43,7 +36,7 @@ class TokenizerFlags(FlagGroup):
             "tools/train_tokenizer.py.",
         )
         refuse(
-            not is_file and importlib.util.find_spec("transformers") is None,
+            not is_file and not installed("transformers"),
             "--tokenizer-type HuggingFaceTokenizer needs the package transformers: install it.",
         )
 

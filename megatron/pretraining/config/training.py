@@ -1,62 +1,55 @@
-"""Flags of training length, batches and exits."""
+"""Flags of training length, batches, exits and random numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.pretraining.config.flag import FlagGroup, flag, refuse
+from megatron.pretraining.config.flag import REQUIRED, FlagGroup, flag, refuse
 
 
 @dataclass(frozen=True)
 class TrainingFlags(FlagGroup):
-    """Training: batches, length, exits, recomputation of activations."""
+    """Training: batches, length, exits, activation recomputation."""
 
-    micro_batch_size: int = flag(None, "Samples in one pass through the model.", required=True, at_least=1)
+    micro_batch_size: int = flag(REQUIRED, "Samples in one forward pass of a model replica.", limits=">= 1")
     global_batch_size: int | None = flag(
         None,
         "Samples in one iteration, over all workers; by default --micro-batch-size times the data-parallel size.",
-        at_least=1,
+        limits=">= 1",
     )
-    train_iters: int | None = flag(None, "Iterations to train, over all runs together.", at_least=1)
-    train_samples: int | None = flag(None, "Samples to train, over all runs together.", at_least=1)
-    skip_train: bool = flag(
-        False, "Train nothing: go on from what there is, save it where --save is given, evaluate, and end."
-    )
-    exit_interval: int | None = flag(None, "Save and exit at an iteration that this number divides.", at_least=1)
-    exit_duration_in_mins: int | None = flag(None, "Save and exit after so many minutes.", at_least=1)
-    exit_signal_handler: bool = flag(False, "Save and exit when --exit-signal arrives.")
+    train_iters: int | None = flag(None, "Iterations to train, over all restarts.", limits=">= 1")
+    train_samples: int | None = flag(None, "Samples to train, over all restarts.", limits=">= 1")
+    skip_train: bool = flag(False, "Do not train: resume, save if --save is given, evaluate, and exit.")
+    exit_interval: int | None = flag(None, "Save and exit at the next multiple of this many iterations.", limits=">= 1")
+    exit_duration_in_mins: int | None = flag(None, "Save and exit after this many minutes.", limits=">= 1")
+    exit_signal_handler: bool = flag(False, "Save and exit on --exit-signal, SIGTERM or SIGUSR1.")
     exit_signal: str = flag(
-        "SIGTERM",
-        "The signal that --exit-signal-handler waits for.",
-        choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"),
+        "SIGTERM", "Signal of --exit-signal-handler.", choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
     )
-    recompute_activations: bool = flag(False, "The same as --recompute-granularity selective.")
+    recompute_activations: bool = flag(False, "Same as --recompute-granularity selective.")
     recompute_granularity: str | None = flag(
         None,
-        "Save memory by computing activations again in the backward pass: of whole layers, or of attention alone.",
+        "Recompute activations in the backward pass to save memory: whole layers (full) or attention only (selective).",
         choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
         None,
-        "With full recomputation: divide all layers evenly, or recompute the first ones of each stage.",
+        "Full recomputation: of all layers in equal groups (uniform), or of the first layers of each stage (block).",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
-        None, "Layers in one recomputed unit (uniform), or recomputed layers in a stage (block).", at_least=1
+        None, "Layers in each recomputed group (uniform), or recomputed layers in a stage (block).", limits=">= 1"
     )
-    calculate_per_token_loss: bool = flag(False, "Average the loss over tokens in place of micro batches.")
+    calculate_per_token_loss: bool = flag(False, "Average the loss over tokens instead of micro batches.")
     check_for_nan_in_loss_and_grad: bool = flag(
-        True, "Stop at a loss or gradient that is not finite.  Off with the dynamic loss scaling of --fp16."
+        True, "Stop at a non-finite loss or gradient; off with the dynamic loss scaling of --fp16."
     )
     deterministic_mode: bool = flag(
-        False,
-        "On CUDA, take deterministic kernels alone: repeated runs are bit-identical, and slower.  CPUs always are.",
+        False, "Use only deterministic CUDA kernels: slower, with bit-identical repeated runs, as CPUs always give."
     )
-    use_cpu_initialization: bool = flag(
-        False, "Initialise weights on the CPU.  They are the same either way, in every layout."
-    )
-    manual_gc: bool = flag(False, "Collect garbage at the same iterations on all workers.")
-    manual_gc_interval: int = flag(0, "Iterations between collections with --manual-gc; 0 for none.", at_least=0)
+    use_cpu_initialization: bool = flag(False, "Initialize weights on the CPU; their values are the same either way.")
+    manual_gc: bool = flag(False, "Run Python's garbage collector at the same iterations on all workers.")
+    manual_gc_interval: int = flag(0, "Iterations between collections with --manual-gc; 0 for none.", limits=">= 0")
 
     def validate(self) -> None:
         """Rejects a training length given twice or not at all, and incomplete recomputation options."""
@@ -68,18 +61,8 @@ class TrainingFlags(FlagGroup):
             self.train_iters is not None and self.train_samples is not None,
             "--train-iters and --train-samples exclude each other: drop one.",
         )
-        refuse(
-            self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size,
-            f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{self.micro_batch_size}: change one of them.",
-        )
-        refuse(
-            self.manual_gc_interval and not self.manual_gc,
-            "--manual-gc-interval has no effect without --manual-gc: add it.",
-        )
-        self._validate_recomputation()
-
-    def _validate_recomputation(self) -> None:
+        self.multiple("global_batch_size", "micro_batch_size")
+        self.needs("manual_gc_interval", "manual_gc")
         refuse(
             self.recompute_activations and self.recompute_granularity == "full",
             "--recompute-activations means --recompute-granularity selective, not full: drop one of them.",
@@ -94,3 +77,11 @@ class TrainingFlags(FlagGroup):
             "--recompute-method and --recompute-num-layers belong to --recompute-granularity full: "
             "add that, or drop them.",
         )
+
+
+@dataclass(frozen=True)
+class RngFlags(FlagGroup):
+    """Random numbers and initialization."""
+
+    seed: int = flag(1234, "Seed of all random numbers.", limits=">= 1")
+    init_method_std: float = flag(0.02, "Standard deviation of the initial weights.", limits="> 0")

@@ -84,8 +84,7 @@ def _check_batch(config: Config, world_size: int) -> None:
     refuse(
         samples % per_round,
         f"--global-batch-size {samples} is not a multiple of {per_round}, which is --micro-batch-size "
-        f"{config.training.micro_batch_size} times {data_parallel_size(config, world_size)} data-parallel "
-        "copies: "
+        f"{config.training.micro_batch_size} times {data_parallel_size(config, world_size)} data-parallel copies: "
         f"make it {max(samples // per_round, 1) * per_round}, for example.",
     )
     refuse(
@@ -97,8 +96,7 @@ def _check_batch(config: Config, world_size: int) -> None:
     refuse(
         config.virtual_pipeline_model_parallel_size and rest,
         f"an interleaved schedule needs a multiple of {stages} micro batches, not "
-        f"{num_microbatches(config, world_size)}: make --global-batch-size a multiple of "
-        f"{per_round * stages}.",
+        f"{num_microbatches(config, world_size)}: make --global-batch-size a multiple of {per_round * stages}.",
     )
 
 

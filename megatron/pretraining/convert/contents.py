@@ -21,7 +21,7 @@ from moc.store.regions import Entry
 MASTER, FULL, COMPUTE = "master", "full", "compute"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-WITH_FLAGS = "give the flags of the run behind --, and the window that this snapshot is part of is computed again"
+WITH_FLAGS = "give the flags of the run behind --, to replay the window that this snapshot is part of"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class ConvertedState(ABC):
     """Tensors of the unpartitioned model.
 
     Attributes:
-        facts: the part that is not tensors.
         tensors: every slot of every tensor, unsharded.
         operators: detail (``full``, ``compute``) and number of updates of each operator.
     """
@@ -85,7 +84,7 @@ class Weights(ConvertedState):
         for name, slots in whole.slots().items():
             kept = slots.get(MASTER, slots.get(PARAM))
             if kept is None:
-                raise CheckpointError(f"there is {min(slots)} of {name}, but no weight: this is no whole checkpoint")
+                raise CheckpointError(f"there is {min(slots)} of {name}, but no weight: the checkpoint is incomplete")
             if kept.slot == MASTER:
                 if dtype is None:
                     raise CheckpointError(
@@ -98,18 +97,14 @@ class Weights(ConvertedState):
         self.operators = {name: (COMPUTE, None) for name in whole.operators}
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`ConvertedState`."""
+        """Rounds masters."""
         if name not in self._rounded:
             return self._whole.read(name, slot, region)
         return self._whole.read(name, MASTER, region).to(self._rounded[name])
 
 
 def iteration_of(directory: Path) -> int:
-    """The number in the name of a checkpoint's directory.
-
-    Raises:
-        CheckpointError: the name has another form.
-    """
+    """The number in the name of a checkpoint's directory; raises CheckpointError if it has another form."""
     iteration = store.iteration_of(directory.resolve().name)
     if iteration is None:
         raise CheckpointError(f"{directory} is not called iter_ and a number: give it the name that it was saved by")
@@ -130,11 +125,7 @@ def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
 
 
 def check_whole(contents: ConvertedState) -> None:
-    """Checks that the model is complete, with all of its optimizer state or none.
-
-    Raises:
-        CheckpointError: something is missing; the message names it.
-    """
+    """Raises CheckpointError unless the model is complete, with all of its optimizer state or none."""
     state, slots = contents.facts.state, contents.slots()
     window = is_of_windows(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):

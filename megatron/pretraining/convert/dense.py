@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,10 +54,7 @@ _COUNTING = ("adam",)  # optimizers that count updates
 class DenseContents(ConvertedState):
     """A dense checkpoint.
 
-    Args:
-        directory: its ``iter_*`` directory.
-        trust: whether to read it although it has no manifest of this program.
-        advance: called with the number of bytes whose hash has been verified.
+    With ``trust`` it is read although it has no manifest of this program.
 
     Raises:
         CheckpointError: it is damaged, or not to be trusted.
@@ -85,20 +82,16 @@ class DenseContents(ConvertedState):
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`ConvertedState`."""
+        """A box of any slot."""
         if slot == PARAM:
             return self.weight(name, region)
         return read_region(self._regions, name, slot, region)
 
     def weight(self, name: str, region: Region) -> torch.Tensor:
-        """A box of a compute weight.
-
-        Raises:
-            CheckpointError: the checkpoint has no such weight.
-        """
+        """A box of a compute weight; raises CheckpointError if the checkpoint has no such weight."""
         place = self._places.get(name)
         if place is None:
-            raise CheckpointError(f"there is optimizer state of {name}, but no weight: this is no whole checkpoint")
+            raise CheckpointError(f"there is optimizer state of {name}, but no weight: the checkpoint is incomplete")
         return self._weights.read(place.key, place.box(region)).view(region.shape)
 
     def check_masters(self, advance: Advance) -> None:
@@ -113,13 +106,13 @@ class DenseContents(ConvertedState):
                 master = self.read(tensor.name, MASTER, tensor.region).to(weight.dtype)
                 if not torch.equal(master.view(torch.uint8), weight.view(torch.uint8)):
                     raise CheckpointError(
-                        f"the weight {tensor.name} is not its master rounded to {weight.dtype}: something else than a "
-                        "save of this program has changed one of them; --no-optim takes the weights alone"
+                        f"the weight {tensor.name} is not its master rounded to {weight.dtype}: another program "
+                        "changed one of them; --no-optim converts the weights alone"
                     )
                 advance(tensor.nbytes)
 
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
-        """See :class:`ConvertedState`; the weights are stored, so none is rounded."""
+        """The weights as they are stored: none is rounded."""
         alone = copy.copy(self)
         alone.tensors = list(self._without_owner(set()))
         alone.operators = _operators(alone.tensors, None)
@@ -191,9 +184,6 @@ def write_dense(
         file_bytes: size at which the next file of weights starts.
         advance: called with the number of bytes written.
 
-    Returns:
-        The checkpoint's directory.
-
     Raises:
         CheckpointError: the model is incomplete, this iteration is saved already, or another save to the directory is
             unfinished.
@@ -202,7 +192,8 @@ def write_dense(
     check_whole(contents)
     state = _training_state(contents) | {"params_dtype": None if dtype is None else DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
-    places = _places(weights)
+    shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
+    places = stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
     refuse_to_replace(dense_files.directory_of(root, iteration))
     _refuse_to_disturb(root, iteration)
     staging = dense_files.start(root, iteration)
@@ -234,11 +225,6 @@ def _training_state(contents: ConvertedState) -> dict:
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
 
-def _places(weights: ConvertedState) -> dict[str, StockPlace]:
-    shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
-    return stock_places(shapes, stacks_layers(weights.facts.state["shape"]))
-
-
 def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: Advance) -> Weight:
     def values() -> torch.Tensor:
         advance(entry.nbytes)
@@ -249,12 +235,8 @@ def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: A
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:
     """Refuses while another save is unfinished, since starting one clears the remains of all others."""
-    others = set(_leftovers(root)) - {dense_files.staging_of(root, iteration)}
+    others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_of(root, iteration)}
     if others:
         raise CheckpointError(
-            f"{min(others)} is a save that goes on, or was killed: wait for it or remove it, or name another directory"
+            f"{min(others)} is a save under way, or a killed one: wait for it or remove it, or name another directory"
         )
-
-
-def _leftovers(root: Path) -> Iterator[Path]:
-    return root.glob(".iter_*.incomplete")

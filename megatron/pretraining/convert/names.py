@@ -8,6 +8,7 @@ halves are stacked.  The rules are those of megatron-core 0.16's ``TransformerBl
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -35,7 +36,7 @@ class StockPlace:
 
     Attributes:
         key: name of the stock tensor.
-        global_shape: shape of that tensor.
+        global_shape: its shape.
         region: the box of it that the tensor fills.
         stacked: number of its leading axes that index layers and experts; the box has one element along each.
     """
@@ -57,20 +58,12 @@ class StockPlace:
 
 
 def stacks_layers(shape: Mapping[str, object]) -> bool:
-    """Whether all layers of a model are alike, so that megatron-core stacks them.
-
-    Args:
-        shape: the model's shape, as in ``training_state.json``.
-    """
+    """Whether all layers of a model (by its shape in ``training_state.json``) are alike, so that they are stacked."""
     return shape["moe_layer_freq"] == 1
 
 
 def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, StockPlace]:
-    """The stock place of every tensor of a model.
-
-    Args:
-        shapes: shape of each tensor by its name in the unpartitioned model.
-        stacked: whether layers are stacked.
+    """The stock place of every tensor of a model, of its shapes by name.
 
     Raises:
         CheckpointError: layers or experts are missing, or differ although they must be alike.
@@ -81,8 +74,9 @@ def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[s
         counts |= {axis: max(counts[axis], index + 1) for axis, index in axes.items()}
     places = {}
     for name, (key, axes, half) in found.items():
-        shape, halves = shapes[name], 1 if half is None else 2
-        whole = (*(counts[axis] for axis in axes), *_widened(shape, halves))
+        shape = shapes[name]
+        widened = shape if half is None else (2 * shape[0], *shape[1:])
+        whole = (*(counts[axis] for axis in axes), *widened)
         offset = (*axes.values(), *((half or 0) * n if i == 0 else 0 for i, n in enumerate(shape)))
         places[name] = StockPlace(key, whole, Region(offset, (1,) * len(axes) + shape), len(axes))
     _check(places)
@@ -90,12 +84,9 @@ def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[s
 
 
 def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StockPlace]:
-    """The inverse: every tensor of the unpartitioned model that stock weights hold, by its name.
+    """The inverse: every tensor of the unpartitioned model that stock weights, given by key and shape, hold, by name.
 
     A layer is gated if its first matrix has twice as many rows as the second has columns.
-
-    Args:
-        shapes: shape of each stock tensor by its key.
 
     Raises:
         CheckpointError: a layer has only one of its two matrices.
@@ -106,7 +97,7 @@ def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sto
         halves = 2 if _is_gated(key, shapes) else 1
         rest = shape[stack:]
         part = (rest[0] // halves, *rest[1:]) if halves > 1 else rest
-        for axes in _indices(shape[:stack]):
+        for axes in itertools.product(*map(range, shape[:stack])):
             for half in range(halves):
                 offset = (*axes, *(half * n if i == 0 else 0 for i, n in enumerate(part)))
                 name = _unpartitioned_name(key, axes) + (f"_{_HALVES[half]}" if halves > 1 else "")
@@ -158,21 +149,8 @@ def _is_gated(key: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return False
     pair = [f"{first[1]}linear_fc{number}.weight" for number in (1, 2)]
     if missing := [name for name in pair if name not in shapes]:
-        raise CheckpointError(f"there is {key} but no {missing[0]}: this is no whole model")
+        raise CheckpointError(f"{key} is there but {missing[0]} is not: the model is incomplete")
     return shapes[pair[0]][-2] == 2 * shapes[pair[1]][-1]
-
-
-def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not shape:
-        yield ()
-        return
-    for index in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (index, *rest)
-
-
-def _widened(shape: tuple[int, ...], halves: int) -> tuple[int, ...]:
-    return (shape[0] * halves, *shape[1:]) if halves > 1 else shape
 
 
 def _check(places: Mapping[str, StockPlace]) -> None:
@@ -185,6 +163,6 @@ def _check(places: Mapping[str, StockPlace]) -> None:
         size = max(math.prod(whole) for whole, _ in shapes[key])
         if len(shapes[key]) > 1 or numel != size:
             raise CheckpointError(
-                f"the parts of {key} make up {numel:,} of {size:,} elements: layers or experts are missing or differ, "
-                "so this is no whole model; tools/inspect_checkpoint.py shows what there is"
+                f"the parts of {key} make up {numel:,} of {size:,} elements: layers or experts are missing or differ; "
+                "tools/inspect_checkpoint.py shows what there is"
             )

@@ -80,19 +80,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with FLAGS: processes that compute a window again (default: as many as the run had)",
     )
-    parser.add_argument("--trust", action="store_true", help="read torch_dist that has no manifest of ours: see below")
+    parser.add_argument(
+        "--trust", action="store_true", help="read torch_dist without a manifest of this program: see below"
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the tool; returns the exit status."""
     parser = build_parser()
     own, flags = _split(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(own)
@@ -111,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         return refused("convert_checkpoint", error)
     except OSError as error:
         failed = f"{args.source} could not be converted into {args.output} ({error})"
-        remedy = "make room or repair the disk, and start again; nothing was published"
+        remedy = "make room or repair the disk, and retry; nothing was published"
         print(f"convert_checkpoint: {failed}: {remedy}", file=sys.stderr)
         return 1
     print(f"wrote {written}: {human(_size(written))}")
@@ -125,16 +120,10 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def convert(args: argparse.Namespace) -> Path:
-    """Converts the checkpoint that the command line names.
-
-    Args:
-        args: The command line, with the run's flags as ``flags``.
-
-    Returns:
-        The directory that was written.
+    """Converts the checkpoint that the command line names (the run's flags as ``flags``), and returns its directory.
 
     Raises:
-        CheckpointError: The checkpoint cannot be converted.
+        CheckpointError: the checkpoint cannot be converted.
     """
     if args.flags:
         with _computed_again(args) as directory:
@@ -157,7 +146,7 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".window-", dir=args.output) as scratch:
         directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
         if not exact:
-            print("computed again in another layout: the run's state as far as floating point allows", file=sys.stderr)
+            print("replayed in another layout: equal to the run's state up to floating-point rounding", file=sys.stderr)
         yield directory
 
 

@@ -73,14 +73,10 @@ def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState
 
 
 def refuse_to_replace(directory: Path) -> None:
-    """Refuses to replace anything but remains of a conversion or save that was killed before its manifest.
-
-    Raises:
-        CheckpointError: the directory holds more.
-    """
+    """Raises CheckpointError if a directory holds more than remains of a save killed before its manifest."""
     there = os.listdir(directory) if directory.exists() else []
     if not all(name.startswith(("rank_", ".rank_")) for name in there):
-        raise CheckpointError(f"{directory} is there already: remove it, or name another directory to write to")
+        raise CheckpointError(f"{directory} exists: remove it, or name another output directory")
 
 
 def _place_in_model(name: str) -> tuple:

@@ -25,10 +25,7 @@ from moc.store.store import Store, directory_of, file_of
 
 
 class SnapshotContents(ConvertedState):
-    """A checkpoint of Format v1.  Its data are verified by their hashes when they are read.
-
-    Args:
-        directory: its ``iter_*`` directory.
+    """A checkpoint of Format v1, by its ``iter_*`` directory.  Data are verified by their hashes when they are read.
 
     Raises:
         CheckpointError: the manifest or a header is damaged, or they contradict each other.
@@ -53,7 +50,7 @@ class SnapshotContents(ConvertedState):
         self.tensors = whole_tensors(self._reader)
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
-        """See :class:`ConvertedState`."""
+        """Reads and verifies a box."""
         return read_region(self._reader, name, slot, region)
 
 
@@ -67,16 +64,7 @@ def _check_counts(manifest: Manifest, reader: RegionReader) -> None:
 
 
 def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: Advance) -> Path:
-    """Writes Format v1.
-
-    Args:
-        contents: the state to write.
-        root: the directory of checkpoints to write into.
-        writers: number of files; their sizes differ by at most their headers and one element.
-        advance: called with the number of bytes written.
-
-    Returns:
-        The checkpoint's directory.
+    """Writes Format v1 into ``root``, in ``writers`` files whose sizes differ by at most their headers and one element.
 
     Raises:
         CheckpointError: the iteration is saved already, or another job uses the directory.

@@ -52,15 +52,7 @@ _VERSION = 3.0  # of Megatron-LM's checkpoints: the order of queries, keys and v
 
 @dataclass(frozen=True)
 class Weight:
-    """A box of a stock tensor to write.
-
-    Attributes:
-        key: the stock tensor.
-        global_shape: its shape.
-        region: the box.
-        dtype: of its elements.
-        values: returns the values; called when they are written.
-    """
+    """A box of a stock tensor to write; ``values`` returns its elements, and is called when they are written."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -79,9 +71,6 @@ class WeightsReader:
 
     Torch unpickles ``.metadata``, so open only trusted directories.  The tensors themselves are read without unpickling
     (``weights_only``).
-
-    Args:
-        directory: the checkpoint.
 
     Raises:
         CheckpointError: the directory holds no ``torch_dist`` checkpoint, or torch cannot read it.
@@ -106,11 +95,7 @@ class WeightsReader:
         }
 
     def read(self, key: str, region: Region) -> torch.Tensor:
-        """The values of a box of a tensor.
-
-        Raises:
-            CheckpointError: the files do not hold all of it, or cannot be read.
-        """
+        """The values of a box of a tensor; raises CheckpointError if the files do not hold all of it."""
         known: Any = self._metadata.state_dict_metadata[key]  # a tensor's metadata
         into = torch.empty(region.shape, dtype=known.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))

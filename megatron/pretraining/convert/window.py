@@ -38,12 +38,7 @@ _PASSED_OVER = ("checkpoint", "snapshot", "faults", "validation", "logging")
 
 @dataclass(frozen=True)
 class ConvertedWindow:
-    """Snapshots that yield the whole state when their iterations are replayed.
-
-    Attributes:
-        root: the directory that holds them.
-        manifests: their manifests by iteration.
-    """
+    """Snapshots in ``root``, by iteration, that yield the whole state when their iterations are replayed."""
 
     root: Path
     manifests: Mapping[int, Manifest]
@@ -55,11 +50,7 @@ class ConvertedWindow:
 
 
 def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
-    """The newest complete window in a directory, or the one that an iteration ends.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The newest complete window in a directory, or the one that an iteration ends; raises CheckpointError if none."""
     store = Store(LocalPlace(root))
     known = [one for one in store.iterations() if iteration in (None, one)]
     if not known:
@@ -68,9 +59,9 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
     way = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
     if way is None:
         if iteration is None:
-            raise CheckpointError(f"{root}: holds neither a snapshot of everything nor a window that is whole")
+            raise CheckpointError(f"{root}: holds neither a full snapshot nor a complete window")
         where = root / directory_of(iteration)
-        raise CheckpointError(f"{where}: neither holds everything nor ends a window that is whole: name another one")
+        raise CheckpointError(f"{where}: is neither a full snapshot nor the end of a complete window: name another one")
     return ConvertedWindow(root, {moment.iteration: store.manifest(moment.iteration) for moment in way.moments})
 
 
@@ -111,7 +102,7 @@ def compute_again(
     (scratch / "flags.yaml").write_text(config.to_yaml(), encoding="utf-8")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
     if (failure := _run([*launch, str(PROGRAM), "--config", str(scratch / "flags.yaml")])) is not None:
-        raise CheckpointError(f"the window cannot be computed again: {failure.replace(str(links), str(window.root))}")
+        raise CheckpointError(f"the window cannot be replayed: {failure.replace(str(links), str(window.root))}")
     told = (Path(log_dir) / "events.jsonl").read_text(encoding="utf-8")
     elsewhere = layout_sizes(config, workers) != window.end.layout
     for event in map(json.loads, told.splitlines()):
@@ -156,6 +147,6 @@ def _check_loss(loss: float | None, manifest: Manifest, elsewhere: bool) -> None
     if elsewhere and loss is not None and abs(loss - was) <= CLOSE * abs(was):
         return
     raise CheckpointError(
-        f"iteration {manifest.iteration}, computed again, is not what it was (a loss of {loss}, then {was}): "
-        "give the data and the flags that the run was trained with"
+        f"iteration {manifest.iteration} was replayed with a loss of {loss} instead of {was}: give the data and flags "
+        "that the run was trained with"
     )

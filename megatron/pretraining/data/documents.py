@@ -48,9 +48,6 @@ class DocumentPiece:
     def texts(self, keys: Iterable[str]) -> dict[str, str]:
         """The piece's text by JSON key; plain text has the key ``text``.
 
-        Args:
-            keys: The keys to read from a JSON object.
-
         Raises:
             BadText: Not UTF-8, not a JSON object, or a key is missing or not a string.
         """
@@ -104,11 +101,9 @@ def on_regex(pattern: str) -> Splitter:
 
 
 def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) -> list[str]:
-    """The given files, and in sorted order the matching files below given directories.
+    """The given files, whatever their names are, and in sorted order the files below given directories.
 
-    Args:
-        inputs: Files and directories. A file is read whatever its name is.
-        patterns: Names to read in directories; they match with and without ``.gz`` and ``.zst``.
+    Names in directories match ``patterns`` with and without ``.gz`` and ``.zst``.
     """
     patterns, files = tuple(patterns), []
     for name in inputs:
@@ -147,12 +142,7 @@ def is_json(path: str) -> bool:
 
 
 class Reader:
-    """Iterates over the pieces of some files, in order.
-
-    Args:
-        files: Paths, as from `find_files`.
-        split: Separates plain text into documents; by default a file is one document.
-    """
+    """Iterates over the pieces of some files, in order; without ``split``, a file of plain text is one document."""
 
     def __init__(self, files: list[str], split: Splitter | None = None):
         self.bytes_total = sum(os.path.getsize(f) for f in files if os.path.isfile(f))
@@ -294,6 +284,11 @@ def cut(text: str) -> Iterator[str]:
             yield piece.data.decode("utf-8")
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def sync(path: str | Path) -> None:
     """Flushes a file, or a directory's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -321,10 +316,6 @@ def add_input_arguments(parser) -> None:
         help=f"which names to take in directories, compressed or not (default: {' '.join(DEFAULT_GLOB)})",
     )
     group.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="what to take from JSON lines (default: text)",
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="what to take from JSON lines (default: text)"
     )
     group.add_argument("--skip-bad", action="store_true", help="skip and count what cannot be read or parsed")

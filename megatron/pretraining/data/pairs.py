@@ -15,11 +15,7 @@ from moc.output import ToolError
 class PairWriter:
     """Writes one .bin/.idx pair under temporary names, which are removed at the end unless published.
 
-    Args:
-        prefix: Path of the pair without suffix.
-        dtype: numpy type of the token ids.
-        eod: The token that ends documents, or None.
-        overwrite: Whether an existing pair may be replaced.
+    ``eod`` ends documents, if given; an existing pair is replaced only with ``overwrite``.
     """
 
     def __init__(self, prefix: str, dtype, eod: int | None, overwrite: bool):

@@ -26,6 +26,7 @@ from megatron.pretraining.data.documents import (
     DocumentPiece,
     Reader,
     add_input_arguments,
+    counted,
     cut,
     find_files,
     is_json,
@@ -86,14 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, 1 on an error, 130 when interrupted.
-    """
+    """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -102,10 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ToolError, OSError) as error:
         return refused("preprocess_data", error, args.output_prefix)
     except BrokenProcessPool:
-        print(
-            "preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.",
-            file=sys.stderr,
-        )
+        print("preprocess_data: a worker was killed, maybe for want of memory: try fewer --workers.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("preprocess_data: interrupted; no dataset was written.", file=sys.stderr)
@@ -119,11 +110,7 @@ def _interrupt(signum, frame):
 
 
 def preprocess(args: argparse.Namespace) -> str:
-    """Writes the datasets, and returns the summary to print.
-
-    Args:
-        args: The flags, as parsed by `build_parser`.
-    """
+    """Writes the datasets, and returns the summary to print."""
     if args.workers < 1:
         raise ToolError("--workers must be at least 1.")
     split = on_blank_lines if args.split_on_blank_lines else None
@@ -186,14 +173,7 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenizes pieces.
-
-    Args:
-        tokenizer: megatron-core's tokenizer.
-        dtype: The numpy type to store ids in.
-        keys: The JSON keys to tokenize.
-        numbers: The tokenizer is a NullTokenizer, which requires numbers separated by single spaces.
-    """
+    """Tokenizes pieces; ``numbers`` is for a NullTokenizer, which requires numbers separated by single spaces."""
 
     def __init__(self, tokenizer, dtype, keys: tuple[str, ...], numbers: bool = False):
         self._tokenizer, self._dtype, self._keys, self._numbers = tokenizer, dtype, keys, numbers
@@ -225,12 +205,7 @@ class Encoder:
 
 @contextlib.contextmanager
 def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Starts the worker processes; with one worker this process does the work, and None is yielded.
-
-    Args:
-        encode: Tokenizes pieces in the workers.
-        workers: Number of workers.
-    """
+    """Starts the worker processes; with one worker this process does the work, and None is yielded."""
     if workers == 1:
         yield None
         return
@@ -245,13 +220,7 @@ def worker_pool(encode: Encoder, workers: int) -> Iterator[ProcessPoolExecutor |
 
 
 def encoded(reader: Reader, encode: Encoder, pool: ProcessPoolExecutor | None) -> Iterator[Encoded]:
-    """Tokenizes all pieces of the reader, in order.
-
-    Args:
-        reader: The pieces to tokenize.
-        encode: Tokenizes them if there is no pool.
-        pool: From `worker_pool`.
-    """
+    """Tokenizes all pieces of the reader, in order, in the pool or else in this process."""
     if pool is None:
         yield from map(encode, reader)
         return
@@ -333,12 +302,7 @@ def _progress(reader: Reader, interval: int):
         from rich import progress as rich
         from rich.console import Console
 
-        columns = (
-            rich.BarColumn(),
-            rich.DownloadColumn(),
-            rich.TransferSpeedColumn(),
-            rich.TimeRemainingColumn(),
-        )
+        columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
         with rich.Progress("tokenizing", *columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=reader.bytes_total or None)
             yield lambda counts: bar.update(task, completed=reader.bytes_done)
@@ -358,7 +322,7 @@ def _progress(reader: Reader, interval: int):
 def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, append_eod: bool) -> str:
     tokens = sum(pair.tokens for pair in pairs.values())
     size = counts["bytes"]
-    documents = _count(counts["documents"], "document")
+    documents = counted(counts["documents"], "document")
     lines = [
         f"{documents}, {tokens:,} tokens from {size:,} bytes of text in {seconds:.1f} s",
         f"{tokens / seconds:,.0f} tokens/s, {size / 1e6 / seconds:.1f} MB/s, {size / tokens:.2f} bytes/token",
@@ -372,7 +336,3 @@ def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, appe
         for prefix, pair in ((p.prefix, p) for p in pairs.values())
     ]
     return "\n".join(lines)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

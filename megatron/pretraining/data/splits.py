@@ -31,11 +31,7 @@ class Corpus(Protocol):
 
 
 class IndexedCorpus:
-    """A pair of ``.bin`` and ``.idx`` files.
-
-    Args:
-        prefix: path of both without suffix.
-    """
+    """A pair of ``.bin`` and ``.idx`` files."""
 
     def __init__(self, prefix: str):
         index = IndexedDataset(prefix, mmap=False).index  # an empty .bin cannot be memory-mapped
@@ -51,11 +47,7 @@ class IndexedCorpus:
 
 
 class MockCorpus:
-    """The documents of ``--mock-data``.
-
-    Args:
-        tokenizer: megatron-core's tokenizer object.
-    """
+    """The documents of ``--mock-data``."""
 
     def __init__(self, tokenizer):
         self._lengths = MockGPTLowLevelDataset(tokenizer).sequence_lengths
@@ -91,22 +83,13 @@ class SplitSource:
 
 @dataclass(frozen=True)
 class Split:
-    """A split that the run reads.
-
-    Attributes:
-        name: ``train``, ``valid`` or ``test``.
-        sources: the datasets that it blends.
-    """
+    """A split that the run reads: ``train``, ``valid`` or ``test``, and the datasets that it blends."""
 
     name: str
     sources: tuple[SplitSource, ...]
 
     def describe(self, seq_length: int) -> str:
-        """Documents, tokens and epochs; for a blend, the lowest and highest epochs of its datasets.
-
-        Args:
-            seq_length: tokens per sample.
-        """
+        """Documents, tokens and epochs; for a blend, the lowest and highest epochs of its datasets."""
         documents, tokens = (sum(getattr(one, name) for one in self.sources) for name in ("documents", "tokens"))
         epochs = [one.epochs(seq_length) for one in self.sources]
         often = " to ".join(dict.fromkeys(_figure(some(epochs)) for some in (min, max)))
@@ -119,12 +102,7 @@ def _figure(epochs: float) -> str:
 
 
 def drop_unread(config: GPTDatasetConfig, samples: Sequence[int]) -> None:
-    """Drops evaluation splits of which the run needs no sample, since megatron-core would look for one.
-
-    Args:
-        config: megatron-core's dataset configuration; modified in place.
-        samples: samples that the run needs of each split.
-    """
+    """Drops evaluation splits of which the run needs no sample, since megatron-core would look for one."""
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(config, name)
         if parts is not None:
@@ -135,13 +113,7 @@ def drop_unread(config: GPTDatasetConfig, samples: Sequence[int]) -> None:
 def splits_of(
     config: GPTDatasetConfig, samples: Sequence[int], corpus: Callable[[str], Corpus] = IndexedCorpus
 ) -> tuple[Split, ...]:
-    """The splits that megatron-core is to build.
-
-    Args:
-        config: megatron-core's dataset configuration.
-        samples: samples that the run needs of each split.
-        corpus: opens a dataset by its prefix.
-    """
+    """The splits that megatron-core is to build, for the samples that the run needs of each."""
     separate, opened, found = config.blend_per_split, {}, []
     if config.mock:
         opened[""] = MockCorpus(config.tokenizer)
@@ -175,10 +147,6 @@ def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: flo
 
 def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
     """Rejects splits on which megatron-core would loop forever or fail silently.
-
-    Args:
-        splits: the splits to build.
-        config: megatron-core's dataset configuration.
 
     Raises:
         ConfigError: a split has no document or no token, or less than one sample in a dataset that is read once.

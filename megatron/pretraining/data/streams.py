@@ -30,11 +30,7 @@ Batch = dict[str, torch.Tensor]
 class Datasets:
     """The three splits; a split without data, or that the run does not read, is None.
 
-    Attributes:
-        train: training samples.
-        valid: samples to evaluate during training.
-        test: samples to evaluate at the end.
-        described: a line for each split that is read, identical on all workers.
+    ``described`` has a line for each split that is read, identical on all workers.
     """
 
     train: torch.utils.data.Dataset | None
@@ -46,17 +42,10 @@ class Datasets:
 def micro_batch_indices(
     consumed_samples: int, micro_batch: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> range:
-    """Samples of one micro batch of one data-parallel rank.
+    """Samples of the ``micro_batch``-th micro batch of an iteration, of one data-parallel rank.
 
     A global batch is the next ``global_batch_size`` samples, dealt in turns of ``micro_batch_size`` to the
     data-parallel ranks, as in Megatron-LM; an iteration therefore reads the same samples at any data-parallel size.
-
-    Args:
-        consumed_samples: samples consumed before this iteration.
-        micro_batch: number of the micro batch within the iteration.
-        micro_batch_size: samples per micro batch.
-        data_rank: data-parallel rank.
-        data_size: number of data-parallel ranks.
     """
     start = consumed_samples + (micro_batch * data_size + data_rank) * micro_batch_size
     return range(start, start + micro_batch_size)
@@ -65,13 +54,8 @@ def micro_batch_indices(
 class BatchStream:
     """The micro batches of one data-parallel rank, from any position on.
 
-    Args:
-        dataset: maps a sample index to tensors.
-        micro_batch_size: samples per micro batch.
-        num_micro_batches: this rank's micro batches per iteration.
-        world: this worker's ranks.
-        num_workers: reader processes; 0 reads in this process.
-        wrap: start over at the end of the dataset (evaluation), instead of running out of batches (training).
+    ``num_workers`` processes read them, 0 this process.  With ``wrap`` (evaluation) the stream starts over at the end
+    of the dataset, instead of running out of batches.
     """
 
     def __init__(
@@ -113,11 +97,7 @@ class BatchStream:
         while True:
             for micro_batch in range(self._num_micro_batches):
                 indices = micro_batch_indices(
-                    consumed_samples,
-                    micro_batch,
-                    self._micro_batch_size,
-                    self._world.data_rank,
-                    self._world.data_size,
+                    consumed_samples, micro_batch, self._micro_batch_size, self._world.data_rank, self._world.data_size
                 )
                 if not self._wrap and indices[-1] >= total:
                     return
@@ -138,10 +118,7 @@ class _IndexLists:
 def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> Datasets:
     """Builds the splits on the pipeline stages that read them; a collective call.
 
-    Args:
-        config: the flags.
-        tokenizer: megatron-core's tokenizer object.
-        samples: samples needed for training, validation and test.
+    ``samples`` are needed for training, validation and test.
 
     Raises:
         ConfigError: on all workers, if a split is empty or there are too few training samples.

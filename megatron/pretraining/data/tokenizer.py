@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.pretraining.config.derive import installed
 from megatron.pretraining.process import cpu
-
-if TYPE_CHECKING:
-    pass
+from moc.runtime.agreement import first_line
 
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 
@@ -28,9 +26,8 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, voc
         vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
 
     Returns:
-        megatron-core's tokenizer object, ready for ``GPTDatasetConfig(tokenizer=...)``; typed Any, since its base class
-        does not declare the common attributes. Its ``eod`` is the ``<eod>`` piece of a SentencePiece model that has
-        one, else the end-of-sentence piece.
+        megatron-core's tokenizer, for ``GPTDatasetConfig(tokenizer=...)``; typed Any, since its base class does not
+        declare the common attributes. Its ``eod`` is a SentencePiece model's ``<eod>``, else the end-of-sentence piece.
 
     Raises:
         TokenizerError: The type is unknown, or its file is missing or unusable.
@@ -48,15 +45,9 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, voc
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding, padded so that every tensor-parallel rank gets a multiple of ``divisible_by``.
-
-    Args:
-        vocab_size: The tokenizer's vocabulary.
-        divisible_by: ``--make-vocab-size-divisible-by``.
-        tensor_parallel_size: The number of ranks that share the embedding.
-    """
+    """Rows of the embedding, padded so that every tensor-parallel rank gets a multiple of ``divisible_by``."""
     multiple = divisible_by * tensor_parallel_size
-    return (vocab_size + multiple - 1) // multiple * multiple
+    return -(-vocab_size // multiple) * multiple
 
 
 def _existing(tokenizer_type: str, path: str | None) -> str:
@@ -69,7 +60,7 @@ def _existing(tokenizer_type: str, path: str | None) -> str:
         raise TokenizerError(f"The tokenizer {path} does not exist.")
     if os.path.isdir(path) != wants_directory:
         kind = "the directory of a tokenizer" if wants_directory else "a SentencePiece .model file"
-        raise TokenizerError(f"{tokenizer_type} wants {kind} as --tokenizer-model, and {path} is none.")
+        raise TokenizerError(f"{tokenizer_type} needs {kind} as --tokenizer-model, not {path}.")
     return path
 
 
@@ -93,21 +84,17 @@ def _end_of_document(processor, path: str) -> int:
 
 
 def _hugging_face(path: str) -> Any:
-    if importlib.util.find_spec("transformers") is None:
+    if not installed("transformers"):
         raise TokenizerError("HuggingFaceTokenizer needs the package transformers: pip install -e '.[hf]'.")
     # the tokenizer's threads do not survive the fork of data workers, and it warns at every fork
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         tokenizer = _from_core("huggingface", path, use_fast=True)
     except (OSError, ValueError) as error:
-        raise TokenizerError(f"transformers finds no tokenizer in {path}: {_first_line(error)}") from error
+        raise TokenizerError(f"transformers finds no tokenizer in {path}: {first_line(error)}") from error
     if tokenizer.eod is None:
         raise TokenizerError(f"The tokenizer in {path} names no eos_token to end documents with.")
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _from_core(library: str, path: str | None, **options) -> Any:

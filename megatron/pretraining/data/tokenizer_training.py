@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, find_files, sync
+from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, counted, find_files, sync
 from moc.output import ToolError, refused, replacing
 
 CHUNK_CHARACTERS = 4096
@@ -54,11 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="spell other characters as bytes, at the cost of 256 pieces (default: on)",
     )
     parser.add_argument(
-        "--max-bytes",
-        type=_size,
-        default="64M",
-        metavar="SIZE",
-        help="train on a random sample (default: %(default)s)",
+        "--max-bytes", type=_size, default="64M", metavar="SIZE", help="train on a random sample (default: %(default)s)"
     )
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of the sample (default: %(default)s)")
@@ -74,14 +70,7 @@ def _size(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, 1 on an error, 130 when interrupted.
-    """
+    """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
     try:
         train_tokenizer(args)
@@ -94,11 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Reads the text, trains, checks and writes the tokenizer, and reports each step.
-
-    Args:
-        args: The flags, as parsed by `build_parser`.
-    """
+    """Reads the text, trains, checks and writes the tokenizer, and reports each step."""
     for path in (f"{args.output}.model", f"{args.output}.vocab"):
         if os.path.exists(path) and not args.overwrite:
             raise ToolError(f"{path} exists: give --overwrite to replace it.")
@@ -109,7 +94,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     chunks = sample.chunks()
     if not chunks:
         raise ToolError("There is no text in the input.")
-    print(f"read {sample.seen:,} bytes of text from {_count(len(files), 'file')}; training on {sample.kept:,}")
+    print(f"read {sample.seen:,} bytes of text from {counted(len(files), 'file')}; training on {sample.kept:,}")
     start = time.monotonic()
     model = train(chunks, args)
     print(f"trained a {args.model_type} model in {time.monotonic() - start:.1f} s; {_check(model, chunks)}")
@@ -129,12 +114,7 @@ def _texts(files: list[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[
 
 @dataclass
 class Sample:
-    """Chunks of text, sampled at random if they exceed a size.
-
-    Args:
-        max_bytes: The size limit.
-        seed: Seed of the sampling; the same seed and text give the same sample.
-    """
+    """Chunks of text, sampled at random if they exceed ``max_bytes``; the same seed and text give the same sample."""
 
     max_bytes: int
     seed: int
@@ -175,12 +155,7 @@ def chunked(text: str) -> Iterator[str]:
 
 
 def train(chunks: list[str], args: argparse.Namespace) -> bytes:
-    """Trains and returns the serialized model.
-
-    Args:
-        chunks: The text to train on.
-        args: The flags, as parsed by `build_parser`.
-    """
+    """Trains on chunks of text, and returns the serialized model."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -249,7 +224,3 @@ def _write(prefix: str, model: bytes) -> None:
 def _escaped(piece: str) -> str:
     """Escapes line ends and tabs within a piece, so that it fits one line."""
     return piece.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

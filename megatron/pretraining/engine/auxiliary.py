@@ -17,13 +17,7 @@ _NAMES = {
 
 
 class AuxiliaryLosses:
-    """Collects the losses that megatron-core's routers track during forward.
-
-    Args:
-        config: the flags.
-        world: this worker's ranks.
-        num_micro_batches: micro batches per iteration.
-    """
+    """Collects the losses that megatron-core's routers track during forward."""
 
     def __init__(self, config: Config, world: World, num_micro_batches: int):
         self._world, self._num_micro_batches = world, num_micro_batches
@@ -64,9 +58,5 @@ def tracked_names(config: Config) -> list[str]:
     moe = config.moe
     if moe.num_experts is None:
         return []
-    names = [_NAMES[moe.moe_router_load_balancing_type]] if _balances(moe) else []
-    return names + (["z_loss"] if moe.moe_z_loss_coeff is not None else [])
-
-
-def _balances(moe) -> bool:
-    return moe.moe_router_load_balancing_type in _NAMES and moe.moe_aux_loss_coeff > 0
+    balancing = _NAMES.get(moe.moe_router_load_balancing_type) if moe.moe_aux_loss_coeff > 0 else None
+    return ([balancing] if balancing else []) + (["z_loss"] if moe.moe_z_loss_coeff is not None else [])

@@ -27,12 +27,7 @@ Source = Callable[[Crossing], torch.Tensor]
 
 
 def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipeline:
-    """The order in which the schedule computes; requires initialized process groups.
-
-    Args:
-        core_config: megatron-core's configuration of the model.
-        num_micro_batches: micro batches per iteration.
-    """
+    """The order in which the schedule computes; requires initialized process groups."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = core_config.virtual_pipeline_model_parallel_size or 1
     table = get_schedule_table(num_micro_batches, chunks, core_config.microbatch_group_size_per_vp_stage)
@@ -45,13 +40,7 @@ def schedule_groups() -> ProcessGroupCollection:
 
 
 class Recorder(P2PCommunicator):
-    """Communicates, and passes every tensor that this stage sends to a sink, for one iteration.
-
-    Args:
-        core_config: megatron-core's configuration of the model.
-        pipeline: the pipeline's order of computation.
-        sink: called with each tensor before it is sent.
-    """
+    """Communicates, and passes every tensor that this stage sends to a sink beforehand, for one iteration."""
 
     def __init__(self, core_config: TransformerConfig, pipeline: Pipeline, sink: Sink):
         pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
@@ -67,14 +56,7 @@ class LogPlayer(Recorder):
     """A recorder for replay by some stages: tensors from all other stages come from a source.
 
     It does not communicate with stages that do not replay; they may be absent (MoEvement, section 3.4).  Replaying
-    stages communicate with each other as in training.
-
-    Args:
-        core_config: megatron-core's configuration of the model.
-        pipeline: the pipeline's order of computation.
-        sink: called with each tensor that this stage sends.
-        source: returns the tensors that this stage received from others when the iteration was first computed.
-        stages: the stages that replay; by default this one alone.
+    stages (``stages``; by default this one alone) communicate with each other as in training.
     """
 
     def __init__(

@@ -16,13 +16,7 @@ from moc.state.operators import operator_of
 
 
 class Freezer:
-    """Freezes and activates operators of this rank's model chunks between iterations.
-
-    Args:
-        chunks: the model chunks.
-        optimizer: their optimizer.
-        pieces: where each parameter lies in the unpartitioned model.
-    """
+    """Freezes and activates operators of this rank's model chunks between iterations."""
 
     def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, pieces: Pieces):
         self._chunks, self._optimizer = chunks, optimizer

@@ -24,14 +24,7 @@ from moc.state.shape import model_operators
 
 
 class MegatronEngine:
-    """This worker's implementation of :class:`moc.session.engine.Engine`.
-
-    Args:
-        config: the flags.
-        stepper: computes iterations; its vote participants are not used.
-        stream: this worker's training samples; None on stages that read none.
-        vocab_size: rows of the embedding.
-    """
+    """This worker's :class:`moc.session.engine.Engine`; the stepper's vote participants are not used."""
 
     def __init__(self, config: Config, stepper: Stepper, stream: BatchStream | None, vocab_size: int):
         self._config, self._stepper, self._stream = config, stepper, stream
@@ -43,7 +36,9 @@ class MegatronEngine:
     @property
     def stages(self) -> tuple[int, ...]:
         """The pipeline stage of each layer."""
-        return stages_of(self._config)
+        parallel, layers = self._config.parallel, self._config.network.num_layers
+        pp, vpp = parallel.pipeline_model_parallel_size, self._config.virtual_pipeline_model_parallel_size or 1
+        return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))
 
     @property
     def peers(self) -> dist.ProcessGroup:
@@ -109,10 +104,3 @@ class MegatronEngine:
         moe, chunks = self._config.moe, self._stepper.chunks
         padded = moe.moe_pad_expert_input_to_capacity
         return RouterCounts(chunks, list(layers), moe.num_experts or 0, padded, self.world.device, with_probabilities)
-
-
-def stages_of(config: Config) -> tuple[int, ...]:
-    """The pipeline stage of each layer."""
-    parallel, layers = config.parallel, config.network.num_layers
-    pp, vpp = parallel.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    return tuple(Layout(pp, pp=pp, vpp=vpp).stage_of_layer(layer, layers) for layer in range(layers))

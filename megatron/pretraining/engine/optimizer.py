@@ -119,10 +119,9 @@ class VotedOptimizer:
 
     @torch.no_grad()
     def apply(self, grad_norm: float) -> None:
-        """Clips and updates this rank's parameters, or skips if the norm is not finite; all ranks decide alike.
+        """Clips by the voted (or, in a replay, recorded) norm and updates this rank's parameters.
 
-        Args:
-            grad_norm: :meth:`grad_norm` of the voted sum; in a replay, the recorded norm.
+        Skips the update if the norm is not finite; all ranks decide alike.
         """
         finite = math.isfinite(grad_norm)
         if finite:
@@ -241,14 +240,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
 def build_scheduler(
     config: Config, optimizer: VotedOptimizer, train_samples: int, batch: int
 ) -> OptimizerParamScheduler:
-    """Builds the schedule of learning rate and weight decay; its clock counts samples.
-
-    Args:
-        config: the flags.
-        optimizer: the optimizer whose parameter groups it sets.
-        train_samples: samples of the whole run.
-        batch: samples per iteration.
-    """
+    """Builds the schedule of learning rate and weight decay; its clock counts samples, ``batch`` per iteration."""
     rate, regularization = config.learning_rate, config.regularization
     decay = rate.lr_decay_samples or (rate.lr_decay_iters or 0) * batch or train_samples
     warmup = rate.lr_warmup_samples or rate.lr_warmup_iters * batch

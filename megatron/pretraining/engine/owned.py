@@ -41,11 +41,7 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
-    """Number of updates in the moments (for Adam's bias correction); equal for all parameters.
-
-    Raises:
-        ValueError: parameters have different numbers of updates.
-    """
+    """Number of updates in the moments (for Adam's bias correction); raises ValueError if parameters differ."""
     steps = {int(counter.get("step", 0)) for counter in _counters(optimizer)}
     if len(steps) > 1:
         raise ValueError(f"parameters have seen different numbers of updates: {sorted(steps)}")

@@ -10,18 +10,10 @@ from megatron.pretraining.model.parameters import unwrap
 
 
 class RouterCounts:
-    """Counts the routed tokens of an iteration.
+    """Counts the routed tokens of an iteration, and with ``probabilities`` sums their routing probabilities.
 
     A token dropped by an expert's capacity does not count for the expert, only as sent.  Activation recomputation does
-    not count twice.
-
-    Args:
-        chunks: this worker's model chunks.
-        layers: global numbers of the MoE layers, ascending.
-        num_experts: experts per layer.
-        padded: experts are padded to their capacity with tokens that were not routed to them.
-        device: the device of the counters.
-        probabilities: also sum the probabilities with which tokens are routed.
+    not count twice.  ``padded`` experts are filled up to their capacity with tokens that were not routed to them.
     """
 
     def __init__(
@@ -48,11 +40,7 @@ class RouterCounts:
             hook.remove()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """This worker's contributions to the vote since the last call.
-
-        Returns:
-            ``expert_tokens`` and ``sent_tokens``, flat; and ``expert_probabilities``, if these are summed.
-        """
+        """This worker's contributions to the vote since the last call, flat."""
         ballot = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
         if self._adds_up:
             ballot["expert_probabilities"] = self._probabilities.flatten().clone()

@@ -20,13 +20,8 @@ ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Te
 class Schedule:
     """Runs forward and backward of all micro batches of an iteration.
 
-    Args:
-        forward_step: ``(micro batches, model chunk) -> (output, loss function of the output)``, megatron-core's
-            contract; it draws a batch only on chunks that need one.
-        chunks: this worker's model chunks.
-        num_micro_batches: micro batches per iteration.
-        micro_batch_size: samples per micro batch.
-        seq_length: tokens per sample.
+    ``forward_step`` is ``(micro batches, model chunk) -> (output, loss function of the output)``, as megatron-core's
+    schedules call it; it draws a batch only on chunks that need one.
     """
 
     def __init__(
@@ -48,12 +43,7 @@ class Schedule:
     def forward_backward(
         self, batches: Iterator[Batch] | None, communicator: P2PCommunicator | None = None
     ) -> tuple[list[dict], torch.Tensor | None]:
-        """Computes all gradients of an iteration, unreduced.
-
-        Args:
-            batches: this worker's micro batches; None on stages that read no data.
-            communicator: the communicator between stages (:mod:`megatron.pretraining.engine.boundary`); None for
-                megatron-core's.
+        """Computes all gradients of an iteration, unreduced; ``batches`` is None on stages that read no data.
 
         Returns:
             The loss function's report of each micro batch (last stage; else empty), and the number of tokens to divide

@@ -33,7 +33,7 @@ class SmallMomentsAdam(torch.optim.AdamW):
     Args:
         groups: parameter groups of the Adam that this one replaces; the same dicts.
         exp_avg: format of the first moment, a key of ``FORMATS``.
-        exp_avg_sq: format of the second moment; not fp8, since 3 mantissa bits would not resolve its decay.
+        exp_avg_sq: the same of the second; not fp8, since 3 mantissa bits would not resolve its decay.
     """
 
     def __init__(self, groups: list[dict], exp_avg: str, exp_avg_sq: str):

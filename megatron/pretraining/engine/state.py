@@ -22,14 +22,10 @@ PARAM, GRAD = "param", "grad"
 
 
 class MegatronState:
-    """The state of this rank's model chunks and their optimizer, by operator.
+    """The state of this rank's model chunks and their megatron-core optimizer, by operator.
 
     Only :meth:`gather_weights` communicates.  Call the methods between iterations only; gradients can be read from
     their reduction until the next iteration starts.
-
-    Args:
-        chunks: the model chunks, built by megatron-core and wrapped for data parallelism.
-        optimizer: their megatron-core optimizer, replicated or ZeRO-1, in fp32, bf16 or fp16.
 
     Raises:
         ValueError: a parameter belongs to no known operator.
@@ -53,10 +49,6 @@ class MegatronState:
         """Yields this rank's fragments of some operators, as views of live memory, in model order.
 
         Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.
-
-        Args:
-            operators: names; those that other ranks hold are skipped.
-            detail: how much of each operator.
         """
         wanted = set(operators)
         for part in self._slices(detail):
@@ -108,11 +100,7 @@ class MegatronState:
                 dist.broadcast(buffer, group=self._peers, group_src=0)
 
     def steps(self) -> dict[str, int]:
-        """Number of updates in each operator's moments, for Adam's bias correction.
-
-        Returns:
-            By operator, for those of which this rank's optimizer owns a slice; empty with SGD.
-        """
+        """Updates in the moments of each operator that this rank's optimizer owns a slice of (Adam); empty with SGD."""
         counted = {}
         for operator, counter in self._counters:
             if "step" in counter:
@@ -143,9 +131,6 @@ class MegatronState:
         megatron-core's gradient buffers holds zeros, which are reduced with their bucket; ZeRO-1's gather carries its
         unchanged weights along.  A fused Adam, which counts updates for a whole parameter group, keeps counting.
 
-        Args:
-            operators: names; each rank freezes those that it holds.
-
         Raises:
             FreezingError: communication of gradients or weights overlaps with computation, or an operator shares a
                 parameter with one that is not to be frozen.  Nothing has changed.
@@ -153,11 +138,7 @@ class MegatronState:
         self._freezer.freeze(operators)
 
     def activate(self, operators: Iterable[str]) -> None:
-        """Lets frozen operators train again from their current state; other operators are unaffected.
-
-        Raises:
-            FreezingError: as :meth:`freeze`.
-        """
+        """Lets frozen operators train again; raises FreezingError as :meth:`freeze` does."""
         self._freezer.activate(operators)
 
     def _slices(self, detail: Detail) -> Iterator[OwnedSlice]:

@@ -58,7 +58,7 @@ class Stepper:
     boundaries: UpstreamTap = field(default_factory=UpstreamTap)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
-        """Computes iteration ``iteration`` (counted from 0) and commits it; call :meth:`gather_weights` next.
+        """Computes and commits the iteration after ``iteration`` completed ones; call :meth:`gather_weights` next.
 
         Args:
             iteration: iterations completed before this one.
@@ -70,18 +70,16 @@ class Stepper:
                 no parameter has changed.
         """
         reach("start", iteration + 1)
-        reports = self.reduced_gradients(iteration, batches)
+        reports = self.reduced_gradients(iteration, batches)  # forward, backward, reduce
         reach("after_reduce")
-
-        vote = self._vote(reports, stop)
+        vote = self._vote(reports, stop)  # from here on, all workers can complete the iteration
         reach("after_vote")
         record = self._decide(iteration, vote)
-
         progress("save")
         for participant in self.participants:  # a snapshot under way reads state that the update is about to change
             participant.on_vote(vote)
         progress("step")
-        self.complete(record)
+        self.complete(record)  # apply
         reach("after_apply")
         return record
 
@@ -95,11 +93,7 @@ class Stepper:
 
         Gradients are clipped by the recorded norm, since frozen operators have no gradients to contribute to one, and
         stages that replay alone know only their own.  Loss scale and learning rate must be those of the iteration.
-
-        Args:
-            record: the iteration's step record.
-            batches: as for :meth:`step`.
-            completing: context manager around the update, while the state is between two iterations.
+        ``completing`` is entered for the update, while the state is between two iterations.
 
         Returns:
             This worker's part of the loss; with the same layout, data and kernels, the parts of all workers sum to the
@@ -113,31 +107,22 @@ class Stepper:
         return sum_losses(reports, self.world)
 
     def complete(self, record: StepRecord) -> None:
-        """Updates the state as the vote decided, once gradients are reduced.
-
-        Args:
-            record: the iteration's step record, from a worker that has seen the vote.
-        """
+        """Updates the state as the vote decided, once gradients are reduced."""
         self.optimizer.apply(record.grad_norm)
         if not record.skipped:
             self.scheduler.step(self.global_batch_size)
 
     def gather_weights(self) -> None:
-        """All-gathers, with ZeRO-1, the weights that the data-parallel peers have updated."""
+        """With ZeRO-1, all-gathers the updated weights from the data-parallel peers."""
         self.optimizer.gather_weights()
 
     def reduced_gradients(
         self, iteration: int, batches: Iterator[Batch] | None, tokens: int | None = None
     ) -> list[dict]:
-        """Computes an iteration up to its reduced gradients.
+        """Computes the iteration after ``iteration`` completed ones up to its reduced gradients.
 
-        Args:
-            iteration: iterations completed before it.
-            batches: as for :meth:`step`.
-            tokens: loss tokens of the iteration over all ranks, if known (replay).
-
-        Returns:
-            The loss function's report of each micro batch (last stage; else empty).
+        A replay gives ``tokens``, the loss tokens over all ranks.  Returns the loss function's report of each micro
+        batch (last stage; else empty).
         """
         seed_streams(self.seed, iteration, self.world)
         self.optimizer.zero_grad()
@@ -191,12 +176,7 @@ class Stepper:
 
 
 def sum_losses(reports: list[dict], world: World) -> dict[str, torch.Tensor]:
-    """This worker's sums over micro batches; tensor-parallel replicas count once.
-
-    Args:
-        reports: the loss function's reports, ``{"loss_sum", "loss_tokens"}`` of scalars on the device.
-        world: this worker's ranks.
-    """
+    """This worker's sums over micro batches (``{"loss_sum", "loss_tokens"}``); tensor-parallel replicas count once."""
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     if world.tensor_rank == 0:
         for report in reports:

@@ -37,36 +37,20 @@ class UpstreamTap(PipelineTap):
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
-        """A context for forward and backward of an iteration.
-
-        Args:
-            iteration: its number, counted from 1.
-
-        Returns:
-            The communicator for the schedule; None for its own.
-        """
+        """Context of the forward and backward of an iteration (from 1); yields a communicator, None for the default."""
         yield None
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
         """Reduces the gradients of an iteration.
 
-        Args:
-            chunks: the model chunks.
-            tokens: this rank's tokens to divide the gradients by; None if they are averaged already.
-            known: tokens of all ranks, in a replay.
+        ``tokens`` divides this rank's gradients, None if they are averaged already; in a replay, ``known`` counts the
+        tokens of all ranks.
         """
         finalize_model_grads([*chunks], tokens)
 
 
 class UpstreamLog(UpstreamTap):
-    """Logs the tensors that this worker sends to other stages.
-
-    Args:
-        config: the flags.
-        core_config: megatron-core's configuration of the model.
-        world: this worker's ranks.
-        tell: prints a message.
-    """
+    """Logs the tensors that this worker sends to other stages; methods as in :class:`UpstreamTap`."""
 
     def __init__(self, config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]):
         self._config, self._core_config, self._world, self._tell = config, core_config, world, tell
@@ -78,7 +62,7 @@ class UpstreamLog(UpstreamTap):
         self._directory: Path | None = None
 
     def open(self, memory: Path) -> None:
-        """See :class:`UpstreamTap`; takes over the log of an earlier process of this rank."""
+        """Takes over the log of an earlier process of this rank."""
         stage, self._directory = self._world.pipeline_rank, directory_of(memory, self._world.rank)
         crossings = [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)]
         shape, dtype = boundary_shape(self._config), compute_dtype(self._config)
@@ -99,7 +83,7 @@ class UpstreamLog(UpstreamTap):
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[Recorder]:
-        """See :class:`UpstreamTap`; a replayed iteration is logged again."""
+        """A replayed iteration is logged again."""
         self._log.begin(iteration)
         tap = self._core_config, self._pipeline, lambda crossing, tensor: self._log.write(crossing.key, tensor)
         if self._replaying:
@@ -145,7 +129,7 @@ class UpstreamLog(UpstreamTap):
         return False
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
-        """See :class:`UpstreamTap`; sends one message per stage and direction."""
+        """Sends one message per stage and direction."""
         under_way = []
         for stage, tensors in self._sent_to(iteration, stages):
             packed = torch.stack(tensors).to(self._world.device)
@@ -190,8 +174,8 @@ class UpstreamLog(UpstreamTap):
             raise CheckpointError(first_reported(self._log.failure()))
         if tally["upstream_given_up"] and not self._given_up:
             self._tell(
-                "upstream logs have no more room, so the oldest iterations are given up, and a recovery that needs "
-                "them will be a replay by all: raise --upstream-log-limit, or shorten --sparse-window"
+                "upstream logs are full, so the oldest iterations are dropped, and a recovery that needs them will be "
+                "a replay by all stages: raise --upstream-log-limit, or shorten --sparse-window"
             )
         self._given_up = tally["upstream_given_up"]
         self.gauges = {
@@ -200,7 +184,7 @@ class UpstreamLog(UpstreamTap):
         }
 
     def on_stored(self, plan: SnapshotPlan) -> None:
-        """See :class:`UpstreamTap`; the last snapshot of a window supersedes all logs from before its first."""
+        """The last snapshot of a window supersedes all logs from before its first."""
         if plan.ends_window:
             assert plan.since is not None  # the window's first iteration
             self._log.collect(before=plan.since + 1)
@@ -244,5 +228,5 @@ def _rank_in(stage: int) -> int:
 def boundary_shape(config: Config) -> tuple[int, int, int]:
     """Shape of a tensor between stages: sequence (of this tensor-parallel rank), micro batch, hidden size."""
     parallel = config.parallel
-    parts = parallel.tensor_model_parallel_size if config.sequence_parallel else 1
+    parts = parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     return config.data.seq_length // parts, config.training.micro_batch_size, config.network.hidden_size

@@ -22,7 +22,7 @@ class Board:
         directory: TensorBoard's directory.
         queue_size: values that TensorBoard buffers before it writes.
         say: prints a message; called in that thread.
-        lost: called in that thread when files can be written again, with the number of lost values and the seconds.
+        lost: called there when files can be written again, with the number of lost values and the seconds.
     """
 
     def __init__(self, directory: str, queue_size: int, say: Callable[[str], None], lost: Callable[[int, float], None]):

@@ -48,15 +48,7 @@ def print_rank_0(world: World, message: str) -> None:
 
 
 class Log:
-    """Reports step records; only rank 0 writes.
-
-    Args:
-        config: the flags.
-        world: this worker's ranks.
-        vocab_size: padded vocabulary, for the FLOP count.
-        train_iters: iterations of the whole run.
-        timers: megatron-core's timers; all workers must report them together.
-    """
+    """Reports step records; only rank 0 writes, and all workers must report megatron-core's timers together."""
 
     def __init__(self, config: Config, world: World, vocab_size: int, train_iters: int, timers: Timers):
         self._config, self._world, self._timers, self._train_iters = config, world, timers, train_iters
@@ -71,13 +63,7 @@ class Log:
         self._reported: int | None = self.events.newest("iteration").get("iteration")
 
     def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
-        """Reports one completed iteration, and prints every ``--log-interval``-th.
-
-        Args:
-            record: its step record.
-            consumed_samples: samples consumed by the run so far.
-            gauges: further values to plot over time, by name.
-        """
+        """Reports one completed iteration with further ``gauges`` to plot, and prints every ``--log-interval``-th."""
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         self._reported = record.iteration

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.config.derive import installed
 from megatron.pretraining.model import fp8
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import cpu
@@ -30,12 +30,7 @@ ModelProvider = Callable[[Config, TransformerConfig, int, int | None], MegatronM
 
 
 def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> list[DistributedDataParallel]:
-    """Builds this worker's model chunks, initialised and wrapped for data parallelism.
-
-    Args:
-        config: the flags.
-        vocab_size: rows of the embedding, padded for tensor parallelism.
-        provider: builds a bare chunk, as :func:`build_gpt` does.
+    """Builds this worker's model chunks with ``provider``, initialised and wrapped for data parallelism.
 
     Returns:
         One chunk, or one per virtual stage with an interleaved schedule.  All share one ``TransformerConfig`` as
@@ -47,7 +42,7 @@ def build_model(config: Config, vocab_size: int, provider: ModelProvider) -> lis
     for chunk in chunks:
         chunk.to(cpu.device())
         _mend_experts(chunk)
-        if config.mixed_precision.fp8_format and config.transformer_impl == "local":
+        if config.mixed_precision.fp8_format and config.network.transformer_impl == "local":
             fp8.multiply_in_8_bits(chunk, config.mixed_precision.fp8_format)
         initialize_weights(chunk, config)
         for parameter in chunk.parameters():
@@ -177,7 +172,7 @@ def _network_fields(config: Config) -> dict:
         use_cpu_initialization=config.training.use_cpu_initialization,
         deterministic_mode=config.training.deterministic_mode,
         calculate_per_token_loss=config.training.calculate_per_token_loss,
-        transformer_impl=config.transformer_impl,
+        transformer_impl=config.network.transformer_impl,
         attention_backend=AttnBackend[network.attention_backend],
     )
 
@@ -231,7 +226,7 @@ def _parallel_fields(config: Config) -> dict:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=config.parallel.sequence_parallel,
         overlap_p2p_comm=overlap_p2p,
         batch_p2p_comm=not overlap_p2p,
         # NCCL's sends hold their memory until they are done, gloo's do not
@@ -250,7 +245,7 @@ def _precision_fields(config: Config) -> dict:
     return dict(
         fp16=precision.fp16,
         bf16=precision.bf16,
-        fp8=precision.fp8_format if config.transformer_impl == "transformer_engine" else None,
+        fp8=precision.fp8_format if config.network.transformer_impl == "transformer_engine" else None,
         fp8_recipe=precision.fp8_recipe,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -267,9 +262,6 @@ def _fusion_fields(config: Config) -> dict:
         off = ("bias_activation", "bias_dropout", "masked_softmax", "gradient_accumulation")
         return {f"{name}_fusion": False for name in off} | dict(apply_rope_fusion=False, moe_permute_fusion=False)
 
-    def installed(module: str) -> bool:
-        return importlib.util.find_spec(module) is not None
-
     gelu_or_swiglu = not config.network.squared_relu
     return dict(
         bias_activation_fusion=gelu_or_swiglu
@@ -278,7 +270,7 @@ def _fusion_fields(config: Config) -> dict:
         masked_softmax_fusion=fusion.masked_softmax_fusion and installed("scaled_upper_triang_masked_softmax_cuda"),
         gradient_accumulation_fusion=fusion.gradient_accumulation_fusion
         and installed("fused_weight_gradient_mlp_cuda"),
-        apply_rope_fusion=fusion.apply_rope_fusion and config.transformer_impl == "transformer_engine",
+        apply_rope_fusion=fusion.apply_rope_fusion and config.network.transformer_impl == "transformer_engine",
         moe_permute_fusion=moe.moe_permute_fusion,
     )
 

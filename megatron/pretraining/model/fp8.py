@@ -35,12 +35,7 @@ _OF_GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
 class Scaled(NamedTuple):
-    """An 8-bit matrix: ``values * scale``.
-
-    Attributes:
-        values: in an 8-bit format.
-        scale: fp32, one element.
-    """
+    """An 8-bit matrix: ``values * scale``, with the scale in fp32, one element."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -58,13 +53,9 @@ def scaled(matrix: torch.Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, quick: bool = False) -> torch.Tensor:
-    """``a @ b``.
+    """``a @ b`` of ``[n, k]`` and ``[k, m]``, k and m multiples of 16, in 16 or 32 bits.
 
-    Args:
-        a: ``[n, k]``.
-        b: ``[k, m]``; k and m multiples of 16.
-        dtype: of the result, 16 or 32 bits.
-        quick: accumulate in the precision of Hopper's tensor cores, which suffices if the result is no gradient.
+    ``quick`` accumulates in the precision of Hopper's tensor cores, which suffices if the result is no gradient.
     """
     rows, columns = a.values.contiguous(), b.values.t().contiguous().t()  # the memory layout that CUDA requires
     with _without_onednn():
@@ -157,10 +148,6 @@ def multiply_in_8_bits(chunk: MegatronModule, fp8_format: str) -> None:
 
     Routers, embeddings and the output layer stay in 16 bits, as with Transformer Engine.
 
-    Args:
-        chunk: a chunk of megatron-core's local layers.
-        fp8_format: ``e4m3`` for all tensors, or ``hybrid``, with gradients in e5m2.
-
     Raises:
         ConfigError: a weight's sides are not multiples of 16, or the GPU has no 8-bit products.
     """
@@ -174,8 +161,7 @@ def multiply_in_8_bits(chunk: MegatronModule, fp8_format: str) -> None:
             shape = () if module.weight is None else module.weight.shape
             if any(side % TILE for side in shape):
                 raise ConfigError(
-                    f"the weight of {name} is {' x '.join(map(str, shape))}, and products in 8 bits "
-                    f"take multiples of {TILE}: change the sizes of the model or --tensor-model-parallel-size, or "
-                    "drop --fp8-format."
+                    f"the weight of {name} is {' x '.join(map(str, shape))}, and products in 8 bits take multiples of "
+                    f"{TILE}: change the sizes of the model or --tensor-model-parallel-size, or drop --fp8-format."
                 )
             module._forward_impl = partial(linear, fp8_format=fp8_format)

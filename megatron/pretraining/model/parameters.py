@@ -30,10 +30,7 @@ def unwrap(module: torch.nn.Module) -> MegatronModule:
 
 
 def unpartitioned_parameters(model: MegatronModule) -> dict[str, list[Piece]]:
-    """Describes every parameter of a bare megatron-core model chunk.
-
-    Returns:
-        By local parameter name, its pieces in ascending ``start``; together they cover the parameter.
+    """The pieces of every parameter of a bare megatron-core chunk, by local name, in ascending ``start``.
 
     Raises:
         ValueError: megatron-core does not describe a parameter.

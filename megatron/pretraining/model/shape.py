@@ -7,13 +7,7 @@ from moc.state.shape import ModelShape, model_operators
 
 
 def model_shape(network: NetworkFlags, moe: MoeFlags, vocab_size: int) -> ModelShape:
-    """The shape of the model that these flags describe.
-
-    Args:
-        network: flags of the network's size.
-        moe: flags of its experts.
-        vocab_size: rows of the embedding, including padding.
-    """
+    """The shape of the model that these flags describe; ``vocab_size`` includes padding."""
     return ModelShape(
         expert_layers=moe.expert_layers(network.num_layers),
         hidden_size=network.hidden_size,

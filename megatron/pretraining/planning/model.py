@@ -22,16 +22,7 @@ def config_of(
     pp: int | None = None,
     ep: int | None = None,
 ) -> Config:
-    """The configuration given by these flags of pretrain_gpt_moe.py.
-
-    Args:
-        model: a preset's name, or None.
-        model_flags: further flags that shape the model.
-        vocab_size: vocabulary before padding.
-        tp: tensor parallelism.
-        pp: pipeline stages.
-        ep: expert parallelism.
-    """
+    """The configuration given by these flags of pretrain_gpt_moe.py; ``vocab_size`` is before padding."""
     flags = [*_RUN, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size or 1)]
     for flag, value in (
         ("--model", model),
@@ -44,11 +35,7 @@ def config_of(
 
 
 def operators_of(config: Config, vocab_size: int | None) -> list[Operator]:
-    """Every operator of the model.
-
-    Args:
-        config: from :func:`config_of`.
-        vocab_size: vocabulary before padding; by default the preset's.
+    """Every operator of the model; the vocabulary before padding is by default the preset's.
 
     Raises:
         ValueError: neither a vocabulary nor a preset is given.

@@ -47,13 +47,6 @@ def chosen(
 ) -> tuple[Running, PolicyChoice]:
     """The assumed run, and the policy chosen for it.
 
-    Args:
-        args: the parsed flags.
-        config: the model's configuration.
-        operators: the model's operators.
-        layout: the parallel layout.
-        state: bytes of each parameter.
-
     Raises:
         ValueError: a flag is missing or invalid, or no policy keeps to the limits.
     """

@@ -154,14 +154,7 @@ def _policy_flags(group) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, or 1 if the flags or files are invalid.
-    """
+    """Runs the tool; returns the exit status: 0, or 1 if the flags or files are invalid."""
     args, model_flags = build_parser().parse_known_args(argv)
     try:
         if args.reproduce:

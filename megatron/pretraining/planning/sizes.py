@@ -85,14 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the tool.
-
-    Args:
-        argv: The command line; by default the process's own.
-
-    Returns:
-        The exit status: 0, or 1 if the flags are invalid.
-    """
+    """Runs the tool; returns the exit status: 0, or 1 if the flags are invalid."""
     args, model_flags = build_parser().parse_known_args(argv)
     try:
         plan = _plan(args, model_flags)

@@ -17,11 +17,7 @@ class CoreError(RuntimeError):
 
 
 def check_core() -> None:
-    """Checks the version of ``megatron.core`` at the place that it would be imported from, without importing it.
-
-    Raises:
-        CoreError: megatron-core is missing or of an unsupported version.
-    """
+    """Checks the version that ``megatron.core`` would be imported from; raises CoreError if unsupported or missing."""
     found = find_spec("megatron.core")
     if found is None or not found.submodule_search_locations:
         raise CoreError(f"megatron-core is not installed: pip install '{WANTED}'")

@@ -135,10 +135,6 @@ def _set_rng_state(state, device=None, graph_safe=False):
     torch.set_rng_state(state)
 
 
-def _manual_seed(seed):
-    torch.default_generator.manual_seed(int(seed))
-
-
 def _redirect_torch_cuda() -> None:
     cuda = torch.cuda
     cuda.Stream, cuda.Event = _Stream, _Event
@@ -154,7 +150,7 @@ def _redirect_torch_cuda() -> None:
     for module in modules:
         module.get_rng_state = _get_rng_state
         module.set_rng_state = _set_rng_state
-        module.manual_seed = _manual_seed
+        module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor

@@ -13,11 +13,7 @@ from moc.runtime.job import Job
 
 
 def inject_faults(config: Config, job: Job) -> None:
-    """Arms the faults that the flags name, if any.
-
-    Raises:
-        ConfigError: the flags name workers that do not exist.
-    """
+    """Arms the faults that the flags name; raises ConfigError if they name workers that do not exist."""
     if not config.faults.wanted:
         return
     faults = config.faults.planned(job.size, train_iterations(config, job.size))

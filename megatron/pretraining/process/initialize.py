@@ -17,11 +17,7 @@ from moc.runtime.world import World
 
 
 def initialize(config: Config, job: Job | None = None) -> World:
-    """Joins the job and builds every process group.
-
-    Args:
-        config: the flags.
-        job: the job to join; by default the one that torchrun's environment variables describe.
+    """Joins the job (by default the one that torchrun's environment describes) and builds every process group.
 
     Raises:
         ConfigError: the flags do not fit the number of workers or the backend.

@@ -106,9 +106,9 @@ def test_query_groups():
 
 
 def test_sequence_parallel_is_off_without_tensor_parallelism():
-    assert not parse("--sequence-parallel").sequence_parallel
+    assert not parse("--sequence-parallel").parallel.sequence_parallel
     config = parse("--sequence-parallel --tensor-model-parallel-size 2 --disable-bias-linear")
-    assert config.sequence_parallel
+    assert config.parallel.sequence_parallel
 
 
 def test_expert_tensor_parallel_size_follows_the_rest():
@@ -151,10 +151,10 @@ def test_without_overlap_three_stages_may_interleave():
 
 
 def test_transformer_engine_is_taken_where_it_is_installed(monkeypatch):
-    assert parse("--transformer-impl local").transformer_impl == "local"
+    assert parse("--transformer-impl local").network.transformer_impl == "local"
     for module in (derive, together):
         monkeypatch.setattr(module, "installed", lambda package: package == "transformer_engine")
-    assert parse().transformer_impl == "transformer_engine"
+    assert parse().network.transformer_impl == "transformer_engine"
     eight = parse("--bf16 --fp8-format hybrid")
     assert (eight.mixed_precision.fp8_format, eight.mixed_precision.fp8_recipe) == ("hybrid", "tensorwise")
 

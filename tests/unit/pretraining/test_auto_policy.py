@@ -12,7 +12,7 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron.pretraining.config import compose  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
-from megatron.pretraining.session.auto import auto_policy, in_force  # noqa: E402
+from megatron.pretraining.session import auto_policy, in_force  # noqa: E402
 from moc.events import EventLog  # noqa: E402
 from moc.policy import Observed, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402

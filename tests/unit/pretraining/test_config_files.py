@@ -134,15 +134,15 @@ SIMPLE = {
 def values_of(flag):
     if flag.choices:
         return st.sampled_from(flag.choices)
-    at_least, above, at_most, below = flag.limits
+    limits = {sign: number for sign, number, _ in flag.limits}
     if flag.kind is bool:
         return st.booleans()
     if flag.kind is int:
-        return st.integers(at_least or 0, 64)
+        return st.integers(int(limits.get(">=", 0)), 64)
     if flag.kind is float:
-        low = at_least if at_least is not None else above or 0
-        high = at_most or below or 10
-        return st.floats(low, high, exclude_min=above is not None, exclude_max=below is not None)
+        low = limits.get(">=", limits.get(">", 0))
+        high = limits.get("<=", limits.get("<", 10))
+        return st.floats(low, high, exclude_min=">" in limits, exclude_max="<" in limits)
     return st.text("abc/", min_size=1, max_size=5)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.session.settings import settings_of
+from megatron.pretraining.session import settings_of
 from moc.policy.full import Full
 from tests.unit.pretraining.flags import parse
 

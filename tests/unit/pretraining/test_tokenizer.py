@@ -126,10 +126,10 @@ def test_hugging_face_needs_transformers(tmp_path, monkeypatch):
     [
         ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),
         ("SentencePieceTokenizer", lambda path: None, "tok.model does not exist"),
-        ("SentencePieceTokenizer", lambda path: path.mkdir(), "wants a SentencePiece .model file"),
+        ("SentencePieceTokenizer", lambda path: path.mkdir(), "needs a SentencePiece .model file"),
         ("SentencePieceTokenizer", lambda path: path.write_bytes(b"\x08nonsense"), "tok.model is not a Sent"),
         ("SentencePieceTokenizer", lambda path: path.touch(), "tok.model is not a Sent"),
-        ("HuggingFaceTokenizer", lambda path: path.touch(), "wants the directory of a tokenizer"),
+        ("HuggingFaceTokenizer", lambda path: path.touch(), "needs the directory of a tokenizer"),
         ("NullTokenizer", None, "NullTokenizer needs --vocab-size"),
         (
             "GPT2BPETokenizer",

@@ -310,7 +310,7 @@ def test_nothing_is_replaced(tmp_path, capsys, target, write):
     snapshot(tmp_path / "a")
     there = write(tmp_path / "b")
     before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
-    assert "is there already" in refused(capsys, tmp_path / "a", tmp_path / "b", "--to", target)
+    assert "exists: remove it" in refused(capsys, tmp_path / "a", tmp_path / "b", "--to", target)
     assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
 
 
@@ -320,14 +320,14 @@ def test_nor_is_what_another_program_has_written(tmp_path, capsys, target):
     other = checkpoint(tmp_path / "b") / "mp_rank_00" / "model.pt"
     other.parent.mkdir(parents=True)
     other.write_text("precious")
-    assert "is there already" in refused(capsys, tmp_path / "a", tmp_path / "b", "--to", target)
+    assert "exists: remove it" in refused(capsys, tmp_path / "a", tmp_path / "b", "--to", target)
     assert other.read_text() == "precious"
 
 
 def test_a_save_that_goes_on_is_not_disturbed(tmp_path, capsys):
     snapshot(tmp_path / "a")
     (tmp_path / "b" / ".iter_0000009.incomplete").mkdir(parents=True)
-    assert "is a save that goes on" in refused(capsys, tmp_path / "a", tmp_path / "b")
+    assert "is a save under way" in refused(capsys, tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b" / ".iter_0000009.incomplete").exists()
 
 

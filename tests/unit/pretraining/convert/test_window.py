@@ -52,8 +52,8 @@ def test_a_snapshot_of_everything_is_a_window(windows):
 @pytest.mark.parametrize(
     ("iteration", "said"),
     [
-        (5, "iter_0000005: neither holds everything nor ends a window that is whole"),
-        (7, "iter_0000007: neither holds everything nor ends a window that is whole"),
+        (5, "iter_0000005: is neither a full snapshot nor the end of a complete window"),
+        (7, "iter_0000007: is neither a full snapshot nor the end of a complete window"),
         (8, "holds no snapshot of iteration 8"),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_ends_no_window_is_named(windows, iteration, said):
 
 def test_a_window_of_which_a_snapshot_is_gone_is_none(windows):
     (windows / "iter_0000005" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="neither a snapshot of everything nor a window"):
+    with pytest.raises(CheckpointError, match="neither a full snapshot nor a complete window"):
         window_in(windows, None)
     with pytest.raises(CheckpointError, match="holds no snapshot$"):
         window_in(windows / "iter_0000005", None)
@@ -79,7 +79,7 @@ def test_without_flags_it_is_said_what_is_missing(windows, iteration, capsys):
 def test_what_is_there_already_is_refused_before_anything_is_computed(windows, capsys):
     (windows / "dense" / "iter_0000006").mkdir(parents=True)
     (windows / "dense" / "iter_0000006" / "manifest.json").touch()
-    assert "is there already" in refused(capsys, windows, windows / "dense", "--", "--no-flag-at-all")
+    assert "exists: remove it" in refused(capsys, windows, windows / "dense", "--", "--no-flag-at-all")
 
 
 def test_processes_are_for_flags(windows, capsys):
@@ -112,5 +112,5 @@ def test_a_loss_that_is_not_what_it_was(loss, elsewhere, taken):
     manifest = SimpleNamespace(iteration=6, state={"record": {"loss": 5.0}})
     if taken:
         return _check_loss(loss, manifest, elsewhere)
-    with pytest.raises(CheckpointError, match=f"iteration 6, computed again.*{loss}.*5.0"):
+    with pytest.raises(CheckpointError, match=f"iteration 6 was replayed with a loss of {loss} instead of 5.0"):
         _check_loss(loss, manifest, elsewhere)

@@ -1,20 +1,52 @@
-"""The choices of ``--ckpt-policy auto`` that the other flags allow."""
+"""Builds the training session's settings from the flags, and checks the choices of ``--ckpt-policy auto``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.pretraining.config import Config
+from megatron.pretraining.config import Config, ConfigError, train_iterations
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
-from megatron.pretraining.session.settings import settings_of
-from moc.policy import AUTO, owners
+from moc.policy import AUTO, JobShape, owners, policy_named
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
 
 _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
+
+
+def settings_of(config: Config, engine: Engine) -> Settings:
+    """The settings of this job's session; raises ConfigError if the policy cannot be built for this model."""
+    snapshot, options = config.snapshot, {}
+    if snapshot.ckpt_policy not in (None, AUTO):
+        job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
+        try:
+            options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
+        except ValueError as error:
+            raise ConfigError(f"--ckpt-policy {snapshot.ckpt_policy}: {error}.") from None
+    return Settings(
+        directory=config.snapshot_dir or "",
+        train_iters=train_iterations(config, engine.world.size),
+        policy=snapshot.ckpt_policy,
+        interval=snapshot.snapshot_interval,
+        overhead_budget=snapshot.ckpt_overhead_budget,
+        options=options,
+        tier=snapshot.ckpt_tier,
+        memory_directory=snapshot.ckpt_memory_dir,
+        nodes=snapshot.node_of_rank,
+        blocking=snapshot.ckpt_blocking,
+        most_behind=snapshot.max_snapshot_lag,
+        keep=snapshot.ckpt_keep,
+        sharding=snapshot.ckpt_sharding,
+        persist_interval=snapshot.persist_interval,
+        persists_all=snapshot.chooses_experts,
+        replicas=snapshot.replicas,
+        replication_rate=snapshot.replication_rate,
+        upstream_logging=snapshot.upstream_logging,
+        begin_at=config.checkpoint.ckpt_step,
+        stops=config.checkpoint.save_failure == "stop",
+    )
 
 
 @dataclass(frozen=True)
@@ -24,11 +56,7 @@ class FlaggedChoices:
     config: Config
 
     def check(self, flags: Mapping[str, object]) -> None:
-        """Rejects chosen flags that contradict the given ones.
-
-        Raises:
-            ConfigError: they do.
-        """
+        """Raises ConfigError if chosen flags contradict the given ones."""
         in_force(self.config, flags)
 
     def settings(self, flags: Mapping[str, object], engine: Engine) -> Settings:
@@ -56,18 +84,14 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
 
 
 def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
-    """The configuration with a chosen policy in place of ``auto``.
-
-    Args:
-        asked: the configuration as given.
-        flags: the chosen values, by field.
+    """The configuration with the chosen values of a policy in place of ``auto``.
 
     Raises:
         ConfigError: the other flags do not allow the choice.
     """
     policy, others = flags["ckpt_policy"], flags_of(SnapshotFlags)
     unknown = flags.keys() - {spec.name for spec in others}  # flags of a policy that is no longer installed
-    refuse(unknown, f"there is no {', '.join(sorted(unknown))}: install the policy that it is of.")
+    refuse(unknown, f"the policy of {', '.join(sorted(unknown))} is not installed: install it.")
     plain = {spec.name: spec.default for spec in others if not _is_of(spec.name, policy, asked)}
     return asked.replace("snapshot", **plain | dict(flags))
 

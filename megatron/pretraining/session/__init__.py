@@ -1,1 +1,0 @@
-"""Connects the training session (:mod:`moc.session`) to the flags."""
