@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
+from typing import Any
 
 from moc.simulate.policy_costs import Traffic
 
@@ -77,7 +78,7 @@ def mean_of(results: Sequence[Result]) -> Result:
     return Result(columns.pop("name")[0], **{name: _mean(values) for name, values in columns.items()})
 
 
-def _mean(values: list):
+def _mean(values: list) -> Any:
     first = values[0]
     if first is None:
         return None

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moc.output import replacing
 from moc.simulate.engine import SimulatedJob
@@ -89,7 +89,7 @@ def _row(title: str, some: Result) -> list[str]:
     ]
 
 
-def aligned(lines: list[list[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]]) -> str:
     """Aligns columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
