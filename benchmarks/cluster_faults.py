@@ -33,13 +33,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.cluster.hosts import Cluster, unusable  # noqa: E402
-from benchmarks.cluster.job import PORT, ClusterJob  # noqa: E402
-from benchmarks.cluster.judge import overlaps, two_worlds  # noqa: E402
-from benchmarks.cluster.scenarios import CONTROLLER, Scenario, Step, scenarios  # noqa: E402
-from benchmarks.cluster.storage import Storage  # noqa: E402
-from benchmarks.faults.run import EP2, LAYOUTS, MODEL, TIERS, ZERO, End, differences, end_of  # noqa: E402
-from benchmarks.faults.standing import standing  # noqa: E402
+from benchmarks.cluster.hosts import Cluster, Storage, unusable
+from benchmarks.cluster.job import PORT, ClusterJob
+from benchmarks.cluster.judge import overlaps, two_worlds
+from benchmarks.cluster.scenarios import CONTROLLER, Scenario, Step, scenarios
+from benchmarks.common import command_line, write_json
+from benchmarks.faults.run import EP2, LAYOUTS, MODEL, TIERS, ZERO, End, differences, end_of, standing
 
 AGAIN = 75
 _ALONE = "MOC_CLUSTER_FAULTS_ALONE"
@@ -48,38 +47,21 @@ HERE = {"EP2": (2, f"{ZERO} {EP2}"), **LAYOUTS}
 
 @dataclass
 class Row:
-    """What became of one scenario.
-
-    Attributes:
-        wrong: what is not as it should be; empty if all is.
-        codes: exit codes by host.
-        generations: memberships that began after the first one.
-        lived_twice_s: how long a rank lived on two hosts, whether or not anything was told then.
-        stood_still_s: the longest time between two iterations.
-        stand: if it did not end, what its processes did.
-    """
+    """What became of one scenario."""
 
     scenario: str
     tier: str
-    wrong: list[str] = field(default_factory=list)
-    codes: dict[int, int | None] = field(default_factory=dict)
-    generations: int = 0
-    lived_twice_s: float = 0.0
-    stood_still_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)  # what is not as it should be; empty if all is
+    codes: dict[int, int | None] = field(default_factory=dict)  # exit codes by host
+    generations: int = 0  # memberships that began after the first one
+    lived_twice_s: float = 0.0  # how long a rank lived on two hosts, whether or not anything was told then
+    stood_still_s: float = 0.0  # the longest time between two iterations
     seconds: float = 0.0
-    stand: dict[str, list[str]] = field(default_factory=dict)
+    stand: dict[str, list[str]] = field(default_factory=dict)  # if it did not end, what its processes did
 
 
 class Trial:
-    """One job in one scenario.
-
-    Args:
-        own: flags of this benchmark.
-        directory: for its files; made.
-        cluster: all hosts on.
-        storage: that they see.
-        tier: of snapshots.
-    """
+    """One job in one scenario, on a cluster whose hosts are on; ``wrong`` says what should not have happened."""
 
     def __init__(self, own: argparse.Namespace, directory: Path, cluster: Cluster, storage: Storage, tier: str):
         workers, parallel = HERE[own.layout]
@@ -98,7 +80,7 @@ class Trial:
         self._scenario = Scenario("", ())
 
     def run(self, scenario: Scenario) -> None:
-        """Until all launchers have ended, or time is over; ``wrong`` says what happened on the way."""
+        """Until all launchers have ended, or time is over."""
         self._scenario = scenario
         for host in self._cluster.hosts:
             self.job.start(host.number)
@@ -117,13 +99,12 @@ class Trial:
 
     def codes(self) -> list[str]:
         """What is wrong with how launchers ended, and with what those say that were set aside."""
-        wrong = []
+        wrong, aside = [], self._scenario.aside
         for number, code in self.job.codes().items():
-            aside = number in self._scenario.aside
-            if code is not None and code not in ((0, AGAIN) if aside else (0,)):
+            if code not in (None, 0) and not (code == AGAIN and number in aside):
                 wrong.append(f"host {number} ended with {code}")
         for number, before in self._said.items():
-            if number in self._scenario.aside and "mocrun: " not in self.job.said(number)[before:]:
+            if number in aside and "mocrun: " not in self.job.said(number)[before:]:
                 wrong.append(f"host {number} says nothing of what became of it")
         return wrong
 
@@ -163,6 +144,12 @@ class Trial:
     def _mend(self, _) -> None:
         self._cluster.mend()
 
+    def _freeze(self, _) -> None:
+        self._storage.freeze()
+
+    def _thaw(self, _) -> None:
+        self._storage.thaw()
+
     def _off(self, hosts: tuple[int, ...]) -> None:
         for number in hosts:
             self._cluster.hosts[number].power_off()
@@ -172,12 +159,6 @@ class Trial:
             shutil.rmtree(self._directory / f"tmp{number}")  # it was on a disk of its own
             self._cluster.hosts[number].power_on()
             self.job.start(number)
-
-    def _freeze(self, _) -> None:
-        self._storage.freeze()
-
-    def _thaw(self, _) -> None:
-        self._storage.thaw()
 
     def _listen_to(self, hosts: tuple[int, ...]) -> None:
         for number in hosts:
@@ -202,12 +183,12 @@ class Trial:
                 process.kill()
 
     def _stop_controller(self, _) -> None:
-        self._stopped = [process for _, process in self.job.controllers()]
-        for process in self._stopped:
+        self._stopped = self.job.controllers()
+        for _, process in self._stopped:
             process.suspend()
 
     def _cont_controller(self, _) -> None:
-        for process in self._stopped:
+        for _, process in self._stopped:
             with contextlib.suppress(psutil.NoSuchProcess):  # its launcher has ended it
                 process.resume()
 
@@ -251,7 +232,7 @@ def _leftovers(cluster: Cluster, codes: dict[int, int | None], directory: Path) 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--list", action="store_true", help="print the rows, and stop")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows alone")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=["peers"], metavar="TIER")
@@ -267,7 +248,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a run hangs")
     parser.add_argument("--keep", type=Path, help="directory for the files of runs; by default a temporary one")
     parser.add_argument("--append", action="store_true", help="keep the rows that --output has, but those run now")
-    parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args(arguments)
     rows = scenarios(own.nnodes, own.nnodes + own.spares, own.silence)
     if unknown := set(own.only or ()) - rows.keys():
@@ -282,9 +262,8 @@ def _without_faults(own: argparse.Namespace, directory: Path) -> End:
     if not known.exists():
         nothing, ended = trial(own, Scenario("nothing", ()), "nothing", "disk", directory / "nothing")
         if nothing.wrong or not ended.hashes:
-            raise RuntimeError(
-                f"the run without faults failed: {nothing.wrong or 'no last snapshot'} (see {directory})"
-            )
+            why = nothing.wrong or "no last snapshot"
+            raise RuntimeError(f"the run without faults failed: {why} (see {directory})")
         known.write_text(json.dumps(vars(_plain(ended))))
     return End(**json.loads(known.read_text()))
 
@@ -301,12 +280,11 @@ def _write(own: argparse.Namespace, rows: list[Row]) -> None:
         mine = {(row.scenario, row.tier) for row in rows}
         old = json.loads(own.output.read_text())["rows"]
         told = [row for row in old if (row["scenario"], row["tier"]) not in mine] + told
-    flags = {
-        n: v for n, v in vars(own).items() if n not in ("rows", "output", "keep", "append", "list", "only", "tiers")
-    }
+    left_out = ("rows", "output", "keep", "append", "list", "only", "tiers")
+    flags = {name: value for name, value in vars(own).items() if name not in left_out}
     failed = sum(bool(row["wrong"]) for row in told)
     whole = {"machine": {"cpus": os.cpu_count()}, "flags": flags, "rows": told, "failed": failed}
-    own.output.write_text(json.dumps(whole, indent=1) + "\n")
+    write_json(own.output, whole)
 
 
 def main() -> int:
@@ -329,9 +307,8 @@ def main() -> int:
             row.wrong += differences(_plain(ended), expected)
             rows.append(row)
             what = "EQUAL" if not row.wrong else f"FAILED: {'; '.join(row.wrong)}"
-            print(
-                f"{name:30} {tier:8} {row.seconds:6.1f} s, stood still {row.stood_still_s:5.1f} s  {what}", flush=True
-            )
+            took = f"{row.seconds:6.1f} s, stood still {row.stood_still_s:5.1f} s"
+            print(f"{name:30} {tier:8} {took}  {what}", flush=True)
             if own.output is not None:
                 _write(own, rows)
     if own.keep is None and not any(row.wrong for row in rows):

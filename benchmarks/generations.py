@@ -12,10 +12,7 @@ The verdict is the slope of a line through the second half of the generations, f
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import signal
 import sys
 import tempfile
@@ -24,25 +21,16 @@ from pathlib import Path
 
 import numpy
 import psutil
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import MODEL, PROGRAM, Job, launcher
+from benchmarks.common import command_line, drawing, machine, write_json
+from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, SHARED, Job, launcher, look, running
 
 WORKERS, VICTIM, SURVIVOR = 2, 1, 0
-LAYOUT = ["--expert-model-parallel-size", "2"]
-SHARED = Path("/dev/shm")
 FIGURES = {"uss_mb": "MB of its own", "rss_mb": "MB resident", "threads": "threads", "descriptors": "descriptors"}
 CREEPS = {"uss_mb": 0.05, "rss_mb": 0.05, "threads": 0.01, "descriptors": 0.01}
 """What a generation may add: 200 generations of these are 10 MB and 2 threads or descriptors."""
-
-
-def look(process: psutil.Process) -> dict[str, float]:
-    """What a process has now."""
-    memory = process.memory_full_info()
-    counts = {"threads": process.num_threads(), "descriptors": process.num_fds()}
-    return {"uss_mb": memory.uss / 2**20, "rss_mb": memory.rss / 2**20, **counts}
 
 
 def slopes(samples: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -59,15 +47,13 @@ def creeping(of: dict[str, dict[str, float]]) -> list[str]:
 def measure(kills: int) -> dict:
     """Runs the job, and kills."""
     before = set(os.listdir(SHARED))
-    with tempfile.TemporaryDirectory(prefix="generations-") as name:
-        directory, memory = Path(name), SHARED / Path(name).name
-        saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", 1]
-        places = ["--ckpt-dir", directory / "snapshots", "--exit-signal-handler"]
-        with Job([*launcher(WORKERS), PROGRAM, *MODEL, *LAYOUT, *saving, *places], directory, memory) as job:
-            samples = follow(job, kills)
-            code = job.stop()
-            files = [path for path in memory.rglob("*") if path.is_file()]
-            left = {"in its memory": [str(path.relative_to(memory)) for path in files if path.stat().st_size > 0]}
+    command = [*launcher(WORKERS), PROGRAM, *MODEL, *EP2, *IN_MEMORY, "--exit-signal-handler"]
+    with tempfile.TemporaryDirectory(prefix="generations-") as files, Job(command, files, saves=True) as job:
+        samples = follow(job, kills)
+        job.process.terminate()  # asks the job to end in good order
+        code = job.process.wait(PATIENCE_S)
+        found = [path for path in job.memory.rglob("*") if path.is_file() and path.stat().st_size > 0]
+        left = {"in its memory": [str(path.relative_to(job.memory)) for path in found]}
     left["elsewhere in shared memory"] = sorted(set(os.listdir(SHARED)) - before)
     return {"samples": samples, "exit_code": code, "left": left}
 
@@ -76,12 +62,8 @@ def follow(job: Job, kills: int) -> dict[str, list[dict]]:
     """Kills one worker again and again; by process what it had after each kill, the first entry before all."""
     job.reach(2)
     survivor = job.workers()[SURVIVOR]
-    watched = {
-        "worker": psutil.Process(survivor),
-        "agent": psutil.Process(job.process.pid),
-        "controller": job.module("moc.runtime.controller"),
-        "zygote": job.module("moc.runtime.zygote"),
-    }
+    watched = {"worker": psutil.Process(survivor), "agent": psutil.Process(job.process.pid)}
+    watched |= {who: running(job.process.pid, f"moc.runtime.{who}")[0] for who in ("controller", "zygote")}
     samples = {who: [look(process)] for who, process in watched.items()}
     for number in range(1, kills + 1):
         reached, victim = job.iteration, job.workers()[VICTIM]
@@ -101,28 +83,21 @@ def follow(job: Job, kills: int) -> dict[str, list[dict]]:
 
 def draw(samples: dict[str, list[dict]], output: Path) -> None:
     """One panel for each figure, one line for each process."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 2, figsize=(10, 6), layout="constrained", sharex=True)
-    for panel, (name, text) in zip(panels.flat, FIGURES.items(), strict=True):
-        for who, values in samples.items():
-            panel.plot([one[name] for one in values], label=who, linewidth=1)
-        panel.set_title(text)
-        panel.set_ylim(bottom=0)
-    for panel in panels[-1]:
-        panel.set_xlabel("workers killed")
-    panels[0][0].legend()
-    figure.savefig(output, dpi=120)
+    with drawing(output, 2, 2, figsize=(10, 6), layout="constrained", sharex=True) as (_, panels):
+        for panel, (name, text) in zip(panels.flat, FIGURES.items(), strict=True):
+            for who, values in samples.items():
+                panel.plot([one[name] for one in values], label=who, linewidth=1)
+            panel.set_title(text)
+            panel.set_ylim(bottom=0)
+        for panel in panels[-1]:
+            panel.set_xlabel("workers killed")
+        panels[0][0].legend()
 
 
 def main() -> int:
     """Measures, prints the verdict, writes JSON and a plot; 1 if something creeps or is left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
-    parser.add_argument("--output", type=Path, help="JSON file; the plot goes beside it")
     own = parser.parse_args()
     told = measure(own.kills)
     told["slopes"] = {who: slopes(values) for who, values in told["samples"].items()}
@@ -133,9 +108,8 @@ def main() -> int:
     print(f"exit code {told['exit_code']}; left in shared memory: {told['left']}")
     print(f"CREEPS OR IS LEFT: {', '.join(bad)}" if bad else "nothing creeps, nothing is left")
     if own.output is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        told = {"machine": machine, "flags": [*MODEL, *LAYOUT], "kills": own.kills, "limits": CREEPS} | told
-        own.output.write_text(json.dumps(told, indent=1) + "\n")
+        measured = {"machine": machine(), "flags": [*MODEL, *EP2], "kills": own.kills, "limits": CREEPS}
+        write_json(own.output, measured | told)
         draw(told["samples"], own.output.with_suffix(".png"))
     return 1 if bad else 0
 

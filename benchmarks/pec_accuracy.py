@@ -16,16 +16,14 @@ after an iteration all its workers are killed by SIGKILL, and the same command s
 Validation loss is in nats a token.  PLT is eq. 7, over the tokens of the whole training.  Beside the one that was
 counted stands the one to expect if all experts were equally busy.
 
-What such a small run can show: that lost tokens are what the equation says, that nothing is lost where all is saved,
-and which way the loss goes with them, some hundred iterations after the fault.  What it cannot: what that costs a model
-of useful size.  Its experts have hardly begun to differ, it has seen a third of its text once, its learning rate is far
-from its end when the fault comes, and half of its training is left to make up for it.  Differences are small: so each
+Such small runs show that lost tokens are what the equation says, that nothing is lost where all is saved, and which
+way the loss goes some hundred iterations after a fault; not what that costs a model of useful size.  Their experts have
+hardly begun to differ, and half of the training is left to make up for the fault.  Differences are small: so each
 stands beside the spread over seeds of the run without a fault, and beside how far the curves' baseline is from that
-run.  Both lose nothing; two workers share the batch of one there, so that the balancing loss is over halves of it.
+run, which loses nothing either; there two workers share a batch, so that the balancing loss is over halves of it.
 
-``--ckpt-blocking`` makes runs repeatable: a snapshot is complete before the next iteration begins, so what a fault
-finds does not depend on how busy the machine is.  Faults fall right after a snapshot: what comes later would be
-replayed by all, and is not lost.  Nothing here is timed.
+``--ckpt-blocking`` makes runs repeatable: what a fault finds does not depend on how busy the machine is.  Faults fall
+right after a snapshot: what comes later would be replayed by all, and is not lost.  Nothing here is timed.
 
 Writes JSON with every sample, after each run, and a plot beside it; ``--resume`` goes on with what is missing.
 """
@@ -35,13 +33,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import platform
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,15 +44,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.accuracy import plots, report
 from benchmarks.accuracy.cells import MODEL_FLAGS, QUICK, Cell, Plan, cells
 from benchmarks.accuracy.runs import Dataset, RunFailed, prepare, run, unigram_entropy
+from benchmarks.common import command_line, machine_and_versions, show
 
 
 class Results:
-    """The JSON file, written anew after each run.
-
-    Args:
-        setup: what all samples have in common.
-        path: of the file; None for none.
-    """
+    """The JSON file, if there is one, written anew after each run; ``setup`` is what all samples have in common."""
 
     def __init__(self, setup: dict, path: Path | None):
         self.setup, self._path = json.loads(json.dumps(setup)), path
@@ -83,12 +74,10 @@ class Results:
         return [cell for cell in wanted if cell not in there]
 
     def add(self, sample: dict, plan: Plan) -> None:
-        """One more sample."""
         self.samples.append(json.loads(json.dumps(sample)))
         self.write(plan)
 
     def write(self, plan: Plan) -> None:
-        """Writes the file."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             told = {"yardsticks": report.yardsticks(self.samples), "summary": report.summary(self.samples, plan)}
@@ -116,9 +105,7 @@ def run_all(wanted: list[Cell], jobs: int, plan: Plan, dataset: Dataset, scratch
 
 def describe(text: Path, plan: Plan, dataset: Dataset) -> dict:
     """What the figures were made with."""
-    return {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    return machine_and_versions() | {
         "text": {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()},
         "unigram_entropy": unigram_entropy(dataset.prefix),
         "plan": asdict(plan),
@@ -128,9 +115,8 @@ def describe(text: Path, plan: Plan, dataset: Dataset) -> dict:
 
 def parse() -> argparse.Namespace:
     """The benchmark's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--text", type=Path, required=True, help="a file of WikiText-2, as text")
-    parser.add_argument("--output", "--out", type=Path, help="JSON file to write; the plot goes beside it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--quick", action="store_true", help="a few short runs of the first seed, to try the benchmark")
@@ -142,8 +128,6 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Runs all cells, prints the table, writes JSON and a plot; 1 if a run failed."""
     own = parse()
-    from rich.console import Console
-
     plan = QUICK if own.quick else Plan()
     seeds = own.seeds[:1] if own.quick else own.seeds
     with tempfile.TemporaryDirectory(prefix="pec_accuracy-", dir=own.directory) as scratch:
@@ -156,11 +140,8 @@ def main() -> int:
             sys.exit(f"pec_accuracy.py: {error}.")
         wanted = results.missing([cell for seed in seeds for cell in cells(plan, seed)])
         well = run_all(wanted, own.jobs, plan, dataset, Path(scratch), results)
-    console = Console()
-    console.width = max(console.width, report.WIDTH)
-    console.print(report.table(report.summary(results.samples, plan)))
-    for line in report.lines(results.samples, plan, results.setup["unigram_entropy"]):
-        console.print(line, highlight=False, soft_wrap=True)
+    lines = report.lines(results.samples, plan, results.setup["unigram_entropy"])
+    show(report.WIDTH, [(report.table(report.summary(results.samples, plan)), lines)])
     if own.output:
         results.write(plan)
         plots.plot(results.samples, plan, own.output.with_suffix(".png"))

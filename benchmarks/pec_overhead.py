@@ -18,56 +18,42 @@ expert of each layer, by EE, EE+EN and EE+AN.
 Of each it is asked (MoC-System, sections 6.2.3 and 6.2.5)
 
 * for how long training waits for a snapshot: O_save, the events ``stall``, means over workers;
-* what iterations take beyond others meanwhile.  With fewer cores than workers, what copies, hashes and writes takes
-  its time from what trains: that is this machine, and is told apart from O_save;
+* what iterations take beyond others meanwhile, which on fewer cores than workers is mostly this machine's doing;
 * how long it is copied and hashed (T_snapshot), and written and published (T_persist);
 * the shortest interval that storage can follow, I_ckpt: from the beginning of a snapshot until it is published in
-  storage, in iterations, rounded up.  Afterwards each method is run at its interval and at the next shorter one, to
-  see whether storage can, and cannot, follow;
+  storage, in iterations, rounded up.  Each method is then run at that interval and at the next shorter one;
 * bytes, of all ranks and of the busiest one, in memory and in storage; beside what eq. 6 says.
 
-Bytes are those of Format v1: 12 for each parameter, masters and moments, from which weights follow.  ZeRO spreads these
-over the ranks whatever the sharding, so that what is gained here is PEC's.
-
-Writes JSON with every sample, and two plots beside it: an iteration with a snapshot, and how long saving takes.
+Bytes are those of Format v1: 12 for each parameter, masters and moments, which ZeRO spreads over the ranks whatever
+the sharding, so that what is gained here is PEC's.  Writes JSON with every sample, and two plots beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shutil
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import command_line, machine_and_versions, show, write_json
+from benchmarks.live.job import SHARED
 from benchmarks.overhead import figures, report
 from benchmarks.overhead.methods import BASE_ASYNC, BASELINE, DEFAULT, LAYOUTS, METHODS, SETS, model_flags, parameters
 from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers import ours
 from benchmarks.save_peers.cases import WORKERS
-from benchmarks.save_peers.launching import OUTPUT, TORCHRUN, RunFailed, launch
+from benchmarks.save_peers.launching import OUTPUT, RunFailed, directory_in, train
 from benchmarks.save_peers.rounds import WARM_UP, Plan
-from moc.simulate.profile import read_events
 
-MEMORY = "/dev/shm"
 LEAST_EVERY = WARM_UP + 3  # iterations: some without a snapshot before the first one
 
 
 class Bench:
-    """Runs sets of workers, each in directories of its own.
+    """Measures with sets of workers, in directories in ``scratch``; ``own`` are the benchmark's flags."""
 
-    Args:
-        own: the benchmark's flags.
-        scratch: an empty directory on the file system that is measured.
-    """
-
-    def __init__(self, own: argparse.Namespace, scratch: Path):
+    def __init__(self, own: argparse.Namespace, scratch: str):
         self._own, self._scratch = own, scratch
 
     def measured(self, name: str, layout: str) -> dict:
@@ -77,24 +63,21 @@ class Bench:
     def followed(self, name: str, layout: str, every: int) -> dict:
         """A run of a method with a snapshot every so many iterations."""
         count = self._own.follow
+        read = lambda events, *_: figures.followed(events, every, snapshots=count)  # noqa: E731
         # one more, so that the last one that counts is not written while the run waits for its end
-        return self._saving(
-            name, layout, every, count + 1, lambda events, *_: figures.followed(events, every, snapshots=count)
-        )
+        return self._saving(name, layout, every, count + 1, read)
 
     def forward_backward_share(self, layout: str) -> float:
         """Which part of an iteration without snapshots is forward and backward."""
-        with self._directory() as directory:
+        with directory_in(self._scratch) as directory:
             flags = [*ours.plain_flags(Plan(directory, 0, 0, self._own.every), directory), "--timing-log-level", "1"]
             events = self._train(layout, flags, directory)
             elapsed = [event["elapsed_s"] for event in events if event["type"] == "iteration"]
             return figures.forward_backward_share((directory / OUTPUT).read_text(encoding="utf-8"), elapsed)
 
     def _saving(self, name: str, layout: str, every: int, saves: int, read) -> dict:
-        with (
-            self._directory() as directory,
-            tempfile.TemporaryDirectory(prefix="pec_overhead-", dir=MEMORY) as memory,
-        ):
+        shared = tempfile.TemporaryDirectory(prefix="pec_overhead-", dir=SHARED)
+        with directory_in(self._scratch) as directory, shared as memory:
             plan = Plan(directory / "checkpoints", saves, every, plain=0)
             flags = ours.saving_flags(METHODS[name].flags(every), plan, directory, memory)
             with Watch(plan.directory, Path(memory)) as watch:
@@ -102,26 +85,7 @@ class Bench:
             return read(events, watch.sizes, plan)
 
     def _train(self, layout: str, flags: list[str], directory: Path) -> list[dict]:
-        model = model_flags(self._own.quick, layout, self._own.hidden_size)
-        launch([sys.executable, *TORCHRUN, ours.PROGRAM, *model, *flags], directory)
-        return read_events(directory)
-
-    def _directory(self) -> _Directory:
-        return _Directory(Path(tempfile.mkdtemp(dir=self._scratch)))
-
-
-class _Directory:
-    """A directory that is gone from the disk, and not only by name, before the next run begins."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> Path:
-        return self._path
-
-    def __exit__(self, *error: object) -> None:
-        shutil.rmtree(self._path)
-        os.sync()
+        return train([*model_flags(self._own.quick, layout, self._own.hidden_size), *flags], directory, directory)
 
 
 def measure_layout(bench: Bench, layout: str, own: argparse.Namespace) -> dict:
@@ -185,8 +149,7 @@ def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The benchmark's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "--out", type=Path, help="JSON file to write; the plot goes beside it")
+    parser = command_line(__doc__, "JSON file; the plot goes beside it")
     names = f"{', '.join(METHODS)}; or a set of them: {', '.join(SETS)}"
     choices = [*METHODS, *SETS]
     parser.add_argument("--methods", nargs="+", choices=choices, default=list(DEFAULT), metavar="METHOD", help=names)
@@ -210,20 +173,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measures, prints tables, writes JSON and a plot; 1 if a run failed."""
     own = parse()
-    from rich.console import Console
-
     with tempfile.TemporaryDirectory(prefix="pec_overhead-", dir=own.directory) as scratch:
-        bench = Bench(own, Path(scratch))
+        bench = Bench(own, scratch)
         layouts = {layout: measure_layout(bench, layout, own) for layout in own.layouts}
-    console = Console()
-    console.width = max(console.width, report.WIDTH)
-    for layout, told in layouts.items():
-        console.print(report.table(layout, told))
-        for line in report.lines(told):
-            console.print(line, highlight=False, soft_wrap=True)
+    show(report.WIDTH, ((report.table(layout, told), report.lines(told)) for layout, told in layouts.items()))
     if own.output:
-        own.output.parent.mkdir(parents=True, exist_ok=True)
-        own.output.write_text(json.dumps(describe(own) | {"layouts": layouts}, indent=1) + "\n")
+        write_json(own.output, describe(own) | {"layouts": layouts})
         report.plot(layouts, own.output.with_suffix(".png"))
         report.plot_durations(layouts, own.output.with_name(f"{own.output.stem}_durations.png"))
     return int(any(told["failed"] for told in layouts.values()))
@@ -231,12 +186,11 @@ def main() -> int:
 
 def describe(own: argparse.Namespace) -> dict:
     """What the figures were made with."""
-    return {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"torch": version("torch"), "megatron-core": version("megatron-core")},
+    flags = model_flags(own.quick, hidden_size=own.hidden_size)
+    return machine_and_versions() | {
         "workers": WORKERS,
-        "flags": model_flags(own.quick, hidden_size=own.hidden_size),
-        "parameters": parameters(model_flags(own.quick, hidden_size=own.hidden_size)),
+        "flags": flags,
+        "parameters": parameters(flags),
         "methods": {name: METHODS[name].flags(own.every) for name in own.methods},
         "plan": {"turns": own.turns, "saves": own.saves, "every": own.every, "follow": own.follow},
     }

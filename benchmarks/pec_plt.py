@@ -15,8 +15,6 @@ Weights and moments are counted apart, since W loses only weights, and O only mo
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sys
@@ -26,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import command_line, write_json
 from moc.policy import Every, SnapshotPlan, policy_named
 from moc.policy.ledger import Ledger
 from moc.state.detail import Detail
@@ -39,21 +38,13 @@ KS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Case:
-    """A run.
+    """A run."""
 
-    Attributes:
-        way: of :data:`WAYS`.
-        k: experts of each layer in a snapshot.
-        iterations: of the whole training.
-        interval: iterations from one snapshot to the next.
-        faults: how many, at random.
-    """
-
-    way: str
-    k: int
-    iterations: int
-    interval: int
-    faults: int
+    way: str  # of :data:`WAYS`
+    k: int  # experts of each layer in a snapshot
+    iterations: int  # of the whole training
+    interval: int  # iterations from one snapshot to the next
+    faults: int  # how many, at random
 
 
 def plt(case: Case, seed: int) -> dict[str, float]:
@@ -117,10 +108,9 @@ def _recovered(ledger: Ledger, lost: int, two_levels: bool) -> Ledger:
     return ledger.recovered(restored)
 
 
-def main() -> int:
+def main() -> None:
     """Prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "--out", type=Path, help="JSON file to write")
+    parser = command_line(__doc__)
     parser.add_argument("--iterations", type=int, default=2000, help="of the whole training (default: 2000)")
     parser.add_argument("--interval", type=int, default=10, help="iterations between snapshots (default: 10)")
     parser.add_argument("--faults", type=int, default=4, help="of a run (default: 4)")
@@ -137,12 +127,10 @@ def main() -> int:
             row |= {f"{part}_sd": statistics.pstdev(run[part] for run in runs) for part in PARTS}
             rows.append(row)
             print(" ".join(f"{x:>8}" for x in (way, k, f"{row['weights']:.3%}", f"{row['moments']:.3%}")), flush=True)
-    if own.output:
-        settings = {name: getattr(own, name) for name in ("iterations", "interval", "faults", "seeds")}
-        model = {"layers": LAYERS, "experts": EXPERTS, "nodes": NODES}
-        own.output.write_text(json.dumps({"model": model, "settings": settings, "rows": rows}, indent=1) + "\n")
-    return 0
+    settings = {name: getattr(own, name) for name in ("iterations", "interval", "faults", "seeds")}
+    model = {"layers": LAYERS, "experts": EXPERTS, "nodes": NODES}
+    write_json(own.output, {"model": model, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,7 +5,7 @@
 
 CHECKOUT is the repository Swapnil-Gandhi/MoEvement, a fork of DeepSpeed; PYTHON an interpreter with torch and what
 DeepSpeed needs (``pip install torch deepspeed``; the checkout comes before the installed one).  Nothing there is
-changed: what it needs to run without a GPU is put on from outside (``peer_moevement/on_cpu.py``).
+changed: what it needs to run without a GPU is put on from outside (``peer_moevement/worker.py``).
 
 Both train a GPT-MoE of the same sizes (``peer_moevement/cases.py``) in 4 workers, 2 stages of 2 data-parallel ranks,
 ZeRO-1, with other samples in every iteration.  Compared are
@@ -22,9 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -35,16 +33,13 @@ import time
 from pathlib import Path
 from statistics import median
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import command_line, machine, write_json
 from benchmarks.live.job import Job
 from benchmarks.live.slices import pause, resume, slices, warm_up
 from benchmarks.peer_moevement import figures
 from benchmarks.peer_moevement.cases import SAVING, SHAPE, WORKERS, Case, Plan, our_flags, start
-from benchmarks.peer_moevement.ends import our_end, public_end
-from benchmarks.peer_moevement.report import tables
 
 SYSTEMS = ("ours", "public")
 WINDOWS = (0, 1, 3)
@@ -63,13 +58,9 @@ END_S = 240.0
 
 
 def run(case: Case, plan: Plan, chance: random.Random) -> tuple[list[dict], figures.State | None, dict | None]:
-    """Runs a job to its end.
-
-    Returns:
-        Its events; its state at the end, if it saved snapshots or is a public one; and what followed the kill.
-    """
-    with tempfile.TemporaryDirectory(prefix="public-moevement-") as directory:
-        directory = Path(directory)
+    """A job's events; its state at the end, if it saved snapshots or is a public one; and what followed the kill."""
+    with tempfile.TemporaryDirectory(prefix="public-moevement-") as name:
+        directory = Path(name)
         with start(case, plan, directory) as job:
             killed = None if case.victim is None else kill(job, case, plan, chance)
             followed = None
@@ -83,8 +74,8 @@ def run(case: Case, plan: Plan, chance: random.Random) -> tuple[list[dict], figu
                 raise RuntimeError(f"{case.name}: exit code {code}; its last words:\n{job.last_words()}")
             events = list(job.events.all())
         if case.system == "public":
-            return events, public_end(directory / "end"), followed
-        return events, our_end(directory / "snapshots", plan.iterations) if case.window else None, followed
+            return events, figures.public_end(directory / "end"), followed
+        return events, figures.our_end(directory / "snapshots", plan.iterations) if case.window else None, followed
 
 
 def kill(job: Job, case: Case, plan: Plan, chance: random.Random) -> float:
@@ -152,11 +143,7 @@ def settle(job: Job) -> None:
 
 
 def undisturbed(plan: Plan, chance: random.Random) -> tuple[dict, dict, dict]:
-    """Jobs without faults, each to its end.
-
-    Returns:
-        By case the bytes of snapshots, and how far its end is from that of its system's first job; by system that end.
-    """
+    """Of jobs without faults, by case: bytes of snapshots, how far its end is from its system's first; these ends."""
     amounts, apart, ends = {}, {}, {}
     for case in (case for case in CASES if case.window):
         events, end, _ = run(case, plan, chance)
@@ -187,7 +174,7 @@ def disturbed(plan: Plan, ends: dict, chance: random.Random) -> dict[str, dict]:
 
 def main() -> None:
     """Runs everything, and writes it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--peer", type=Path, required=True, metavar="CHECKOUT")
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--saving", default=SAVING, help=f"flags by which ours saves; the window follows ({SAVING})")
@@ -197,37 +184,33 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10, help="iterations that are not timed (default: 10)")
     parser.add_argument("--iterations", type=int, default=40, help="of each job that comes to an end (default: 40)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args()
     python = os.path.abspath(shutil.which(own.peer_python) or own.peer_python)  # jobs have directories of their own
     plan = Plan(own.peer.resolve(), python, own.precision, own.saving, own.iterations)
-    chance, load = random.Random(own.seed), os.getloadavg()[0]
+    chance, here = random.Random(own.seed), machine(load=True)
     seconds = timed(plan, own)
+    iterations = {}
+    for system in SYSTEMS:
+        of_system = {name: rounds for name, rounds in seconds.items() if name.startswith(system)}
+        iterations[system] = figures.overheads(of_system, Case(system, 0).name)
     amounts, apart, ends = undisturbed(plan, chance)
     told = {
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        | {"load_before": load},
+        "machine": here,
         "peer": (own.peer / "version.txt").read_text().strip(),
         "model": SHAPE | {"precision": own.precision, "workers": WORKERS},
-        "our_flags": our_flags(Case("ours", 0), plan, Path()),
+        "our_flags": our_flags(Case("ours", 0), plan),
         "our_saving": own.saving,
-        "iterations": {
-            system: figures.overheads(
-                {name: rounds for name, rounds in seconds.items() if name.startswith(system)}, Case(system, 0).name
-            )
-            for system in SYSTEMS
-        },
+        "iterations": iterations,
         "snapshot_bytes": amounts,
         "without_faults": apart,
         "faults": disturbed(plan, ends, chance),
         "outcomes": {name: outcome(case, plan, chance) for name, case in OUTCOMES.items()},
         "seconds": seconds,
     }
-    print(tables(told))
+    print(figures.tables(told))
     for name, what in told["outcomes"].items():
         print(f"{name}: {what}")
-    if own.output is not None:
-        own.output.write_text(json.dumps(told, indent=1) + "\n")
+    write_json(own.output, told)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import random
 import shutil
 import sys
@@ -42,68 +40,38 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.faults.recovery import Recoveries, troubles  # noqa: E402
-from benchmarks.faults.run import (  # noqa: E402
-    LAYOUTS,
-    LOSSY,
-    TIERS,
-    End,
-    Outside,
-    Run,
-    differences,
-    fits,
-    missing,
-    nodes_of,
-)
-from moc.faults import STEP  # noqa: E402
-from moc.runtime.inject import Fault  # noqa: E402
+from benchmarks.common import command_line, machine, write_json
+from benchmarks.faults.recovery import Recoveries, troubles
+from benchmarks.faults.run import LAYOUTS, LOSSY, TIERS, End, Outside, Run, differences, fits, missing, nodes_of  # noqa: E402
+from moc.faults import STEP
+from moc.runtime.inject import Fault
 
 SLOW_S = 1.0
 
 
 @dataclass
 class Row:
-    """What became of one run.
-
-    Attributes:
-        fired: each fault that happened.
-        stand: if it hung, what its processes did then; a line each.
-        left: what it has left.
-        recoveries: seconds that those took which something was done to.
-        generations: memberships that began after the first one, as far as the first worker told.
-        wrong: what is not as it should be; empty if all is.
-        seconds: from start to end.
-        again: of each recovery of pipeline stages by themselves, the iterations that they computed again.
-        by_all: the same of recoveries in which all workers computed them.
-        candidates: nodes that could have the controller.
-    """
+    """What became of one run."""
 
     layout: str
     tier: str
     seed: int
-    fired: list[str] = field(default_factory=list)
-    generations: int = 0
-    wrong: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    again: list[int] = field(default_factory=list)
-    by_all: list[int] = field(default_factory=list)
-    stand: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    recoveries: list[float] = field(default_factory=list)
-    candidates: int = 1
+    fired: list[str] = field(default_factory=list)  # each fault that happened
+    generations: int = 0  # memberships that began after the first one, as far as the first worker told
+    wrong: list[str] = field(default_factory=list)  # what is not as it should be; empty if all is
+    seconds: float = 0.0  # from start to end
+    again: list[int] = field(default_factory=list)  # iterations that stages computed again, by recovery of these alone
+    by_all: list[int] = field(default_factory=list)  # the same of recoveries in which all workers computed them
+    stand: list[str] = field(default_factory=list)  # if it hung, what its processes did then; a line each
+    left: list[str] = field(default_factory=list)  # what it has left
+    recoveries: list[float] = field(default_factory=list)  # seconds that those took which something was done to
+    candidates: int = 1  # nodes that could have the controller
 
 
 class Campaign:
-    """Runs one after the other, until all cases have been there and enough faults have happened.
-
-    Args:
-        own: flags of this benchmark.
-        directory: for the files of all runs.
-    """
+    """Runs one after the other, until all cases have been there and enough faults have happened."""
 
     def __init__(self, own: argparse.Namespace, directory: Path):
         self._own, self._directory = own, directory
@@ -141,10 +109,9 @@ class Campaign:
         wrong = run.wrong + (missing if tier in LOSSY else differences)(ended, expected)
         if not wrong and not run.left:
             shutil.rmtree(directory)
-        alone, by_all = computed_again(run.events.all())
-        row = Row(layout, tier, seed, fired, len(run.events.of("generation")), wrong, round(seconds, 1), alone, by_all)
-        row.stand, row.left, row.recoveries, row.candidates = run.stand, run.left, recoveries.seconds, candidates
-        return row
+        again, generations = computed_again(run.events.all()), len(run.events.of("generation"))
+        became = (run.stand, run.left, recoveries.seconds, candidates)
+        return Row(layout, tier, seed, fired, generations, wrong, round(seconds, 1), *again, *became)
 
     def _without_faults(self, layout: str) -> End:
         if layout not in self._undisturbed:
@@ -160,10 +127,7 @@ class Campaign:
 
 
 def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
-    """How many iterations were computed again, by recovery: by stages alone, and by all workers.
-
-    A loss during a recovery begins another one.
-    """
+    """Iterations computed again, by recovery, of stages alone and of all workers; a loss begins another recovery."""
     alone, by_all, replays = [], [], 0
     for event in events:
         if event["type"] == "generation":
@@ -177,14 +141,12 @@ def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
 
 
 def from_outside(chance: random.Random, layout: str, tier: str, iterations: int) -> tuple[Outside, ...]:
-    """What is done to a run from outside, and when; not in its last iterations, so that it comes to pass."""
-    actions = ["controller", "agent", "node"] + (
-        ["replica_server"] if "peers" in tier and nodes_of(layout, tier) > 1 else []
-    )
-    return tuple(
-        Outside(action, chance.randint(2, iterations - 5), chance.choice((0, 1)) if action == "replica_server" else -1)
-        for action in actions
-    )
+    """What is done to a run from outside; not in its last iterations, so that it comes to pass."""
+    last = iterations - 5
+    done = [Outside(action, chance.randint(2, last)) for action in ("controller", "agent", "node")]
+    if "peers" in tier and nodes_of(layout, tier) > 1:
+        done.append(Outside("replica_server", chance.randint(2, last), chance.choice((0, 1))))
+    return tuple(done)
 
 
 def _somewhere(action: str, chance: random.Random, size: int, iterations: int) -> Fault:
@@ -216,7 +178,7 @@ def summary(rows: list[Row]) -> dict:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--faults", type=int, default=200, help="at least so many")
     parser.add_argument("--layouts", nargs="+", choices=["all", *LAYOUTS], default=["all"], metavar="LAYOUT")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), metavar="TIER")
@@ -228,11 +190,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, help="for the files of runs; by default a temporary one")
     moments = {"choices": ["iterations", "recoveries"], "default": "iterations"}
     parser.add_argument("--moments", **moments, help="when faults happen (default: %(default)s)")
-    candidates = {"type": int, "choices": [1, 3], "default": 1}
-    parser.add_argument(
-        "--candidates", **candidates, help="for the controller, of runs on several nodes, in recoveries"
-    )
-    parser.add_argument("--output", type=Path, help="JSON file")
+    several = "for the controller, of runs on several nodes, in recoveries"
+    parser.add_argument("--candidates", type=int, choices=[1, 3], default=1, help=several)
     parser.add_argument("--append", type=Path, help="JSON file, to whose runs those of this campaign are added")
     own = parser.parse_args(arguments)
     own.layouts = list(LAYOUTS) if "all" in own.layouts else own.layouts
@@ -246,10 +205,9 @@ def _write(own: argparse.Namespace, rows: list[Row]) -> None:
         mine = {(row.layout, row.tier, row.seed) for row in rows}
         others = [Row(**run) for run in json.loads(path.read_text())["runs"]]
         rows = [row for row in others if (row.layout, row.tier, row.seed) not in mine] + rows
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     flags = {name: value for name, value in vars(own).items() if name not in ("output", "append", "directory")}
-    told = {"machine": machine, "flags": flags, "summary": summary(rows), "runs": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    told = {"machine": machine(), "flags": flags, "summary": summary(rows), "runs": [asdict(row) for row in rows]}
+    write_json(path, told)
 
 
 def main() -> int:

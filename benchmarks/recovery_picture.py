@@ -20,21 +20,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import MODEL, PROGRAM, Job, launcher
-from moc.output import replacing
+from benchmarks.common import drawing
+from benchmarks.live.job import IN_MEMORY, MODEL, PP2_EP2, PROGRAM, Job, launcher
 
 WORKERS, VICTIM = 4, 2
 KILL_AT, ITERATIONS = 20, 26
-LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
 SHOWN = 3  # iterations on either side
 
 
-def train(directory: Path, kill: bool) -> tuple[list[dict], list[tuple[float, str]], float]:
+def train(kill: bool) -> tuple[list[dict], list[tuple[float, str]], float]:
     """Events and lines of a job, and the moment of the kill."""
-    saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", 1, "--ckpt-dir", directory / "s"]
-    flags = [*MODEL, *LAYOUT, *saving, "--train-iters", ITERATIONS]
+    command = [*launcher(WORKERS), PROGRAM, *MODEL, *PP2_EP2, *IN_MEMORY, "--train-iters", ITERATIONS]
     killed = 0.0
-    with Job([*launcher(WORKERS), PROGRAM, *flags], directory, Path("/dev/shm") / directory.name) as job:
+    with tempfile.TemporaryDirectory(prefix="picture-") as files, Job(command, files, saves=True) as job:
         if kill:
             job.reach(KILL_AT)
             time.sleep(job.events.of("iteration")[-1]["elapsed_s"] / 2)
@@ -51,48 +49,40 @@ def history(events: list[dict]) -> dict[int, tuple[float, float]]:
 
 def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: float, same: bool) -> None:
     """Lanes of workers over seconds since the kill."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     done = [(one["time"], one["iteration"], one["elapsed_s"]) for one in events if one["type"] == "iteration"]
     before = [one for one in done if one[0] < killed][-SHOWN:]
     after = [one for one in done if one[0] > killed][:SHOWN]
     (generation,) = (one for one in events if one["type"] == "generation")
     forked = next(at for at, line in said if at > killed and re.match(f"mocrun: worker {VICTIM} is process", line))
     left = generation["time"] - generation["met_s"]
-    figure, panel = pyplot.subplots(figsize=(9, 3.1), layout="constrained")
     bars: dict[str, Any] = dict(height=0.7, edgecolor="white")
-    for worker in range(WORKERS):
-        for at, number, elapsed in (*before, *after):
-            panel.barh(worker, elapsed, left=at - elapsed - killed, color="C0", **bars)
-            panel.text(at - elapsed / 2 - killed, worker, number, color="white", ha="center", va="center")
-        begun, ended = before[-1][0], killed if worker == VICTIM else left
-        panel.barh(worker, ended - begun, left=begun - killed, color="C0", alpha=0.45, **bars)
-        if worker == VICTIM:
-            panel.barh(worker, generation["time"] - forked, left=forked - killed, color="C2", **bars)
-        else:
-            panel.barh(worker, generation["time"] - left, left=left - killed, color="0.85", **bars)
-        loads = after[0][0] - after[0][2] - generation["time"]
-        panel.barh(worker, loads, left=generation["time"] - killed, color="C1", **bars)
-    panel.plot(0, VICTIM, "X", color="C3", markersize=14, label="kill -9")
-    panel.axvline(generation["time"] - killed, color="0.4", linestyle=":", linewidth=1)
-    panel.barh(0, 0, color="C0", label="iteration")
-    panel.barh(0, 0, color="C0", alpha=0.45, label="interrupted")
-    panel.barh(0, 0, color="0.85", label="waits, and keeps its state")
-    panel.barh(0, 0, color="C2", label=f"new worker 2, forked after {1000 * (forked - killed):.0f} ms")
-    panel.barh(0, 0, color="C1", label=f"connected after {generation['time'] - killed:.2f} s; worker 2 loads")
-    panel.set(yticks=range(WORKERS), yticklabels=[f"worker {worker}" for worker in range(WORKERS)])
-    panel.set(xlabel="seconds since the kill")
-    panel.invert_yaxis()
-    if same:
-        panel.set_title(
-            f"All {ITERATIONS} losses and gradient norms equal those of a run without the kill", fontsize=10
-        )
-    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3, fontsize=8, frameon=False)
-    with replacing(path) as name:
-        figure.savefig(name, format="png", dpi=110)
+    with drawing(path, dpi=110, figsize=(9, 3.1), layout="constrained") as (_, [[panel]]):
+        for worker in range(WORKERS):
+            for at, number, elapsed in (*before, *after):
+                panel.barh(worker, elapsed, left=at - elapsed - killed, color="C0", **bars)
+                panel.text(at - elapsed / 2 - killed, worker, number, color="white", ha="center", va="center")
+            begun, ended = before[-1][0], killed if worker == VICTIM else left
+            panel.barh(worker, ended - begun, left=begun - killed, color="C0", alpha=0.45, **bars)
+            if worker == VICTIM:
+                panel.barh(worker, generation["time"] - forked, left=forked - killed, color="C2", **bars)
+            else:
+                panel.barh(worker, generation["time"] - left, left=left - killed, color="0.85", **bars)
+            loads = after[0][0] - after[0][2] - generation["time"]
+            panel.barh(worker, loads, left=generation["time"] - killed, color="C1", **bars)
+        panel.plot(0, VICTIM, "X", color="C3", markersize=14, label="kill -9")
+        panel.axvline(generation["time"] - killed, color="0.4", linestyle=":", linewidth=1)
+        panel.barh(0, 0, color="C0", label="iteration")
+        panel.barh(0, 0, color="C0", alpha=0.45, label="interrupted")
+        panel.barh(0, 0, color="0.85", label="waits, and keeps its state")
+        panel.barh(0, 0, color="C2", label=f"new worker 2, forked after {1000 * (forked - killed):.0f} ms")
+        panel.barh(0, 0, color="C1", label=f"connected after {generation['time'] - killed:.2f} s; worker 2 loads")
+        panel.set(yticks=range(WORKERS), yticklabels=[f"worker {worker}" for worker in range(WORKERS)])
+        panel.set(xlabel="seconds since the kill")
+        panel.invert_yaxis()
+        if same:
+            title = f"All {ITERATIONS} losses and gradient norms equal those of a run without the kill"
+            panel.set_title(title, fontsize=10)
+        panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3, fontsize=8, frameon=False)
 
 
 def main() -> int:
@@ -100,9 +90,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
     output = parser.parse_args().output
-    with tempfile.TemporaryDirectory(prefix="picture-") as one, tempfile.TemporaryDirectory(prefix="picture-") as other:
-        events, said, killed = train(Path(one), kill=True)
-        whole, *_ = train(Path(other), kill=False)
+    events, said, killed = train(kill=True)
+    whole, *_ = train(kill=False)
     same = history(events) == history(whole) and len(history(whole)) == ITERATIONS
     draw(output, events, said, killed, same)
     print(f"{'equal' if same else 'NOT equal'}: losses and gradient norms of {len(history(whole))} iterations")

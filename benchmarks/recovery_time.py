@@ -19,10 +19,7 @@ the part of one that was lost.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import random
 import signal
 import sys
@@ -33,43 +30,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import MODEL, ROOT, Job, launcher, torchrun
+from benchmarks.common import command_line, machine, say, write_json
+from benchmarks.live.job import MODEL, PP2_EP2, ROOT, Job, launcher, torchrun
 from benchmarks.live.recoveries import CHAIN, NOTICED, OUTSIDE, claims, medians, recovery
 
 WORKERS = 4
 PROGRAM = "pretrain_gpt_moe.py"
-LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
 SETTLE = 5  # iterations before the next kill
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way.
+    """One way."""
 
-    Attributes:
-        launcher: ``ours`` or ``torchrun``.
-        tier: of our snapshots; None for the job that has none.
-        checkout: whose program and launcher run.
-    """
+    launcher: str  # ``ours`` or ``torchrun``
+    tier: str | None  # of our snapshots; None for the job that has none
+    checkout: Path = ROOT  # whose program and launcher run
 
-    launcher: str
-    tier: str | None
-    checkout: Path = ROOT
-
-    def job(self, directory: Path) -> Job:
+    def job(self, directory: str) -> Job:
         """Starts it."""
         start = launcher(WORKERS) if self.launcher == "ours" else torchrun(WORKERS)
         if self.tier is None:
-            program = [ROOT / "benchmarks/live/dcp_job.py", "--checkpoints", directory / "checkpoints", "--every", 1]
-            return Job([*start, *program, *MODEL, *LAYOUT], directory)
+            program = [ROOT / "benchmarks/live/dcp_job.py", "--checkpoints", f"{directory}/checkpoints", "--every", 1]
+            return Job([*start, *program, *MODEL, *PP2_EP2], directory)
         saving = ["--ckpt-policy", "full", "--ckpt-tier", self.tier, "--snapshot-interval", 1]
-        program = [self.checkout / PROGRAM, *MODEL, *LAYOUT, *saving, "--ckpt-dir", directory / "snapshots"]
-        own = {"PYTHONPATH": str(self.checkout)}
-        return Job([*start, *program], directory, Path("/dev/shm") / directory.name, environment=own)
+        command = [*start, self.checkout / PROGRAM, *MODEL, *PP2_EP2, *saving]
+        return Job(command, directory, saves=True, environment={"PYTHONPATH": str(self.checkout)})
 
 
 CASES = {
@@ -92,7 +80,7 @@ def cases_of(names: Sequence[str], beside: Path | None) -> Iterator[tuple[str, C
 def measure(case: Case, kills: int, seed: int) -> list[dict[str, float]]:
     """Kills workers of a job, one after the other; what followed each."""
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="recovery-") as directory, case.job(Path(directory)) as job:
+    with tempfile.TemporaryDirectory(prefix="recovery-") as directory, case.job(directory) as job:
         return [kill_one(job, case, chance) for _ in range(kills)]
 
 
@@ -107,34 +95,24 @@ def kill_one(job: Job, case: Case, chance: random.Random) -> dict[str, float]:
     return job.wait_for(so_far, "a new iteration")
 
 
-def show(name: str, of: dict[str, float]) -> None:
-    """Prints the medians of a case."""
-    figures = [f"{what} {of[what]:.3f}" for what in (*CHAIN, OUTSIDE, "iterations again") if what in of]
-    print(f"{name:18}", "  ".join(figures), flush=True)
-
-
 def main() -> None:
     """Runs all cases, and writes what they took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of each case (default: 20)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another checkout, after each of our own cases")
-    parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args()
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    machine["load_before"], samples = os.getloadavg()[0], {}
+    here, samples, summary = machine(load=True), {}, {}
     for name, case in cases_of(own.cases, own.beside):
         samples[name] = measure(case, own.kills, own.seed)
-        show(name, medians(samples[name]))
-    summary = {name: medians(told) for name, told in samples.items()}
+        summary[name] = of = medians(samples[name])
+        figures = [f"{what} {of[what]:.3f}" for what in (*CHAIN, OUTSIDE, "iterations again") if what in of]
+        print(f"{name:18}", "  ".join(figures), flush=True)
     held = claims(summary)
-    for claim, holds in held.items():
-        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
-    if own.output is not None:
-        flags = [*MODEL, *LAYOUT]
-        told = {"machine": machine, "flags": flags, "medians": summary, "claims": held, "samples": samples}
-        own.output.write_text(json.dumps(told, indent=1) + "\n")
+    say(held)
+    told = {"machine": here, "flags": [*MODEL, *PP2_EP2], "medians": summary, "claims": held, "samples": samples}
+    write_json(own.output, told)
 
 
 if __name__ == "__main__":

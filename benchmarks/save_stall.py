@@ -13,8 +13,7 @@ other: bf16 weights, fp32 masters and moments, sharded by ZeRO.  Every few itera
 
 Peers save 14 bytes a parameter; ours saves masters and moments, 12 bytes, since the weights follow from masters.
 The program also measures what 4 processes reach that only copy, write or read the same bytes.  With fewer cores than
-processes, writing beside training takes its time from training: there the overhead of an asynchronous save is that of
-this machine, and stall, bytes and copies say more.
+processes the overhead of an asynchronous save is that of this machine, and stall, bytes and copies say more.
 
 Writes JSON with every sample, and a plot beside it.
 """
@@ -24,103 +23,72 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import command_line, machine_and_versions, show, write_json
+from benchmarks.live.job import SHARED
+from benchmarks.overhead.methods import parameters
 from benchmarks.save_peers import ours, report
 from benchmarks.save_peers.cases import CASES, DEEPSPEED, LAYOUTS, OURS, WORKERS, Case, left_out, model_flags
-from benchmarks.save_peers.launching import TORCHRUN, RunFailed, launch
-from benchmarks.save_peers.rounds import Plan
-from moc.simulate.profile import read_events
-
-MEMORY = "/dev/shm"
+from benchmarks.save_peers.launching import TORCHRUN, RunFailed, directory_in, launch, train
+from benchmarks.save_peers.rounds import Plan, forget
 
 
 class Bench:
-    """Runs sets of workers, each in directories of its own.
+    """Measures with sets of workers, in directories in ``scratch``; ``own`` are the benchmark's flags."""
 
-    Args:
-        own: the benchmark's flags.
-        scratch: an empty directory on the file system that is measured.
-    """
-
-    def __init__(self, own: argparse.Namespace, scratch: Path):
+    def __init__(self, own: argparse.Namespace, scratch: str):
         self._own, self._scratch, self._flags = own, scratch, model_flags(own.quick)
-
-    def plan(self, directory: Path) -> Plan:
-        """How much is measured."""
-        return Plan(directory, self._own.saves, self._own.every, self._own.plain)
 
     def case(self, case: Case, layout: str) -> dict:
         """Measures one way of saving; raises :class:`RunFailed`."""
-        directory = self._directory()
-        try:
-            run = self._ours if case.program == OURS else self._peer
-            return run(case, [*self._flags, *LAYOUTS[layout]], directory)
-        finally:
-            shutil.rmtree(directory)
-            os.sync()
+        run = self._ours if case.program == OURS else self._peer
+        with directory_in(self._scratch) as directory:
+            return run(case, [*self._flags, *LAYOUTS[layout]], directory, self._plan(directory / "checkpoints"))
 
     def plain(self, layout: str) -> list[float]:
         """Seconds of our program's iterations without saves."""
-        directory = self._directory()
-        plan, log = self.plan(directory / "checkpoints"), directory / "plain"
-        return ours.plain_seconds(self._train([*self._flags, *LAYOUTS[layout]], ours.plain_flags(plan, log), log))
+        with directory_in(self._scratch) as directory:
+            own = ours.plain_flags(self._plan(directory), directory / "plain")
+            return ours.plain_seconds(train([*self._flags, *LAYOUTS[layout], *own], directory, directory / "plain"))
 
     def limits(self, size: int) -> dict:
         """What the machine does with this many bytes."""
-        directory = self._directory()
-        (directory / "files").mkdir()
-        flags = ["--bytes", str(size), "--directory", str(directory / "files")]
-        return self._module(sys.executable, "limits", flags, directory)
+        with directory_in(self._scratch) as directory:
+            (directory / "files").mkdir()
+            flags = ["--bytes", str(size), "--directory", str(directory / "files")]
+            return self._module(sys.executable, "limits", flags, directory)
 
-    def _directory(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self._scratch))
+    def _plan(self, directory: Path) -> Plan:
+        return Plan(directory, self._own.saves, self._own.every, self._own.plain)
 
-    def _peer(self, case: Case, flags: list[str], directory: Path) -> dict:
+    def _peer(self, case: Case, flags: list[str], directory: Path, plan: Plan) -> dict:
         python = self._own.deepspeed_python if case.program == DEEPSPEED else sys.executable
-        plan = self.plan(directory / "checkpoints")
         counts = ["--saves", plan.saves, "--every", plan.every, "--plain", plan.plain]
         own = ["--mode", case.mode, "--directory", plan.directory, *counts]
         return self._module(python, case.program, [*map(str, own), *flags], directory)
 
-    def _ours(self, case: Case, flags: list[str], directory: Path) -> dict:
-        plan = self.plan(directory / "checkpoints")
+    def _ours(self, case: Case, flags: list[str], directory: Path, plan: Plan) -> dict:
         saving, loading = directory / "saving", directory / "loading"
-        with tempfile.TemporaryDirectory(prefix="save_stall-", dir=MEMORY) as memory:
-            events = self._train(flags, ours.saving_flags(case.mode, plan, saving, memory), saving)
+        with tempfile.TemporaryDirectory(prefix="save_stall-", dir=SHARED) as memory:
+            events = train([*flags, *ours.saving_flags(case.mode, plan, saving, memory)], directory, saving)
             measured = ours.rounds(events, plan)
             if case.keeps == "disk" and not case.blocking:
-                forget(plan.directory)
-                events = self._train(flags, ours.loading_flags(case.mode, plan, loading, memory), loading)
+                for path in filter(Path.is_file, plan.directory.rglob("*")):
+                    forget(path)
+                events = train([*flags, *ours.loading_flags(case.mode, plan, loading, memory)], directory, loading)
                 measured["load_s"] = ours.load_seconds(events)
         return measured
-
-    def _train(self, flags: list[str], own: list[str], log: Path) -> list[dict]:
-        launch([sys.executable, *TORCHRUN, ours.PROGRAM, *flags, *own], log.parent)
-        return read_events(log)
 
     def _module(self, python: str, module: str, flags: list[str], directory: Path) -> dict:
         result = directory / "result.json"
         launch([python, *TORCHRUN, "-m", f"benchmarks.save_peers.{module}", "--result", str(result), *flags], directory)
         return json.loads(result.read_text())
-
-
-def forget(directory: Path) -> None:
-    """Takes files that are on disk out of the page cache."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed: str | None) -> dict:
@@ -129,18 +97,17 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed
     plain = None
     for name in own.cases:
         case = CASES[name]
-        reason = left_out(case, layout, deepspeed)
-        if reason is None:
-            print(f"{layout}: {case.label} ...", file=sys.stderr, flush=True)
-            try:
-                if case.program == OURS and plain is None:
-                    plain = bench.plain(layout)
-                measured = bench.case(case, layout)
-            except (RunFailed, ValueError) as error:
-                print(error, file=sys.stderr)
-                reason = f"failed: {str(error).splitlines()[0]}"
-        if reason is not None:
+        if reason := left_out(case, layout, deepspeed):
             told["left_out"][name] = reason
+            continue
+        print(f"{layout}: {case.label} ...", file=sys.stderr, flush=True)
+        try:
+            if case.program == OURS and plain is None:
+                plain = bench.plain(layout)
+            measured = bench.case(case, layout)
+        except (RunFailed, ValueError) as error:
+            print(error, file=sys.stderr)
+            told["left_out"][name] = f"failed: {str(error).splitlines()[0]}"
             continue
         measured.setdefault("plain_s", plain)
         told["samples"][name] = measured
@@ -152,13 +119,8 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed
 
 def state_bytes(flags: list[str]) -> int:
     """Bytes of masters and moments of the model that the flags describe."""
-    from megatron.pretraining.arguments import parse_config
-    from megatron.pretraining.model.shape import count_parameters
-
-    config = parse_config([*flags, "--train-iters", "1"])
-    assert config.tokenizer.vocab_size is not None  # NullTokenizer has one
-    rows = config.tokenizer.vocab_size + 1
-    return 12 * count_parameters(config.network, config.moe, rows)[0]
+    counts = parameters(flags)
+    return 12 * (counts["experts"] + counts["others"])
 
 
 def deepspeed_version(python: str) -> str | None:
@@ -173,8 +135,7 @@ def deepspeed_version(python: str) -> str | None:
 
 def parse() -> argparse.Namespace:
     """The benchmark's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", "--out", type=Path, help="JSON file to write; the plot goes beside it")
+    parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
     parser.add_argument("--saves", type=int, default=3, help="saves after the first one (default: 3)")
@@ -190,35 +151,26 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measures, prints tables, writes JSON and a plot; 1 if a case failed."""
     own = parse()
-    from rich.console import Console
-
-    deepspeed = (
-        deepspeed_version(own.deepspeed_python) if any(CASES[n].program == DEEPSPEED for n in own.cases) else None
-    )
+    compared = any(CASES[name].program == DEEPSPEED for name in own.cases)
+    deepspeed = deepspeed_version(own.deepspeed_python) if compared else None
     with tempfile.TemporaryDirectory(prefix="save_stall-", dir=own.directory) as scratch:
-        bench = Bench(own, Path(scratch))
+        bench = Bench(own, scratch)
         limits = None if own.no_limits else bench.limits(state_bytes(model_flags(own.quick)))
         layouts = {layout: measure_layout(bench, layout, own, deepspeed) for layout in own.layouts}
-    console = Console()
-    console.width = max(console.width, report.WIDTH)
-    for layout, told in layouts.items():
+    for told in layouts.values():
         told["limits"], told["ratios"] = limits, report.ratios(told["cases"], limits)
-        console.print(report.table(layout, told))
-        for line in report.lines(told):
-            console.print(line, highlight=False, soft_wrap=True)
+    show(report.WIDTH, ((report.table(layout, told), report.lines(told)) for layout, told in layouts.items()))
     if own.output:
-        own.output.parent.mkdir(parents=True, exist_ok=True)
-        own.output.write_text(json.dumps(describe(own, deepspeed) | {"layouts": layouts}, indent=1) + "\n")
+        write_json(own.output, describe(own, deepspeed) | {"layouts": layouts})
         report.plot(layouts, own.output.with_suffix(".png"))
-    failed = any(why.startswith("failed") for told in layouts.values() for why in told["left_out"].values())
-    return int(failed)
+    return int(any(why.startswith("failed") for told in layouts.values() for why in told["left_out"].values()))
 
 
 def describe(own: argparse.Namespace, deepspeed: str | None) -> dict:
     """What the figures were made with."""
-    return {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"torch": version("torch"), "megatron-core": version("megatron-core"), "deepspeed": deepspeed},
+    described = machine_and_versions()
+    described["versions"]["deepspeed"] = deepspeed
+    return described | {
         "workers": WORKERS,
         "flags": model_flags(own.quick),
         "plan": {"saves": own.saves, "every": own.every, "plain": own.plain},

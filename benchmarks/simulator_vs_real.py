@@ -17,9 +17,6 @@ Flags that are not the benchmark's own are the program's.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import shutil
 import sys
@@ -29,18 +26,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import command_line, drawing, machine, write_json
 from benchmarks.ettr.predict import Half, Way, expected, halves, predicted
-from benchmarks.live.job import MODEL, PROGRAM, Events, Job, launcher
+from benchmarks.live.job import MODEL, PP2_EP2, PROGRAM, Events, Job, launcher
 from moc.simulate.profile import Profile, profile_of
 from moc.simulate.program_recovery import RecoveryCosts
 from moc.simulate.recoveries import fitted
 
 WORKERS = 4
-LAYOUT = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
 MOST = 3  # workers that are killed at once
 EVERY = 8  # iterations, where not each has a snapshot
 GOAL = 0.03
@@ -54,27 +49,19 @@ that does not takes as long in one half of a run as in the other."""
 
 @dataclass(frozen=True)
 class Case:
-    """A policy.
+    """A policy."""
 
-    Attributes:
-        flags: of the program.
-        way: what the simulator is told of it.
-    """
-
-    flags: str
-    way: Way
+    flags: str  # of the program
+    way: Way  # what the simulator is told of it
 
 
+_TO_DISK = f"--ckpt-policy full --ckpt-tier disk --snapshot-interval {EVERY}"
+_TO_BOTH = f"--ckpt-tier memory --snapshot-interval 1 --persist-interval {EVERY}"
 CASES = {
     "full, memory": Case("--ckpt-policy full --ckpt-tier memory --snapshot-interval 1", Way()),
-    "full, disk": Case(f"--ckpt-policy full --ckpt-tier disk --snapshot-interval {EVERY}", Way(EVERY)),
-    "full, blocking": Case(
-        f"--ckpt-policy full --ckpt-tier disk --snapshot-interval {EVERY} --ckpt-blocking", Way(EVERY, blocking=True)
-    ),
-    "pec": Case(
-        f"--ckpt-policy pec --pec-k 2 --ckpt-tier memory --snapshot-interval 1 --persist-interval {EVERY}",
-        Way(exact=False),
-    ),
+    "full, disk": Case(_TO_DISK, Way(EVERY)),
+    "full, blocking": Case(f"{_TO_DISK} --ckpt-blocking", Way(EVERY, blocking=True)),
+    "pec": Case(f"--ckpt-policy pec --pec-k 2 {_TO_BOTH}", Way(exact=False)),
     "sparse": Case("--ckpt-policy sparse --sparse-window 3", Way(window=3)),
     "sparse, logs": Case("--ckpt-policy sparse --sparse-window 3 --upstream-logging", Way(window=3)),
 }
@@ -96,39 +83,26 @@ def planned(mean: float, iterations: int, seed: int) -> list[str]:
 
 
 def run(flags: Sequence[object], iterations: int, events: Path | None) -> list[dict]:
-    """Trains to the end; what the run has told.
-
-    Args:
-        flags: of the program, beside model and layout.
-        iterations: to train.
-        events: file to keep them in; what is in it already is not run again.
-    """
+    """Trains to the end; what the run has told.  What a file of events has already is not run again."""
     if events is not None and events.exists():
         return Events(events).all()
-    with tempfile.TemporaryDirectory(prefix="ettr-") as name:
-        directory = Path(name)
-        command = [*launcher(WORKERS), PROGRAM, *MODEL, *LAYOUT, *STEADY, "--train-iters", iterations, *flags]
-        saving = ["--ckpt-dir", directory / "snapshots"] if "--ckpt-policy" in flags else []
-        with Job([*command, *saving], directory, Path("/dev/shm") / directory.name if saving else None) as job:
+    command = [*launcher(WORKERS), PROGRAM, *MODEL, *PP2_EP2, *STEADY, "--train-iters", iterations, *flags]
+    with tempfile.TemporaryDirectory(prefix="ettr-") as files:
+        with Job(command, files, saves="--ckpt-policy" in flags) as job:
             if job.process.wait() != 0:
                 raise RuntimeError(f"a run with {' '.join(map(str, flags))} failed:\n{job.last_words()}")
             told = list(job.events.all())
         if events is not None:
-            shutil.copy(directory / "log" / "events.jsonl", events)
+            shutil.copy(Path(files) / "log" / "events.jsonl", events)
     return told
 
 
 @dataclass(frozen=True)
 class Told:
-    """What was seen of a policy at one mean distance of faults.
+    """What was seen of a policy at one mean distance of faults."""
 
-    Attributes:
-        events: of its run.
-        plain: of the runs between policies, which save nothing and lose nothing.
-    """
-
-    events: Sequence[dict]
-    plain: Sequence[Sequence[dict]]
+    events: Sequence[dict]  # of its run
+    plain: Sequence[Sequence[dict]]  # of the runs between policies, which save nothing and lose nothing
 
     @property
     def plain_s(self) -> float:
@@ -138,10 +112,6 @@ class Told:
 
 def judge(runs: Mapping[float, Mapping[str, Told]], ways: Mapping[str, Way]) -> dict[str, dict[float, dict]]:
     """By policy and mean distance of faults: ETTR, measured and predicted, of both halves, and with what.
-
-    Args:
-        runs: by mean distance and policy.
-        ways: by policy, what the simulator is told of it.
 
     Raises:
         ValueError: some halves of a policy's runs had no recovery to learn from.
@@ -210,34 +180,27 @@ def table(found: Mapping[str, Mapping[float, Mapping[str, float]]]) -> list[str]
 
 def draw(found: Mapping[str, Mapping[float, Mapping[str, float]]], output: Path) -> None:
     """Predicted over measured, and the band within which it is to be."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(6, 5.5), layout="constrained")
     values = [one[kind] for by in found.values() for one in by.values() for kind in ("measured", "predicted")]
     ends = [min(values) - 0.05, max(values) + 0.05]
-    panel.fill_between(ends, [e - GOAL for e in ends], [e + GOAL for e in ends], color="0.9", label="3 points")
-    for number, (name, by) in enumerate(found.items()):
-        for (mean, one), marker in zip(by.items(), "ovsD^", strict=False):
-            label = f"{name}, {mean:g}"
-            panel.plot(one["measured"], one["predicted"], marker, color=f"C{number}", label=label, linestyle="")
-    panel.set(xlabel="ETTR, measured", ylabel="ETTR, predicted", xlim=ends, ylim=ends)
-    panel.legend(fontsize="x-small", title="policy, iterations from fault to fault", title_fontsize="x-small")
-    figure.savefig(output, dpi=120)
+    with drawing(output, figsize=(6, 5.5), layout="constrained") as (_, [[panel]]):
+        panel.fill_between(ends, [e - GOAL for e in ends], [e + GOAL for e in ends], color="0.9", label="3 points")
+        for number, (name, by) in enumerate(found.items()):
+            for (mean, one), marker in zip(by.items(), "ovsD^", strict=False):
+                how = dict(color=f"C{number}", label=f"{name}, {mean:g}", linestyle="")
+                panel.plot(one["measured"], one["predicted"], marker, **how)
+        panel.set(xlabel="ETTR, measured", ylabel="ETTR, predicted", xlim=ends, ylim=ends)
+        panel.legend(fontsize="x-small", title="policy, iterations from fault to fault", title_fontsize="x-small")
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """The command line, and what is the program's of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "JSON file; the plot goes beside it")
     parser.add_argument("--mtbf", type=float, nargs="+", default=[25, 50, 100], metavar="N", help="from fault to fault")
     parser.add_argument("--iterations", type=int, nargs="+", default=[240, 200, 200], metavar="N", help="of such runs")
     parser.add_argument("--plain", type=int, default=50, help="of each run without saving and faults (default: 50)")
     parser.add_argument("--policies", nargs="+", choices=CASES, default=list(CASES), metavar="POLICY")
     parser.add_argument("--seed", type=int, default=0, help="of the faults, the same for all policies (default: 0)")
     parser.add_argument("--events", type=Path, help="directory to keep events in; runs that are there are not repeated")
-    parser.add_argument("--output", type=Path, help="JSON file; the plot goes beside it")
     own, flags = parser.parse_known_args(arguments)
     if len(own.iterations) != len(own.mtbf):
         parser.error("--iterations needs as many numbers as --mtbf")
@@ -257,8 +220,7 @@ def main() -> int:
     own, flags = parse()
     if own.events is not None:
         own.events.mkdir(parents=True, exist_ok=True)
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    machine["load_before"], runs = os.getloadavg()[0], {}
+    here, runs = machine(load=True), {}
     for mtbf, iterations in zip(own.mtbf, own.iterations, strict=True):
         faults = ["--inject", *planned(mtbf, iterations, own.seed)]
         plain, events = [], {}
@@ -275,15 +237,11 @@ def main() -> int:
     single = max(abs(one["predicted"] - one["measured"]) for by in found.values() for one in by.values())
     print(f"of one run alone: {100 * single:.1f} points")
     if own.output is not None:
-        told = {
-            "machine": machine,
-            "flags": [*MODEL, *LAYOUT, *STEADY, *flags],
-            "iterations": own.iterations,
-            "seed": own.seed,
-        }
+        told = {"machine": here, "flags": [*MODEL, *PP2_EP2, *STEADY, *flags]}
+        told |= {"iterations": own.iterations, "seed": own.seed}
         told |= {"policies": {name: CASES[name].flags for name in own.policies}}
         told |= {"errors": {name: error(by) for name, by in found.items()}, "ettr": found}
-        own.output.write_text(json.dumps(told, indent=1) + "\n")
+        write_json(own.output, told)
         draw(found, own.output.with_suffix(".png"))
     return worst > GOAL
 

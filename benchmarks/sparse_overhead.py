@@ -12,16 +12,12 @@ as compute weights), in all ways by turns of a few seconds (``benchmarks/live/sl
 * PEC with one expert of each layer in every iteration, in memory (MoC-System);
 * everything on disk, as often as costs 3 % (CheckFreq).
 
-Compared are the iterations of the same round, after those in which a way measures before it chooses: their mean, and
-their median.  Of each way it is told besides, for each iteration, how many bytes were copied from where training has
-them, how many went to storage, and for how long training waited.
+Compared are mean and median iteration of the same round, after those in which a way measures before it chooses.  Of
+each way it is told besides, for each iteration, how many bytes were copied from where training has them, how many went
+to storage, and for how long training waited.  Jobs differ, whatever they save, so sparse checkpoints are judged by jobs
+that save in every second block of 9 iterations, each block beside its two neighbours (``benchmarks/live/blocks.py``).
 
-Jobs differ, whatever they save, and machines that others use do so from second to second.  So sparse checkpoints are
-judged by jobs that save in every second block of 9 iterations, and are compared with themselves, from each block to its
-two neighbours (``benchmarks/live/blocks.py``).
-
-Copies, hashes and writes are made beside training, so a core must be left over for them, or what they cost is what the
-machine lacks.  With one worker on two cores there is one; in layouts where there is none, overhead is not judged.
+Copies, hashes and writes are made beside training: in layouts that leave no core for them, overhead is not judged.
 
 Flags that are not the benchmark's own are the program's.
 """
@@ -29,9 +25,7 @@ Flags that are not the benchmark's own are the program's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,41 +34,31 @@ from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.blocks import Blocks, between
-from benchmarks.live.job import PROGRAM, ROOT, Job, torchrun
+from benchmarks.live.job import KIND, PP2_EP2, PROGRAM, ROOT, Job, torchrun
 from benchmarks.live.slices import ratios, slices, warm_up
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, SNAPSHOTS, WARM_UP
 
-MODEL = """--bf16 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 256
-    --num-experts 16 --moe-ffn-hidden-size 128 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
-    --moe-token-dispatcher-type alltoall --seq-length 128 --max-position-embeddings 128
-    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --transformer-impl local --use-distributed-optimizer
-    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 100000 --eval-iters 0 --num-workers 0""".split()
+SIZES = """--bf16 --hidden-size 256 --ffn-hidden-size 256 --num-experts 16 --moe-ffn-hidden-size 128 --seq-length 128
+    --max-position-embeddings 128 --vocab-size 1023 --use-distributed-optimizer --micro-batch-size 2
+    --global-batch-size 8 --lr 1e-3 --train-iters 100000""".split()
+MODEL = [*KIND, *SIZES]
 """Many small experts, so that operators are of about one size, as section 3.2 reckons with."""
 
-LAYOUTS = {  # workers, flags
-    "1": (1, []),
-    "PP2xEP2": (4, ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]),
-}
+LAYOUTS = {"1": (1, []), "PP2xEP2": (4, PP2_EP2)}  # workers, flags
 _MEASURES = WARM_UP + BLOCK  # iterations before a way that measures takes its first snapshot
+_CHOOSES = WARM_UP + (PROFILE_BLOCKS + SNAPSHOTS) * BLOCK
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of saving.
+    """One way of saving."""
 
-    Attributes:
-        flags: of the program.
-        warm_up: iterations until it is what it will be, at least.
-    """
-
-    flags: str = ""
-    warm_up: int = 8
+    flags: str = ""  # of the program
+    warm_up: int = 8  # iterations until it is what it will be, at least
 
 
 BASE, AUTO, THREE, GEMINI = "no saving", "sparse, auto", "sparse, W = 3", "full, interval 1 (Gemini)"
@@ -85,27 +69,20 @@ WAYS = {
     THREE: Way("--ckpt-policy sparse --sparse-window 3"),
     GEMINI: Way("--ckpt-policy full --snapshot-interval 1 --ckpt-tier memory"),
     PEC: Way("--ckpt-policy pec --pec-k 1 --snapshot-interval 1 --ckpt-tier memory"),
-    CHECKFREQ: Way(
-        "--ckpt-policy full --snapshot-interval auto --ckpt-tier disk",
-        WARM_UP + (PROFILE_BLOCKS + SNAPSHOTS) * BLOCK + 6,
-    ),
+    CHECKFREQ: Way("--ckpt-policy full --snapshot-interval auto --ckpt-tier disk", _CHOOSES + 6),
 }
 SMALLER, OVERHEAD = 0.55, 0.02  # what is asked for
 BLOCK_ITERATIONS = 9  # three windows of 3 iterations
 
 
-def measure(
-    ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Sequence[str]
-) -> list[dict[str, dict[str, object]]]:
+def measure(ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, dict]]:
     """Starts a job for each way, lets them take turns, and tells of each round and way its :func:`figures`."""
     with ExitStack() as stack:
         jobs, rounds = {}, []
         for way in ways:
-            directory = Path(stack.enter_context(TemporaryDirectory(prefix="overhead-")))
-            memory = Path("/dev/shm") / directory.name if WAYS[way].flags else None
-            jobs[way] = stack.enter_context(
-                Job(command(way, layout, own.sparse_tier, directory, flags), directory, memory)
-            )
+            files = stack.enter_context(TemporaryDirectory(prefix="overhead-"))
+            started = command(way, layout, own.sparse_tier, flags)
+            jobs[way] = stack.enter_context(Job(started, files, saves=bool(WAYS[way].flags)))
             warm_up(jobs[way], WAYS[way].warm_up)
         for turns in slices(jobs, own.rounds, own.seconds):
             rounds.append({way: {event["iteration"] for event in turn} for way, turn in turns.items()})
@@ -118,27 +95,19 @@ def beside_itself(way: str, layout: str, own: argparse.Namespace, flags: Sequenc
     """Starts a job that saves in every second block of iterations: its :meth:`Blocks.overheads`."""
     blocks = Blocks(WAYS[way].warm_up + 2 * BLOCK_ITERATIONS, BLOCK_ITERATIONS)
     when = {"SAVING_FROM": str(blocks.first), "SAVING_FOR": str(blocks.length)}
-    with TemporaryDirectory(prefix="overhead-") as name:
-        directory, memory = Path(name), Path("/dev/shm") / Path(name).name
-        program = str(ROOT / "benchmarks/live/blocks_program.py")
-        started = command(way, layout, own.sparse_tier, directory, flags, program)
-        with Job(started, directory, memory, environment=when) as job:
-            for pair in range(own.blocks + 1):
-                job.reach(blocks.first + (2 * pair + 1) * blocks.length)
-                print(f"{layout}, {way}: block {pair} of {own.blocks}", file=sys.stderr, flush=True)
-            return blocks.overheads({event["iteration"]: event["elapsed_s"] for event in job.events.of("iteration")})
+    started = command(way, layout, own.sparse_tier, flags, str(ROOT / "benchmarks/live/blocks.py"))
+    with TemporaryDirectory(prefix="overhead-") as files, Job(started, files, True, environment=when) as job:
+        for pair in range(own.blocks + 1):
+            job.reach(blocks.first + (2 * pair + 1) * blocks.length)
+            print(f"{layout}, {way}: block {pair} of {own.blocks}", file=sys.stderr, flush=True)
+        return blocks.overheads({event["iteration"]: event["elapsed_s"] for event in job.events.of("iteration")})
 
 
-def command(
-    way: str, layout: str, tier: str, directory: Path, flags: Sequence[str], program: str = PROGRAM
-) -> list[object]:
+def command(way: str, layout: str, tier: str, flags: Sequence[str], program: str = PROGRAM) -> list[str]:
     """How a way's job is started."""
     workers, parallel = LAYOUTS[layout]
     saving = WAYS[way].flags.split()
-    if "sparse" in saving:
-        saving += ["--ckpt-tier", tier]
-    if saving:
-        saving += ["--ckpt-dir", str(directory / "snapshots")]
+    saving += ["--ckpt-tier", tier] if "sparse" in saving else []
     return [*torchrun(workers), program, *MODEL, *parallel, *flags, *saving]
 
 
@@ -170,8 +139,8 @@ def figures(events: Sequence[Mapping], counted: Collection[int]) -> dict:
 
 
 def summary(rounds: Sequence[Mapping[str, Mapping]]) -> dict[str, dict]:
-    """By way, ``overhead`` (of the ``mean`` iteration and of the ``median`` one: the median of rounds, and each of
-    them), ``iteration_s`` (median), ``largest`` snapshot, and the means of what :func:`figures` tells.
+    """By way, ``overhead`` (of ``mean`` and ``median`` iteration: the median of rounds, and each), ``iteration_s``
+    (median), ``largest`` snapshot, and the means of what :func:`figures` tells.
     """
     found = ratios([{way: told["seconds"] for way, told in one.items()} for one in rounds], BASE)
     return {way: _of_way([one[way] for one in rounds], found[way]) for way in rounds[0]}
@@ -191,11 +160,9 @@ def _of_way(runs: Sequence[Mapping], found: Mapping[str, Mapping]) -> dict:
 
 
 def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
-    """What is asked for, and whether it was found; of the ways that were run.
+    """What is asked for of the ways that were run, and whether it was found; overhead only where a core is left.
 
-    Args:
-        told: of :func:`summary`; with what :func:`beside_itself` tells, as ``blocks``, where it was asked.
-        core_left: there are more cores than workers.
+    ``told`` is of :func:`summary`, with what :func:`beside_itself` tells as ``blocks``, where it was asked.
     """
     found = {}
     if THREE in told and GEMINI in told:
@@ -225,8 +192,7 @@ def table(told: Mapping[str, Mapping]) -> list[str]:
 def main() -> int:
     """Runs all rounds of all layouts, prints and writes what they took; 1 where something asked for does not hold."""
     own, flags = parse()
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    machine["load_before"], layouts = os.getloadavg()[0], {}
+    here, layouts, held = machine(load=True), {}, True
     ways = [BASE, *(way for way in WAYS if way in own.ways and way != BASE)]
     for layout in own.layouts:
         rounds = measure(ways, layout, own, flags)
@@ -236,30 +202,24 @@ def main() -> int:
                 told[way]["blocks"] = beside_itself(way, layout, own, flags)
         found = verdicts(told, core_left=LAYOUTS[layout][0] < os.cpu_count())
         print("\n".join([f"{layout}, {LAYOUTS[layout][0]} workers", *table(told)]))
-        print(
-            "\n".join(f"{'holds' if holds else 'DOES NOT HOLD'}: {what}" for what, holds in found.items()), flush=True
-        )
+        held &= say(found)
         layouts[layout] = {"ways": told, "verdicts": found, "rounds": rounds}
-    if own.output is not None:
-        described = {"machine": machine, "flags": [*MODEL, *flags], "ways": {way: WAYS[way].flags for way in ways}}
-        described |= {"sparse_tier": own.sparse_tier, "seconds": own.seconds, "layouts": layouts}
-        own.output.write_text(json.dumps(described, indent=1) + "\n")
-    return int(not all(holds for one in layouts.values() for holds in one["verdicts"].values()))
+    described = {"machine": here, "flags": [*MODEL, *flags], "ways": {way: WAYS[way].flags for way in ways}}
+    described |= {"sparse_tier": own.sparse_tier, "seconds": own.seconds, "layouts": layouts}
+    write_json(own.output, described)
+    return int(not held)
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """The benchmark's flags, and the program's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=24, help="of a turn for each way (default: 24)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
     parser.add_argument("--blocks", type=int, default=60, help="that save, in each job that is compared with itself")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["1"], help="default: 1")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
-    tiers = ("memory", "disk")
-    parser.add_argument(
-        "--sparse-tier", default="memory", choices=tiers, help="of sparse checkpoints (default: memory)"
-    )
-    parser.add_argument("--output", type=Path, help="JSON file")
+    sparse_tier = {"choices": ("memory", "disk"), "default": "memory"}
+    parser.add_argument("--sparse-tier", **sparse_tier, help="of sparse checkpoints (default: memory)")
     return parser.parse_known_args()
 
 

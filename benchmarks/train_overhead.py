@@ -12,22 +12,20 @@ Flags that are not the benchmark's own are the trainer's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import resource
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pretraining.arguments import parse_config
+from benchmarks.common import command_line, write_json
+from benchmarks.save_peers.trainer import begin
 
 
-def bare_loop(config, run):
+def bare_loop(run):
     """A function that trains one iteration with megatron-core alone, on a model of its own."""
     import torch
     from megatron.core.distributed import finalize_model_grads
@@ -40,7 +38,7 @@ def bare_loop(config, run):
     from megatron.pretraining.model.build import build_gpt, build_model
     from pretrain_gpt_moe import forward_step
 
-    world, batch = run.world, run.stepper.global_batch_size
+    config, world, batch = run.config, run.world, run.stepper.global_batch_size
     micro_batches, size = num_microbatches(config, world.size), config.training.micro_batch_size
     dataset: Any = run.streams["train"]._dataset if run.streams["train"] else None
     chunks = build_model(config, run.vocab_size, build_gpt)
@@ -74,40 +72,16 @@ def bare_loop(config, run):
     return iterate
 
 
-def timed(iterate, iterations: int) -> float:
-    """Seconds per iteration, from when all workers are ready until all are done."""
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(iterations):
-        iterate()
-    torch.cuda.synchronize()
-    dist.barrier()
-    return (time.perf_counter() - start) / iterations
-
-
-def measure(config, rounds: int, iterations: int) -> dict:
+def measure(run, stop, phases, rounds: int, iterations: int) -> dict:
     """Times both loops in turns; a collective call."""
+    from benchmarks.save_peers.rounds import gather, timed
     from megatron.pretraining.loop import iterate
-    from megatron.pretraining.process.initialize import initialize
-    from megatron.pretraining.process.phases import Phases
-    from megatron.pretraining.process.stopping import StopRequests
-    from megatron.pretraining.setup import set_up
-    from pretrain_gpt_moe import providers
 
-    phases = Phases()
-    phases.done("import")
-    stop, world = StopRequests(config), initialize(config)
-    phases.done("join")
-    run = set_up(config, world, providers(), stop, phases)
     ours = lambda: iterate(run, stop)  # noqa: E731
     timed(ours, 3)
     phases.done("first three iterations")
     peak = peak_memory()  # before the bare loop's model is built beside ours
-    bare_iterate, done = bare_loop(config, run), iter(range(10**9))
+    bare_iterate, done = bare_loop(run), iter(range(10**9))
     bare = lambda: bare_iterate(next(done))  # noqa: E731
     timed(bare, 3)
 
@@ -116,11 +90,7 @@ def measure(config, rounds: int, iterations: int) -> dict:
         turns = [("ours", ours), ("bare", bare)]
         for name, loop in turns if i % 2 == 0 else reversed(turns):
             seconds[name].append(timed(loop, iterations))
-    return {
-        "seconds_per_iteration": seconds,
-        "peak_memory_mb": gather(peak),
-        "startup_s": gather(phases.seconds),
-    }
+    return {"seconds_per_iteration": seconds, "peak_memory_mb": gather(peak), "startup_s": gather(phases.seconds)}
 
 
 def peak_memory() -> int:
@@ -132,60 +102,38 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
-def gather(value) -> list:
-    """The value of every worker."""
-    import torch.distributed as dist
-
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def main() -> int:
+def main() -> None:
     """Measures, prints the ratio, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="turns of each loop (default: 40)")
     parser.add_argument("--iterations", type=int, default=2, help="iterations in a turn (default: 2)")
     own, flags = parser.parse_known_args()
-    config = parse_config([*flags, "--train-iters", "1000000", "--log-interval", str(own.iterations)])
-
-    from megatron.pretraining.process import cpu
-
-    cpu.install()
+    run, *others = begin([*flags, "--train-iters", "1000000", "--log-interval", str(own.iterations)])
     import torch
     import torch.distributed as dist
 
-    result = measure(config, own.rounds, own.iterations)
+    result = measure(run, *others, own.rounds, own.iterations)
     ours, bare = (result["seconds_per_iteration"][name] for name in ("ours", "bare"))
     ratios = sorted(b / o for o, b in zip(ours, bare, strict=True))
-    from megatron.pretraining.config import global_batch_size
-
-    tokens = global_batch_size(config, dist.get_world_size()) * config.data.seq_length
+    tokens = run.stepper.global_batch_size * run.config.data.seq_length
+    r = {"min": ratios[0], "median": statistics.median(ratios), "max": ratios[-1]}
+    t = {name: tokens / statistics.median(seconds) for name, seconds in (("ours", ours), ("bare", bare))}
     result |= {
-        "throughput_ratio": {"min": ratios[0], "median": statistics.median(ratios), "max": ratios[-1]},
-        "tokens_per_second": {
-            "ours": tokens / statistics.median(ours),
-            "bare": tokens / statistics.median(bare),
-        },
+        "throughput_ratio": r,
+        "tokens_per_second": t,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
         "torch": torch.__version__,
         "workers": dist.get_world_size(),
         "flags": flags,
     }
     if dist.get_rank() == 0:
-        r, t = result["throughput_ratio"], result["tokens_per_second"]
         print(f"tokens/s: ours {t['ours']:.0f}, bare {t['bare']:.0f}")
-        print(
-            f"ours / bare: median {r['median']:.3f} (min {r['min']:.3f}, max {r['max']:.3f}) over {own.rounds} rounds"
-        )
+        spread = f"median {r['median']:.3f} (min {r['min']:.3f}, max {r['max']:.3f})"
+        print(f"ours / bare: {spread} over {own.rounds} rounds")
         print(f"peak memory per worker: {result['peak_memory_mb']} MB; start-up: {result['startup_s'][0]}")
-        if own.output:
-            own.output.parent.mkdir(parents=True, exist_ok=True)
-            own.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(own.output, result)
     dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

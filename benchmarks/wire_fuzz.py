@@ -14,10 +14,7 @@ handshake, everybody who attacks is refused in a line, and no server grows or is
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import random
 import re
 import secrets
@@ -30,11 +27,11 @@ from collections import Counter, deque
 from pathlib import Path
 
 import psutil
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live.job import MODEL, PROGRAM, Job, free_ports, launcher
+from benchmarks.common import command_line, machine, say, write_json
+from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PROGRAM, Job, free_ports, launcher, look, running
 from moc.runtime.addresses import candidates
 from tests.unit.runtime.fuzz_wire import attack, between, stranger
 
@@ -48,25 +45,13 @@ _GENERATION = re.compile(r"mocrun: generation (\d+): (.*)")
 
 
 class Target:
-    """A job under attack.
+    """A job under attack; ``refusals`` is how often its servers have logged each sentence, numbers left out."""
 
-    Args:
-        directory: for its files.
-
-    Attributes:
-        refusals: sentences that its servers have logged, numbers left out, and how often.
-    """
-
-    def __init__(self, directory: Path):
-        self._token, self.refusals = secrets.token_bytes(32), Counter()
-        port = free_ports(1)[0]
-        own = [*launcher(WORKERS), "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        saving = ["--ckpt-policy", "full", "--ckpt-tier", "memory", "--snapshot-interval", 1]
-        layout = ["--expert-model-parallel-size", "2", "--ckpt-dir", directory / "snapshots"]
-        environment = {"MOC_TOKEN": self._token.hex()}
-        memory = Path("/dev/shm") / directory.name
-        self.job = Job([*own, PROGRAM, *MODEL, *layout, *saving], directory, memory, self._keep, environment)
-        self._port = port
+    def __init__(self, directory: str):
+        self._token, self.refusals, (self._port,) = secrets.token_bytes(32), Counter(), free_ports(1)
+        command = [*launcher(WORKERS), "--rdzv-endpoint", f"127.0.0.1:{self._port}"]
+        command += [PROGRAM, *MODEL, *EP2, *IN_MEMORY]
+        self.job = Job(command, directory, True, self._keep, {"MOC_TOKEN": self._token.hex()})
         self._loitering: deque[socket.socket] = deque()
 
     @property
@@ -76,7 +61,7 @@ class Target:
         for name, process in self.processes.items():
             unix = {str(c.laddr) for c in process.net_connections("unix") if str(c.laddr).startswith("@moc-")}
             found |= {f"{name}, socket {i}": f"unix:{address}" for i, address in enumerate(sorted(unix))}
-        for process in self._running("moc.runtime.replica_server"):
+        for process in running(self.job.process.pid, "moc.runtime.replica_server"):
             listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
             found |= {f"replica server, port {i}": f"{ip}:{port}" for i, (ip, port) in enumerate(listening)}
         return found
@@ -84,8 +69,9 @@ class Target:
     @property
     def processes(self) -> dict[str, psutil.Process]:
         """Who listens there."""
-        others = {name: self._running(f"moc.runtime.{name}") for name in ("controller", "replica_server")}
-        return {"agent": psutil.Process(self.job.process.pid)} | {name: of[0] for name, of in others.items() if of}
+        agent = self.job.process.pid
+        others = {name: running(agent, f"moc.runtime.{name}") for name in ("controller", "replica_server")}
+        return {"agent": psutil.Process(agent)} | {name: of[0] for name, of in others.items() if of}
 
     @property
     def generations(self) -> list[tuple[int, str]]:
@@ -104,10 +90,6 @@ class Target:
         """No loiterer is left."""
         while self._loitering:
             self._loitering.popleft().close()
-
-    def _running(self, module: str) -> list[psutil.Process]:
-        children = psutil.Process(self.job.process.pid).children()
-        return [child for child in children if module in child.cmdline()]
 
     def _loiter(self, address: str) -> None:
         family, where = candidates(address)[0]
@@ -132,6 +114,12 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) 
     """
     job, counts, kills, doors, watched = target.job, Counter(), 0, target.addresses, target.processes
     samples = {who: [] for who in watched}
+
+    def sample(now: float) -> None:
+        for who, process in watched.items():
+            counted = {what: value for what, value in look(process).items() if what != "rss_mb"}
+            samples[who].append({"seconds": now} | counted)
+
     begun, next_sample, next_kill = time.monotonic(), 0.0, kill_every
     while (now := time.monotonic() - begun) < seconds:
         chosen = rng.choice([*doors, between, stranger])
@@ -139,8 +127,7 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) 
         counts[target.attacked(rng, chosen, doors[chosen]) if at_door else f"channel, {chosen(rng)}"] += 1
         if now >= next_sample:
             next_sample = now + SAMPLE_S
-            for who, process in watched.items():
-                samples[who].append({"seconds": now} | look(process))
+            sample(now)
         if now >= next_kill:
             os.kill(job.workers()[VICTIM], signal.SIGKILL)
             kills, next_kill = kills + 1, now + kill_every
@@ -148,8 +135,7 @@ def fuzz(target: Target, seconds: float, kill_every: float, rng: random.Random) 
     target.leave()
     job.reach(job.iteration + 2)
     time.sleep(2 * SAMPLE_S)  # more than a peer has for its handshake
-    for who, process in watched.items():
-        samples[who].append({"seconds": time.monotonic() - begun} | look(process))
+    sample(time.monotonic() - begun)
     return {"attacks": dict(sorted(counts.items())), "kills": kills, "samples": samples}
 
 
@@ -166,37 +152,29 @@ def _live_through(target: Target, kills: int, doors: dict[str, str], rng: random
     job.wait_for(goes_on, f"an iteration after kill {kills}")
 
 
-def look(process: psutil.Process) -> dict[str, float]:
-    """What a server has now."""
-    memory = process.memory_full_info()
-    return {"uss_mb": memory.uss / 2**20, "descriptors": process.num_fds(), "threads": process.num_threads()}
-
-
 def verdict(told: dict, generations: list[tuple[int, str]]) -> dict[str, bool]:
     """What was to be shown, and whether it was."""
     killed = [number for number, reason in generations if "was killed by signal 9" in reason]
-    ends = {who: (samples[1:2] or samples)[0] | {"last": samples[-1]} for who, samples in told["samples"].items()}
+    ends = [((samples[1:2] or samples)[0], samples[-1]) for samples in told["samples"].values()]
+    grown = all(last["uss_mb"] - first["uss_mb"] < GROWTH_MB for first, last in ends)
     return {
         "the job went on after each kill": len(killed) == told["kills"],
         "no other generation began": [number for number, _ in generations] == list(range(1, told["kills"] + 1)),
-        "no descriptors are left": all(of["last"]["descriptors"] <= of["descriptors"] for of in ends.values()),
-        f"memory grew by less than {GROWTH_MB:g} MB": all(
-            of["last"]["uss_mb"] - of["uss_mb"] < GROWTH_MB for of in ends.values()
-        ),
+        "no descriptors are left": all(last["descriptors"] <= first["descriptors"] for first, last in ends),
+        f"memory grew by less than {GROWTH_MB:g} MB": grown,
     }
 
 
 def main() -> int:
-    """Attacks, prints what came of it, and writes JSON; 1 if something does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """1 if something does not hold."""
+    parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="default: 600")
     parser.add_argument("--kill-every", type=float, default=20, help="seconds (default: 20)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    parser.add_argument("--output", type=Path, help="JSON file")
     own = parser.parse_args()
     print(f"seed {own.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        target = Target(Path(name))
+        target = Target(name)
         with target.job as job:
             job.reach(2)
             told = fuzz(target, own.seconds, own.kill_every, random.Random(own.seed))
@@ -206,13 +184,8 @@ def main() -> int:
     for kind, count in [*told["attacks"].items(), *told["refusals"].items()]:
         print(f"{count:9} {kind}")
     print(f"{len(others)} lines of errors" + "".join(f"\n  {line}" for line in others[:5]))
-    for what, holds in held.items():
-        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {what}")
-    if own.output is not None:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        told = {"machine": machine, "seconds": own.seconds, "seed": own.seed} | told
-        own.output.write_text(json.dumps(told, indent=1) + "\n")
-    return 0 if all(held.values()) else 1
+    write_json(own.output, {"machine": machine(), "seconds": own.seconds, "seed": own.seed} | told)
+    return 0 if say(held) else 1
 
 
 if __name__ == "__main__":

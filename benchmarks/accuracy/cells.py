@@ -19,40 +19,21 @@ MODEL_FLAGS = (
     "--split 90,10,0 --num-workers 0 --log-interval 1000000"
 ).split()
 
-TARGETS: Mapping[str, str | None] = {
-    "baseline": None,
-    "W": "weights",
-    "O": "optimizer",
-    "WO": "both",
-    "WO-2L": "both",
-}
+TARGETS: Mapping[str, str | None] = {"baseline": None, "W": "weights", "O": "optimizer", "WO": "both", "WO-2L": "both"}
 """By method of Figure 14(a), the ``--pec-target``; None saves everything."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run.
+    """How much is run.  Faults of curves are equally far apart, each right after a snapshot that is in memory alone."""
 
-    Attributes:
-        iterations: of each run; a multiple of ``2 * max(intervals)`` puts the faults of the grid right after snapshots.
-        eval_iters: global batches of an evaluation.
-        ks: K_pec of the grid.
-        intervals: I_ckpt of the grid, in iterations.
-        by_load: K_pec and I_ckpt of the cells that are run with load-aware selection too.
-        methods: of the curves.
-        curve_interval: of the curves, iterations between snapshots that go to storage; in memory there are two in that
-            time.
-        curve_faults: how many faults each of them has, in equal distances, right after a snapshot that is in memory
-            alone.
-    """
-
-    iterations: int = 256
-    eval_iters: int = 30
-    ks: tuple[int, ...] = (1, 2, 4, 8)
-    intervals: tuple[int, ...] = (2, 4, 8, 16)
-    by_load: tuple[tuple[int, int], ...] = ((1, 4), (1, 16), (2, 4), (2, 16))
-    methods: tuple[str, ...] = tuple(TARGETS)
-    curve_interval: int = 2
+    iterations: int = 256  # of a run; faults of the grid follow snapshots if ``2 * max(intervals)`` divides it
+    eval_iters: int = 30  # global batches of an evaluation
+    ks: tuple[int, ...] = (1, 2, 4, 8)  # K_pec of the grid
+    intervals: tuple[int, ...] = (2, 4, 8, 16)  # I_ckpt of the grid, in iterations
+    by_load: tuple[tuple[int, int], ...] = ((1, 4), (1, 16), (2, 4), (2, 16))  # K_pec, I_ckpt; load-aware selection too
+    methods: tuple[str, ...] = tuple(TARGETS)  # of the curves
+    curve_interval: int = 2  # of the curves, iterations between snapshots in storage; memory gets two meanwhile
     curve_faults: int = 3
 
 
@@ -62,29 +43,19 @@ QUICK = Plan(32, 5, (1, 8), (2,), ((1, 2),), ("WO", "WO-2L"), 2, 1)
 
 @dataclass(frozen=True)
 class Cell:
-    """One run.
+    """One run."""
 
-    Attributes:
-        kind: ``fault-free``, ``grid`` (one worker, disk tier) or ``curve`` (two nodes, memory tier and storage).
-        seed: of weights and of the order of samples.
-        faults: iterations right after which all workers are killed, ascending.
-        k: K_pec of the grid.
-        interval: I_ckpt of storage, in iterations; 0 for no snapshots.
-        selection: ``sequential`` or ``load_aware``.
-        method: of the curves, one of :data:`TARGETS`.
-    """
-
-    kind: str
-    seed: int
-    faults: tuple[int, ...] = ()
-    k: int = EXPERTS
-    interval: int = 0
-    selection: str = "sequential"
-    method: str = ""
+    kind: str  # ``fault-free``, ``grid`` (one worker, disk tier) or ``curve`` (two nodes, memory tier and storage)
+    seed: int  # of weights and of the order of samples
+    faults: tuple[int, ...] = ()  # iterations right after which all workers are killed, ascending
+    k: int = EXPERTS  # K_pec of the grid
+    interval: int = 0  # I_ckpt of storage, in iterations; 0 for no snapshots
+    selection: str = "sequential"  # ``sequential`` or ``load_aware``
+    method: str = ""  # of the curves, one of :data:`TARGETS`
 
     @property
     def name(self) -> str:
-        """All but the seed, in a few words."""
+        """All but the seed."""
         if self.kind == "curve":
             return self.method
         return "fault-free" if self.kind == "fault-free" else f"K={self.k} I={self.interval} {self.selection}"
@@ -95,13 +66,7 @@ class Cell:
         return NODES if self.kind == "curve" else 1
 
     def flags(self, plan: Plan, directory: Path, memory: Path) -> list[str]:
-        """Flags of the training program, but for those that say where the data is.
-
-        Args:
-            plan: how much is run.
-            directory: for log and checkpoints.
-            memory: for snapshots in memory.
-        """
+        """Of the training program, but for the data's; ``directory`` gets log and checkpoints."""
         flags = [*MODEL_FLAGS, "--seed", self.seed, "--micro-batch-size", BATCH // self.workers]
         flags += ["--train-iters", plan.iterations, "--lr-warmup-iters", plan.iterations // 12]
         flags += ["--eval-iters", plan.eval_iters, "--log-dir", directory / "log"]
@@ -119,10 +84,7 @@ class Cell:
         return [str(flag) for flag in flags]
 
     def lost_nodes(self, fault: int) -> list[int]:
-        """The nodes whose memory a fault takes, by its number from 0.
-
-        With two-level recovery one node survives, each time another one; without, all recover from storage.
-        """
+        """Whose memory a fault takes, by its number from 0: of two-level recovery one, each time another; else all."""
         if self.kind != "curve":
             return []
         return [fault % NODES] if self.method == "WO-2L" else list(range(NODES))
@@ -150,11 +112,11 @@ def expected_plt(k: int, interval: int, fault: int, iterations: int, experts: in
     """The PLT of one fault, if all experts are equally busy and are saved in turn (MoC-System, eq. 7, by hand).
 
     At the last snapshot before the fault, K experts of a layer are in the state of that moment, K in that of the
-    snapshot before, and so on; none is older than the run's first snapshot, which had all of them.
+    snapshot before, and so on; none is older than the run's first snapshot, of iteration I_ckpt, which had all of them.
 
     Args:
         k: K_pec.
-        interval: I_ckpt, in iterations; the first snapshot is taken at this iteration.
+        interval: I_ckpt, in iterations.
         fault: iteration right after which training is killed.
         iterations: of the whole training, which T_i of eq. 7 counts.
         experts: N.
@@ -165,10 +127,8 @@ def expected_plt(k: int, interval: int, fault: int, iterations: int, experts: in
 
 
 def expected(cell: Cell, plan: Plan) -> float | None:
-    """The PLT to expect of a run, if all experts are equally busy; None where that does not tell it.
-
-    The ledger counts what weights have learned: with ``O`` all weights are saved, and only moments are stale.
-    """
+    """The PLT to expect of a run, if all experts are equally busy; None where that does not tell it."""
+    # the ledger counts what weights have learned: with "O" all weights are saved, and only moments are stale
     if cell.kind == "fault-free" or cell.method in ("baseline", "O"):
         return 0.0
     if cell.selection != "sequential" or cell.method == "WO-2L":

@@ -2,8 +2,7 @@
 
     DIES_AFTER=100 python -m benchmarks.accuracy.mortal FLAGS
 
-``DIES_AFTER`` in the environment names the iteration, after which every worker dies; without it the program runs to its
-end.  All else is ``pretrain_gpt_moe.py`` with the same flags.
+Every worker dies then; without ``DIES_AFTER`` this is ``pretrain_gpt_moe.py`` with the same flags.
 """
 
 from __future__ import annotations

@@ -7,35 +7,23 @@ from pathlib import Path
 
 from benchmarks.accuracy.cells import Plan
 from benchmarks.accuracy.report import summary, yardsticks
+from benchmarks.common import drawing
 
 _COLOURS = {"baseline": "black", "W": "tab:blue", "O": "tab:green", "WO": "tab:red", "WO-2L": "tab:orange"}
 _WINDOW = 8  # iterations that a training loss is averaged over
 
 
 def plot(samples: list[dict], plan: Plan, path: Path) -> None:
-    """Draws all panels.
-
-    Args:
-        samples: as in the JSON.
-        plan: how much was run.
-        path: the file to write.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 3, figsize=(18, 10))
+    """Draws all panels, of samples as in the JSON."""
     rows = {(row["kind"], row["cell"]): row for row in summary(samples, plan)}
-    _grid(panels[0][0], plan, rows, "plt", "(a) lost tokens, % (PLT)", 100, "%.2f")
-    _grid(panels[0][1], plan, rows, "difference", "(b) validation loss - that without a fault, 1/1000", 1000, "%+.1f")
-    _against_plt(panels[0][2], samples)
-    _curves(panels[1][0], samples)
-    _differences(panels[1][1], samples)
-    _selections(panels[1][2], plan, rows)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with drawing(path, 2, 3, dpi=110, figsize=(18, 10)) as (figure, [above, below]):
+        _grid(above[0], plan, rows, "plt", "(a) lost tokens, % (PLT)", 100, "%.2f")
+        _grid(above[1], plan, rows, "difference", "(b) validation loss - that without a fault, 1/1000", 1000, "%+.1f")
+        _against_plt(above[2], samples)
+        _curves(below[0], samples)
+        _differences(below[1], samples)
+        _selections(below[2], plan, rows)
+        figure.tight_layout()
 
 
 def _grid(panel, plan: Plan, rows: dict, what: str, title: str, scale: float, form: str) -> None:
@@ -56,12 +44,8 @@ def _against_plt(panel, samples: list[dict]) -> None:
     free = {s["seed"]: s["loss"] for s in samples if s["kind"] == "fault-free"}
     for selection, marker in (("sequential", "o"), ("load_aware", "x")):
         shown = [s for s in samples if s["kind"] == "grid" and s["selection"] == selection and s["seed"] in free]
-        panel.scatter(
-            [100 * s["plt"] for s in shown],
-            [s["loss"] - free[s["seed"]] for s in shown],
-            marker=marker,
-            label=selection,
-        )
+        lost, differences = [100 * s["plt"] for s in shown], [s["loss"] - free[s["seed"]] for s in shown]
+        panel.scatter(lost, differences, marker=marker, label=selection)
     spread = yardsticks(samples)["spread_over_seeds"]
     if spread is not None:
         panel.axhspan(-spread, spread, color="0.9", zorder=0, label="spread over seeds without a fault")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from benchmarks import common
 from benchmarks.accuracy.cells import EXPERTS, Cell, Plan, cells, expected
 
 WIDTH = 110  # columns of the table
@@ -23,12 +24,11 @@ def summary(samples: Iterable[dict], plan: Plan) -> list[dict]:
     """Means over seeds, a row for each cell, in the order of :func:`cells`.
 
     Differences are from the run of the same seed that lost nothing: the one without a fault, and for curves the
-    baseline, which has as many workers.
+    baseline, which has as many workers; None where there is none.
 
     Returns:
         ``cell`` (its name), ``kind``, ``seeds``; means ``loss`` (nats a token) and ``plt``; ``expected_plt`` or None;
-        ``difference``: mean of the losses' differences, ``lowest`` and ``highest`` of them; None where nothing is
-        there to compare with.
+        ``difference``: mean of the losses' differences, ``lowest`` and ``highest`` of them.
     """
     samples = list(samples)
     lossless = {(s["kind"], s["seed"]): s["loss"] for s in samples if s["kind"] == "fault-free"}
@@ -62,10 +62,9 @@ def yardsticks(samples: list[dict]) -> dict:
 
     Returns:
         ``spread_over_seeds``: standard deviation over seeds of the loss without a fault; ``layout``: largest difference
-        in loss between the curves' baseline and the run without a fault, which lose nothing and see the same samples,
-        but share each batch out among two workers and one; ``full_is_exact``: whether runs that save all experts end
-        with the very loss of the run without a fault; ``correlation``: over all runs of the grid that lost tokens, of
-        PLT with the difference in loss (Pearson's).
+        in loss between the curves' baseline and the run without a fault, both lossless, with two workers and one;
+        ``full_is_exact``: whether runs that save all experts end with the very loss of the run without a fault;
+        ``correlation``: Pearson's, of PLT with the difference in loss, over all runs of the grid that lost tokens.
     """
     free = {s["seed"]: s["loss"] for s in samples if s["kind"] == "fault-free"}
     layouts = [abs(s["loss"] - free[s["seed"]]) for s in samples if s["method"] == "baseline" and s["seed"] in free]
@@ -92,34 +91,30 @@ def deviations(samples: Iterable[dict], plan: Plan) -> list[float]:
 
 def table(rows: list[dict]):
     """The table of all cells, for a console."""
-    from rich.table import Table
-
-    result = Table(title="Means over seeds; differences in loss are from the run that lost nothing")
-    result.add_column("run")
-    for name in ("seeds", "PLT", "expected", "validation loss", "difference", "lowest .. highest"):
-        result.add_column(name, justify="right")
+    cells = []
     for row in rows:
         told = "-" if row["expected_plt"] is None else f"{row['expected_plt']:.2%}"
         spread = "-" if row["lowest"] is None else f"{row['lowest']:+.4f} .. {row['highest']:+.4f}"
         difference = "-" if row["difference"] is None else f"{row['difference']:+.4f}"
-        loss = f"{row['loss']:.4f}"
-        result.add_row(row["cell"], str(row["seeds"]), f"{row['plt']:.2%}", told, loss, difference, spread)
-    return result
+        figures = [str(row["seeds"]), f"{row['plt']:.2%}", told, f"{row['loss']:.4f}", difference, spread]
+        cells.append([row["cell"], *figures])
+    columns = ["run", "seeds", "PLT", "expected", "validation loss", "difference", "lowest .. highest"]
+    title = "Means over seeds; differences in loss are from the run that lost nothing"
+    return common.table(title, columns, cells)
 
 
 def lines(samples: list[dict], plan: Plan, entropy: float) -> list[str]:
     """What the table does not hold."""
     sticks, off = yardsticks(samples), deviations(samples, plan)
+    exactly = "to the last bit" if sticks["full_is_exact"] else "NOT exactly"
+    sentences = {
+        "spread_over_seeds": "spread over seeds without a fault (standard deviation): {:.4f}",
+        "layout": "with nothing lost, but two workers in place of one: at most {:.4f} off",
+        "full_is_exact": f"loss at the end with all experts saved: {exactly} that without a fault",
+        "correlation": "correlation of PLT with the difference in loss: {:.2f}",
+    }
     said = [f"unigram entropy of the text: {entropy:.3f} nats a token"]
-    if sticks["spread_over_seeds"] is not None:
-        said.append(f"spread over seeds without a fault (standard deviation): {sticks['spread_over_seeds']:.4f}")
-    if sticks["layout"] is not None:
-        said.append(f"with nothing lost, but two workers in place of one: at most {sticks['layout']:.4f} off")
-    if sticks["full_is_exact"] is not None:
-        how = "to the last bit" if sticks["full_is_exact"] else "NOT exactly"
-        said.append(f"loss at the end with all experts saved: {how} that without a fault")
-    if sticks["correlation"] is not None:
-        said.append(f"correlation of PLT with the difference in loss: {sticks['correlation']:.2f}")
+    said += [words.format(sticks[name]) for name, words in sentences.items() if sticks[name] is not None]
     if off:
         said.append(f"PLT against equally busy experts: {min(off):+.1%} to {max(off):+.1%} of what was expected")
     return said

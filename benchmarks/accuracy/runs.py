@@ -13,12 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.accuracy.cells import Cell, Plan
-from benchmarks.live.job import free_ports
+from benchmarks.live.job import ROOT, SHARED, free_ports
 from moc.simulate.profile import read_events
 from moc.store.tiers import memory_found
 
-ROOT = Path(__file__).resolve().parents[2]
-MEMORY = "/dev/shm"
 ARTICLE = r"^ = [^=]+ = $"  # the first line of an article of WikiText
 FEWEST_ARTICLES = 20  # else one in ten for validation says little
 VOCABULARY = 1024
@@ -34,21 +32,15 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Text as the training program reads it.
+    """Text as the training program reads it."""
 
-    Attributes:
-        prefix: of the ``.bin`` and ``.idx`` files.
-        tokenizer: the SentencePiece model.
-    """
-
-    prefix: Path
-    tokenizer: Path
+    prefix: Path  # of the ``.bin`` and ``.idx`` files
+    tokenizer: Path  # the SentencePiece model
 
     @property
-    def flags(self) -> list[str]:
-        """Of the training program."""
-        kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(self.tokenizer)]
-        return ["--data-path", str(self.prefix), *kind]
+    def tokenizer_flags(self) -> list[str]:
+        """Of all programs."""
+        return ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(self.tokenizer)]
 
 
 def prepare(text: Path, directory: Path) -> Dataset:
@@ -66,21 +58,16 @@ def prepare(text: Path, directory: Path) -> Dataset:
             f"--text {text} has {articles} articles, which begin with a line such as ' = Title = ': give a file of "
             f"WikiText with {FEWEST_ARTICLES} or more"
         )
-    tokenizer = directory / "tokenizer.model"
+    dataset = Dataset(directory / "data_text_document", directory / "tokenizer.model")
     made = ["--output", str(directory / "tokenizer"), "--vocab-size", str(VOCABULARY)]
     _tool("train_tokenizer", ["--input", str(text), *made])
-    kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
     written = ["--output-prefix", str(directory / "data"), "--split-on-regex", ARTICLE, "--append-eod"]
-    _tool("preprocess_data", ["--input", str(text), *written, *kind])
-    return Dataset(directory / "data_text_document", tokenizer)
+    _tool("preprocess_data", ["--input", str(text), *written, *dataset.tokenizer_flags])
+    return dataset
 
 
 def unigram_entropy(prefix: Path) -> float:
-    """Nats a token: the loss of a model that only knows how frequent each token is.
-
-    Args:
-        prefix: of a dataset whose tokens are 16 bits each, as those of small vocabularies are.
-    """
+    """Nats a token: the loss of a model that only knows how frequent each (16-bit) token of a dataset is."""
     import numpy
 
     counts = numpy.bincount(numpy.fromfile(f"{prefix}.bin", dtype=numpy.uint16))
@@ -89,17 +76,15 @@ def unigram_entropy(prefix: Path) -> float:
 
 
 def run(cell: Cell, plan: Plan, dataset: Dataset, scratch: Path) -> dict:
-    """Trains a cell from its first start to its end, over all faults.
-
-    Returns:
-        The cell's fields and what :func:`told` says.
+    """Trains a cell from its first start to its end, over all faults; its fields, and what :func:`told` says.
 
     Raises:
         RunFailed: a start ended otherwise than by its fault, or the last one not well.
     """
     directory = Path(tempfile.mkdtemp(dir=scratch))
-    with tempfile.TemporaryDirectory(prefix="pec_accuracy-", dir=MEMORY) as memory:
-        flags = [*dataset.flags, *cell.flags(plan, directory, Path(memory))]
+    with tempfile.TemporaryDirectory(prefix="pec_accuracy-", dir=SHARED) as memory:
+        data = ["--data-path", str(dataset.prefix), *dataset.tokenizer_flags]
+        flags = [*data, *cell.flags(plan, directory, Path(memory))]
         for number, fault in enumerate(cell.faults):
             start(cell, flags, directory, fault)
             for node in cell.lost_nodes(number):
@@ -126,9 +111,8 @@ def start(cell: Cell, flags: list[str], directory: Path, dies_after: int | None)
         for rank, path in enumerate(outputs):
             environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with open(path, "ab") as output:
-                processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-                )
+                how = dict(cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                processes.append(subprocess.Popen(command, **how))
         codes = _ended(processes)
     finally:
         for process in processes:
@@ -158,11 +142,8 @@ def told(events: list[dict], cell: Cell, plan: Plan) -> dict:
         raise RunFailed(f"{cell.name}, seed {cell.seed}: {len(resumed)} recoveries, no loss at the end, or both")
     lost = _of(events, "lost")
     share = lost[-1]["iteration"] / plan.iterations if lost else 0.0  # every iteration routes as many tokens
-    result = {
-        "loss": evaluations[plan.iterations],
-        "plt": lost[-1]["plt"] * share if lost else 0.0,
-        "resumed": resumed,
-    }
+    plt = lost[-1]["plt"] * share if lost else 0.0
+    result = {"loss": evaluations[plan.iterations], "plt": plt, "resumed": resumed}
     if cell.kind == "curve":
         losses = {e["iteration"]: e["loss"] for e in _of(events, "iteration")}
         result["evaluations"] = sorted(evaluations.items())
@@ -177,14 +158,11 @@ def _of(events: list[dict], kind: str) -> list[dict]:
 def _ended(processes: list[subprocess.Popen]) -> list[int | None]:
     """Exit codes when all have ended; None of those that had to be left."""
     deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if None not in codes:
-            break
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
         if any(code is not None for code in codes):
             deadline = min(deadline, time.monotonic() + _GRACE)
         time.sleep(0.05)
-    return [process.poll() for process in processes]
+    return codes
 
 
 def _tool(name: str, flags: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Several machines on one: each has its own network, mounts (with an own ``/dev/shm``), name and process numbers.
+"""Several machines on one, each with its own network, mounts (and ``/dev/shm``), name and process numbers; a storage.
 
 A host is a set of Linux namespaces, held by its first process; a switch, which is a network namespace of its own, joins
 them.  Nothing of it can be seen in this machine's own network, and all of it ends with the process that made it.
@@ -43,12 +43,7 @@ def address(number: int) -> str:
 
 
 class Host:
-    """One machine; :class:`Cluster` makes it.
-
-    Attributes:
-        number: from 0.
-        name: ``h`` and the number.
-    """
+    """One machine, made by :class:`Cluster`, with a number from 0."""
 
     def __init__(self, number: int, switch: _Namespaces, names: Path):
         self.number, self.name = number, f"h{number}"
@@ -57,7 +52,6 @@ class Host:
 
     @property
     def on(self) -> bool:
-        """Whether it has power."""
         return self._self is not None
 
     def power_on(self) -> None:
@@ -65,9 +59,8 @@ class Host:
         self._self = _Namespaces("--net", "--mount", "--uts", "--pid", "--mount-proc")
         port = f"p{self.number}"
         self._switch.call("ip", "link", "delete", port, check=False)  # of the life before, if the kernel still has it
-        self._switch.call(
-            *("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(self._self.pid))
-        )
+        peer = ("peer", "name", "eth0", "netns", str(self._self.pid))
+        self._switch.call("ip", "link", "add", port, "type", "veth", *peer)
         self._switch.call("ip", "link", "set", port, "master", "together", "up")
         shell = (
             f"hostname {self.name} && mount -t sysfs sysfs /sys && mount -t tmpfs -o size=2g tmpfs /dev/shm && "
@@ -111,11 +104,7 @@ class Host:
 
 
 class Cluster:
-    """Hosts on one network, as a context manager; all are on, and hear each other.
-
-    Args:
-        size: how many.
-    """
+    """So many hosts on one network, as a context manager; all are on, and hear each other."""
 
     def __init__(self, size: int):
         self.hosts: list[Host] = []
@@ -164,11 +153,7 @@ class Cluster:
 
 
 class _Namespaces:
-    """Namespaces that a process of ours holds, and that end with it, or with this process.
-
-    Args:
-        kinds: flags of ``unshare``.
-    """
+    """Namespaces by flags of ``unshare``, which a process of ours holds; they end with it, or with this process."""
 
     def __init__(self, *kinds: str):
         self._enter = [kind for kind in kinds if kind != "--mount-proc"]
@@ -178,11 +163,8 @@ class _Namespaces:
         self.pid = self._first_process()
 
     def start(self, command: Sequence[object], cwd: Path | None = None, **how) -> subprocess.Popen:
-        inside = [
-            "env",
-            f"--chdir={cwd or Path.cwd()}",
-            *map(str, command),
-        ]  # other mounts: nsenter ends up at the root
+        # other mounts: nsenter ends up at the root
+        inside = ["env", f"--chdir={cwd or Path.cwd()}", *map(str, command)]
         return subprocess.Popen(["nsenter", "--target", str(self.pid), *self._enter, *inside], **how)
 
     def call(self, *command: str, check: bool = True) -> subprocess.CompletedProcess:
@@ -234,3 +216,44 @@ def _hangs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DISK_SLEEP)
     return False
+
+
+class Storage:
+    """A file system of 512 MiB that can be frozen: what a storage server that does not answer looks like.
+
+    A context manager; hosts that are made meanwhile see it at ``path``.
+
+    Args:
+        directory: for the file that it is in, and the place where it is mounted; made.
+    """
+
+    def __init__(self, directory: Path):
+        self.path, self._image = directory / "storage", directory / "storage.img"
+
+    def __enter__(self) -> Storage:
+        self.path.mkdir(parents=True)
+        with open(self._image, "wb") as image:
+            os.truncate(image.fileno(), 512 << 20)
+        _call("mkfs.ext4", "-q", "-F", self._image)
+        _call("mount", "-o", "loop,noatime", self._image, self.path)  # reading must not write the time of it
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(RuntimeError):  # it is not frozen
+            self.thaw()
+        _call("umount", "--lazy", self.path)
+        self._image.unlink()
+
+    def freeze(self) -> None:
+        """Whoever writes, or waits for what was written, hangs from now on."""
+        _call("fsfreeze", "--freeze", self.path)
+
+    def thaw(self) -> None:
+        """All that was waited for comes to pass."""
+        _call("fsfreeze", "--unfreeze", self.path)
+
+
+def _call(*command: object) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip()}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -19,16 +18,15 @@ import psutil
 
 from benchmarks.cluster.hosts import Cluster, Host
 from benchmarks.cluster.judge import Life, Publication
-from benchmarks.live.job import ROOT, Events
+from benchmarks.live.job import ROOT, WORKER, Events
 from moc.runtime.children import is_dying
 
 PORT = 29400
-_WORKER = re.compile(r"worker (\d+) is process (\d+)")
 _SAMPLE_S = 0.05
 
 
 class ClusterJob:
-    """One job.
+    """One job; ``events`` is what it has told, and ``watch`` what was seen of it from outside.
 
     Args:
         cluster: whose hosts it runs on; the first ones have places, the others are spares.
@@ -36,10 +34,6 @@ class ClusterJob:
         program: flags of the training program.
         directory: that all hosts see; for logs and consoles.
         snapshots: where the job keeps its snapshots.
-
-    Attributes:
-        events: what it has told.
-        watch: what was seen of it from outside.
     """
 
     def __init__(
@@ -87,7 +81,7 @@ class ClusterJob:
 
     def newest_worker_of(self, number: int) -> psutil.Process:
         """The worker that a host's launcher has told of last."""
-        worker = self.cluster.hosts[number].process(int(_WORKER.findall(self.said(number))[-1][1]))
+        worker = self.cluster.hosts[number].process(int(WORKER.findall(self.said(number))[-1][1]))
         assert worker is not None  # it has said that it is there
         return worker
 
@@ -119,13 +113,7 @@ def console_of(directory: Path, number: int) -> Path:
 
 
 class Watch:
-    """Looks on, from outside, until it is stopped: which workers live, and what was published when.
-
-    Args:
-        cluster: the hosts.
-        directory: where consoles are.
-        snapshots: what is published there.
-    """
+    """Looks on, from outside, until it is stopped: which workers live, and what was published when."""
 
     def __init__(self, cluster: Cluster, directory: Path, snapshots: Path):
         self._cluster, self._directory, self._snapshots = cluster, directory, snapshots
@@ -166,7 +154,7 @@ class Watch:
             new = console.read()
             whole = new[: new.rfind(b"\n") + 1]
             self._read[host.number] += len(whole)
-            for rank, number in _WORKER.findall(whole.decode(errors="replace")):
+            for rank, number in WORKER.findall(whole.decode(errors="replace")):
                 with contextlib.suppress(AttributeError):  # the host has just lost its power
                     if (process := host.process(int(number))) is not None:
                         self._lives[int(rank), host.number, process] = time.time(), time.time()

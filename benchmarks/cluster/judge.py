@@ -10,34 +10,21 @@ _BEGINS = ("generation", "resume", "start", "replay")
 
 @dataclass(frozen=True)
 class Life:
-    """How long a worker was seen.
+    """How long a worker was seen."""
 
-    Attributes:
-        rank: its number.
-        host: where it ran.
-        begin: Unix seconds.
-        end: the last moment at which it lived, and was not stopped.
-    """
-
-    rank: int
-    host: int
-    begin: float
-    end: float
+    rank: int  # its number
+    host: int  # where it ran
+    begin: float  # Unix seconds
+    end: float  # the last moment at which it lived, and was not stopped
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A manifest that was seen for the first time, or with another content.
+    """A manifest that was seen for the first time, or with another content."""
 
-    Attributes:
-        time: Unix seconds.
-        iteration: of the snapshot.
-        generation: that it carries; None if it carries none.
-    """
-
-    time: float
-    iteration: int
-    generation: int | None
+    time: float  # Unix seconds
+    iteration: int  # of the snapshot
+    generation: int | None  # that it carries; None if it carries none
 
 
 def overlaps(lives: Sequence[Life]) -> list[tuple[int, float, float]]:
@@ -73,9 +60,8 @@ def two_worlds(events: Sequence[dict], lives: Sequence[Life], publications: Sequ
         during = [e["iteration"] for e in events if e["type"] == "iteration" and begin < e["time"] < end]
         published = [p.iteration for p in publications if begin < p.time < end]
         if during or published:
-            wrong.append(
-                f"rank {rank} lived twice for {end - begin:.1f} s; told {during[:5]}, published {published[:5]}"
-            )
+            shown = f"told {during[:5]}, published {published[:5]}"
+            wrong.append(f"rank {rank} lived twice for {end - begin:.1f} s; {shown}")
     known = [(one.generation, one.iteration) for one in publications if one.generation is not None]
     for (before, _), (after, iteration) in zip(known, known[1:], strict=False):
         if after < before:

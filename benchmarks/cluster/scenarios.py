@@ -12,37 +12,25 @@ CONTROLLER = -1
 class Step:
     """Something that is done.
 
-    Attributes:
-        action: ``cut`` (these hosts from all others), ``mend`` (all links), ``off`` (hosts lose their power), ``on``
-            (they boot, and start their command again), ``freeze`` and ``thaw`` (storage), ``stop`` and ``cont``
-            (launchers, as by Ctrl-Z and ``fg``), ``kill worker`` (of these hosts), ``stop controller``,
-            ``cont controller``, ``kill controller``.
-        hosts: numbers.
-        more: it is done when so many more iterations are complete than at the step before.
-        seconds: and so much later.
+    ``cut`` (these hosts from all others), ``mend`` (all links), ``off`` (hosts lose their power), ``on`` (they boot,
+    and start their command again), ``freeze`` and ``thaw`` (storage), ``stop`` and ``cont`` (launchers, as by Ctrl-Z
+    and ``fg``), ``kill worker`` (of these hosts), ``stop controller``, ``cont controller``, ``kill controller``.
     """
 
     action: str
-    hosts: tuple[int, ...] = ()
-    more: int = 0
-    seconds: float = 0.0
+    hosts: tuple[int, ...] = ()  # numbers
+    more: int = 0  # it is done when so many more iterations are complete than at the step before
+    seconds: float = 0.0  # and so much later
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        what: in words.
-        steps: in order.
-        ends: whether the job ends with 75, for want of a majority, and goes on when it is started again.
-        aside: hosts that may end with 75 while the others go on, and must say why.
-    """
-
-    what: str
-    steps: tuple[Step, ...]
-    ends: bool = False
-    aside: tuple[int, ...] = ()
+    what: str  # in words
+    steps: tuple[Step, ...]  # in order
+    ends: bool = False  # whether the job ends with 75, for want of a majority, and goes on when it is started again
+    aside: tuple[int, ...] = ()  # hosts that may end with 75 while the others go on, and must say why
 
 
 def _off(hosts: tuple[int, ...], back: float | None = None) -> tuple[Step, ...]:
@@ -51,6 +39,10 @@ def _off(hosts: tuple[int, ...], back: float | None = None) -> tuple[Step, ...]:
 
 def _cut(hosts: tuple[int, ...], seconds: float) -> tuple[Step, ...]:
     return Step("cut", hosts, more=10), Step("mend", seconds=seconds)
+
+
+def _flapping(host: int, seconds: float) -> tuple[Step, ...]:
+    return (Step("cut", (host,), seconds=1.0, more=2), Step("mend", seconds=seconds)) * 5
 
 
 def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
@@ -91,24 +83,10 @@ def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
             "all that train, from the spares", _cut(places, long), aside=places if nnodes <= minority else others
         ),
         "spares cut": Scenario("a spare is cut off", _cut((size - 1,), long), aside=(size - 1,)),
-        "flapping": Scenario(
-            "a link that comes and goes",
-            tuple(
-                step
-                for _ in range(5)
-                for step in (Step("cut", (last,), seconds=1.0, more=2), Step("mend", seconds=short))
-            ),
-            aside=(last,),
-        ),
-        "first flapping": Scenario(
-            "the first host's link comes and goes",
-            tuple(
-                step for _ in range(5) for step in (Step("cut", (0,), seconds=1.0, more=2), Step("mend", seconds=short))
-            ),
-            aside=(0,),
-        ),
+        "flapping": Scenario("a link that comes and goes", _flapping(last, short), aside=(last,)),
+        "first flapping": Scenario("the first host's link comes and goes", _flapping(0, short), aside=(0,)),
         "storage frozen": Scenario(
-            "storage hangs, for 15 iterations", (Step("freeze", more=10), Step("thaw", more=15)), aside=()
+            "storage hangs, for 15 iterations", (Step("freeze", more=10), Step("thaw", more=15))
         ),
         "storage frozen, worker lost": Scenario(
             "storage hangs, and a host is lost",

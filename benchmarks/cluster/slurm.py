@@ -57,12 +57,7 @@ def unusable() -> str:
 
 
 class Slurm:
-    """Slurm on a cluster, as a context manager.
-
-    Args:
-        cluster: with all hosts on.
-        timeout_s: ``SlurmdTimeout``, after which a host that does not answer is down.
-    """
+    """Slurm on a cluster whose hosts are on, as a context manager; ``timeout_s`` is its ``SlurmdTimeout``."""
 
     def __init__(self, cluster: Cluster, timeout_s: int = 20):
         self._cluster, self._timeout_s = cluster, timeout_s
@@ -98,14 +93,8 @@ class Slurm:
         Raises:
             RuntimeError: it has failed.
         """
-        done = self._cluster.switch.start(
-            list(command),
-            cwd=cwd,
-            env=self._environment() | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        how = dict(cwd=cwd, env=self._environment() | environment, text=True)
+        done = self._cluster.switch.start(list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
         said, wrong = done.communicate(timeout=60)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {wrong.strip()}")

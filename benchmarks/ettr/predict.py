@@ -29,53 +29,32 @@ RUNS = 100  # of the model clock, where faults come by chance
 
 @dataclass(frozen=True)
 class Way:
-    """A policy as the simulator is told of it.
+    """A policy as the simulator is told of it."""
 
-    Attributes:
-        interval: iterations from one snapshot to the next.
-        window: W of a sparse policy; else 1.
-        blocking: training waits until a snapshot can be used.
-        exact: what comes back is what was there.
-    """
-
-    interval: int = 1
-    window: int = 1
-    blocking: bool = False
-    exact: bool = True
+    interval: int = 1  # iterations from one snapshot to the next
+    window: int = 1  # W of a sparse policy; else 1
+    blocking: bool = False  # training waits until a snapshot can be used
+    exact: bool = True  # what comes back is what was there
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault.
+    """A fault."""
 
-    Attributes:
-        iterations: that counted when it came.
-        since_s: seconds since the last of them.
-        after_s: since the fault before, where nothing that counts was done between them.
-        lost: workers that it killed.
-    """
-
-    iterations: int
-    since_s: float
-    after_s: float | None
-    lost: int
+    iterations: int  # that counted when it came
+    since_s: float  # seconds since the last of them
+    after_s: float | None  # since the fault before, where nothing that counts was done between them
+    lost: int  # workers that it killed
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run, from the end of one iteration to the end of another one.
+    """A part of a run, from the end of one iteration to the end of another one."""
 
-    Attributes:
-        events: of it.
-        seconds: that it took.
-        iterations: that count, each once.
-        hits: the faults.
-    """
-
-    events: Sequence[dict]
-    seconds: float
-    iterations: int
-    hits: tuple[Hit, ...]
+    events: Sequence[dict]  # of it
+    seconds: float  # that it took
+    iterations: int  # that count, each once
+    hits: tuple[Hit, ...]  # the faults
 
 
 @dataclass(frozen=True)
@@ -86,22 +65,18 @@ class Half:
 
     @property
     def events(self) -> list[dict]:
-        """Of all parts, in order."""
         return [event for part in self.parts for event in part.events]
 
     @property
     def seconds(self) -> float:
-        """That all of them took."""
         return sum(part.seconds for part in self.parts)
 
     @property
     def iterations(self) -> int:
-        """Of all of them."""
         return sum(part.iterations for part in self.parts)
 
     @property
     def hits(self) -> list[Hit]:
-        """Of all of them."""
         return [hit for part in self.parts for hit in part.hits]
 
     def ettr(self, plain_s: float) -> float:
@@ -114,7 +89,7 @@ def halves(events: Sequence[dict], every: int = 1, parts: int = PARTS) -> tuple[
 
     Args:
         events: of the run.
-        every: iterations from one snapshot to the next, so that parts begin with one.
+        every: iterations from one snapshot to the next; parts begin with one.
         parts: of both together, of about as many iterations each.
 
     Raises:
@@ -168,15 +143,15 @@ def predicted(way: Way, half: Half, profile: Profile, parts: RecoveryCosts, plai
     """
     each_s, useful_s = profile.mean_iteration_s, 0.0
     for part in half.parts:
-        trace = tuple(Event(_place(hit, each_s) * each_s, hit.lost, after_s=hit.after_s) for hit in part.hits)
+        trace = tuple(Event(_place_s(hit, each_s), hit.lost, after_s=hit.after_s) for hit in part.hits)
         chance = Faults(trace=trace, while_training=True) if trace else Faults(math.inf)
         useful_s += part.seconds * _simulated(way, part.seconds, chance, profile, parts, plain_s)
     return useful_s / half.seconds
 
 
-def _place(hit: Hit, each_s: float) -> float:
-    """Iterations that were complete, and how much of the next."""
-    return hit.iterations + min(_NEARLY_ALL, hit.since_s / each_s)
+def _place_s(hit: Hit, each_s: float) -> float:
+    """Of iterations that were complete, and of the part of the next."""
+    return (hit.iterations + min(_NEARLY_ALL, hit.since_s / each_s)) * each_s
 
 
 def expected(way: Way, seconds: float, mtbf: float, profile: Profile, parts: RecoveryCosts, plain_s: float) -> float:

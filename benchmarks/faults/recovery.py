@@ -7,11 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-GUESS_S = 3.0
-"""How long the first recovery of a run is thought to take; later ones as long as the one before."""
-
-SHORT, LONG = 0.4, 1.6
-"""How long something is paused, in silence timeouts."""
+GUESS_S = 3.0  # how long the first recovery of a run is thought to take; later ones as long as the one before
+SHORT, LONG = 0.4, 1.6  # how long something is paused, in silence timeouts
 
 ALONE = ("controller", "controller pauses", "controller pauses for long", "replica server", "worker")
 SEVERAL = (*ALONE, "replica server pauses", "zygote", "zygote pauses")
@@ -23,19 +20,12 @@ LOSSES = ("launcher", "zygote")
 
 @dataclass(frozen=True)
 class During:
-    """Something that happens while a job recovers.
+    """Something that happens while a job recovers."""
 
-    Attributes:
-        action: one of :data:`SEVERAL`.
-        share: when, as a share of how long a recovery takes.
-        rank: of the worker, for ``worker``.
-        node: whose process, of all other actions but ``controllers``.
-    """
-
-    action: str
-    share: float
-    rank: int
-    node: int
+    action: str  # one of :data:`SEVERAL`
+    share: float  # when, as a share of how long a recovery takes
+    rank: int  # of the worker, for ``worker``
+    node: int  # whose process, of all other actions but ``controllers``
 
     def __str__(self) -> str:
         whose = {"worker": f" {self.rank}", "controllers": ""}.get(self.action.split()[0], f" {self.node}")
@@ -52,28 +42,19 @@ class Trouble:
 
 
 class Disturbed(Protocol):
-    """A run, as far as it is met in its recoveries."""
+    """A run, as far as it is met in its recoveries; see :class:`benchmarks.faults.run.Run`."""
 
-    def reached(self) -> int:
-        """The last iteration that is complete."""
-        ...
+    def reached(self) -> int: ...
 
-    def kill_worker(self, rank: int) -> bool:
-        """Whether there was one."""
-        ...
+    def kill_worker(self, rank: int) -> bool: ...
 
-    def disturb_recovery(self, what: During) -> bool:
-        """Whether there was somebody to do it to."""
-        ...
+    def disturb_recovery(self, what: During) -> bool: ...
 
 
 def troubles(
     chance: random.Random, size: int, nodes: int, iterations: int, every: int = 4, candidates: int = 1
 ) -> tuple[Trouble, ...]:
-    """What happens in the recoveries of a run, as chance has it; not in its last iterations.
-
-    Of three candidates' nodes one at a time is lost, so that a majority is there.
-    """
+    """What happens in the recoveries of a run but the last iterations; of candidates' nodes one at a time is lost."""
     drawn = []
     possible = ELECTED if candidates > 1 else SEVERAL if nodes > 1 else ALONE
     for iteration in range(2, iterations - 4, every):
@@ -81,9 +62,8 @@ def troubles(
         for _ in range(chance.choice((1, 1, 2, 3))):
             lost = any(one.action in LOSSES for one in during)
             action = chance.choice([action for action in possible if not (lost and action in LOSSES)])
-            during.append(
-                During(action, chance.random(), chance.randrange(size), _node(action, chance, nodes, candidates))
-            )
+            share, rank = chance.random(), chance.randrange(size)
+            during.append(During(action, share, rank, _node(action, chance, nodes, candidates)))
         at = iteration + chance.randrange(every // 2)
         drawn.append(Trouble(at, chance.randrange(size), tuple(sorted(during, key=lambda one: one.share))))
     return tuple(drawn)
@@ -99,14 +79,9 @@ def _node(action: str, chance: random.Random, nodes: int, candidates: int) -> in
 
 
 class Recoveries:
-    """Meets a run in its recoveries.
+    """Meets a run in its recoveries, as planned; ``done`` is what has happened.
 
-    Args:
-        planned: what is to happen, in order.
-
-    Attributes:
-        done: what has happened.
-        seconds: how long each recovery took, from the kill to a further iteration.
+    ``seconds`` are those of each recovery, from the kill to a further iteration.
     """
 
     def __init__(self, planned: tuple[Trouble, ...]):

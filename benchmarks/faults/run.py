@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -13,23 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from benchmarks.faults.recovery import LONG, SHORT, During, Recoveries
-from benchmarks.faults.standing import standing
-from benchmarks.live.job import ROOT, Events, free_ports
-from moc.store.regions import RegionReader
+from benchmarks.live.job import KIND, ROOT, SHARED, WORKER, Events, free_ports, reader_of, running
 from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.store import Store
 
-MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
-    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --seq-length 32
-    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --micro-batch-size 1
-    --global-batch-size 8 --lr 1e-2 --clip-grad 0.3 --eval-iters 0 --num-workers 0 --log-interval 1""".split()
+SIZES = """--hidden-size 64 --ffn-hidden-size 96 --num-experts 8 --seq-length 32 --vocab-size 255 --micro-batch-size 1
+    --global-batch-size 8 --lr 1e-2 --clip-grad 0.3 --log-interval 1""".split()
+MODEL = [*KIND, *SIZES]
 ZERO, PP2, EP2 = "--use-distributed-optimizer", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 LAYOUTS = {  # name: (workers, flags)
@@ -57,9 +53,7 @@ TIERS = {
 """Tiers of snapshots: of everything, sparse, and partial."""
 LOSSY = ("pec", "pec, peers")
 """Those after which a run goes on with experts of different iterations, and ends with other bits."""
-_WORKER = re.compile(r"worker (\d+) is process (\d+)")
-STOPPED_S = 3.0
-"""How long a replica server is stopped: its sockets stay open, and nothing comes."""
+STOPPED_S = 3.0  # for which a replica server is stopped: its sockets stay open, and nothing comes
 
 
 def fits(layout: str, tier: str) -> bool:
@@ -86,9 +80,8 @@ def end_of(snapshots: Path, iterations: int, events: Events) -> End:
     store = Store(LocalPlace(snapshots))
     if store.iterations()[-1:] != [iterations]:
         return End(lines, {})
-    names = store.manifest(iterations).files
-    reader = RegionReader(store.place.blob(f"{directory_of(iterations)}/{name}") for name in names)
-    return End(lines, {(one.entry.name, one.entry.slot, one.entry.region): one.digest for one in reader.sources()})
+    sources = reader_of(store, iterations).sources()
+    return End(lines, {(one.entry.name, one.entry.slot, one.entry.region): one.digest for one in sources})
 
 
 def differences(ended: End, expected: End) -> list[str]:
@@ -118,19 +111,39 @@ def missing(ended: End, expected: End) -> list[str]:
 class Outside:
     """What is done to a job from outside, as soon as an iteration is complete.
 
-    Attributes:
-        action: ``node`` (it is lost, and comes back empty), ``agent`` (killed, and its node's processes with it),
-            ``controller`` (killed) or ``replica_server`` (stopped for a while).
-        iteration: after which.
-        node: whose; -1 for the last one.
+    ``node`` (it is lost, and comes back empty), ``agent`` (killed, and its node's processes with it), ``controller``
+    (killed) or ``replica_server`` (stopped for a while).
     """
 
     action: str
-    iteration: int
-    node: int = -1
+    iteration: int  # after which
+    node: int = -1  # whose; -1 for the last one
 
     def __str__(self) -> str:
         return f"{self.action} {self.node} at {self.iteration}, outside"
+
+
+def standing(processes: Iterable[psutil.Process]) -> list[str]:
+    """A line for each process: its number, its state, the program, and what its threads wait for in the kernel."""
+    return [line for process in processes if (line := _line(process))]
+
+
+def _line(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        words = process.cmdline()
+        program = next((words[i + 1] for i, word in enumerate(words[:-1]) if word == "-m"), " ".join(words[:2]))
+        return f"{process.pid} {process.status()} {program}: {_waits(process.pid)}"
+    return ""
+
+
+def _waits(pid: int) -> str:
+    """By what threads wait for, how many do."""
+    counts: dict[str, int] = {}
+    for thread in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            name = (thread / "wchan").read_text() or "running"
+            counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items())
 
 
 class Run:
@@ -157,7 +170,7 @@ class Run:
         self.directory, self._own, self.wrong, self.done = directory, own, [], []
         self.left: list[str] = []
         self.stand: list[str] = []
-        self._memory = Path(tempfile.mkdtemp(prefix="random-faults-", dir="/dev/shm"))
+        self._memory = Path(tempfile.mkdtemp(prefix="random-faults-", dir=SHARED))
         directory.mkdir(parents=True)
         self.events, self._seen, self._iteration = Events(directory / "events.jsonl"), 0, 0
         size, parallel = LAYOUTS[layout]
@@ -165,6 +178,7 @@ class Run:
         self._nodes = nodes_of(layout, tier)
         launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
         self._spares = max(0, candidates - self._nodes) if candidates > 1 else 0
+        self._all_nodes = range(self._nodes + self._spares)
         if self._nodes > 1:
             addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(candidates))
             launcher += ["--nnodes", self._nodes, "--spares", self._spares, "--rdzv-endpoint", addresses]
@@ -212,11 +226,6 @@ class Run:
         codes = [launcher.poll() for launcher in self._launchers]
         return 0 in codes or None not in codes or (not self._spares and codes[0] is not None)
 
-    @property
-    def _all_nodes(self) -> range:
-        """Spares, too."""
-        return range(self._nodes + self._spares)
-
     def end(self) -> End:
         """What it has come to."""
         return end_of(self.directory / "snapshots", self._own.iterations, self.events)
@@ -242,7 +251,7 @@ class Run:
     def kill_worker(self, rank: int) -> bool:
         """Kills a worker; whether there was one."""
         said = (self.directory / "console").read_text(errors="replace")
-        numbers = [int(number) for other, number in _WORKER.findall(said) if int(other) == rank]
+        numbers = [int(number) for other, number in WORKER.findall(said) if int(other) == rank]
         with contextlib.suppress(IndexError, ProcessLookupError):
             os.kill(numbers[-1], signal.SIGKILL)
             return True
@@ -256,16 +265,18 @@ class Run:
         if who == "launcher":
             return self._launchers[what.node].poll() is None and self._agent(what.node)
         nodes = self._all_nodes if who == "controllers" else [what.node]
-        found = [one for node in nodes for one in self._running(node, f"moc.runtime.{who.removesuffix('s')}")]
+        found = [one for node in nodes for one in self._running(node, who.removesuffix("s"))]
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if pauses:
-                    seconds = self._own.silence * (LONG if "for long" in pauses else SHORT)
-                    process.send_signal(signal.SIGSTOP)
-                    self._stopped.append((time.monotonic() + seconds, process))
+                    self._pause(process, self._own.silence * (LONG if "for long" in pauses else SHORT))
                 else:
                     process.kill()
         return bool(found)
+
+    def _pause(self, process: psutil.Process, seconds: float) -> None:
+        process.send_signal(signal.SIGSTOP)
+        self._stopped.append((time.monotonic() + seconds, process))
 
     def _start_what_ended(self) -> None:
         """A launcher that has lost what it cannot do without ends, and its command is started again."""
@@ -304,17 +315,16 @@ class Run:
         shutil.rmtree(self._temporary(node))  # nobody is left who could tidy it up
 
     def _controller(self, _: int) -> bool:
-        controllers = self._running(0, "moc.runtime.controller")
+        controllers = self._running(0, "controller")
         for process in controllers:
             process.kill()
         return bool(controllers)
 
     def _replica_server(self, node: int) -> bool:
         """What keeps copies on a node does not answer for a while, though its sockets stay open."""
-        replica_servers = self._running(node, "moc.runtime.replica_server")
+        replica_servers = self._running(node, "replica_server")
         for process in replica_servers:
-            process.send_signal(signal.SIGSTOP)
-            self._stopped.append((time.monotonic() + STOPPED_S, process))
+            self._pause(process, STOPPED_S)
         return bool(replica_servers)
 
     def _let_go_on(self) -> None:
@@ -329,14 +339,8 @@ class Run:
         launcher = psutil.Process(self._launchers[node].pid)
         return [launcher, *launcher.children(recursive=True)]
 
-    def _running(self, node: int, module: str) -> list[psutil.Process]:
-        """Processes that a launcher has started to run a module; workers, forked from one of them, have its name."""
-        found = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._launchers[node].pid).children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    found += [process] if module in process.cmdline() else []
-        return found
+    def _running(self, node: int, who: str) -> list[psutil.Process]:
+        return running(self._launchers[node].pid, f"moc.runtime.{who}")
 
     def _temporary(self, node: int) -> Path:
         return self.directory / f"tmp{node}"

@@ -1,28 +1,27 @@
 """Blocks of iterations, of which every second one saves nothing: what saving costs, told by one job of itself.
 
 Two jobs that do the same differ by percents for as long as they live, and one machine from one second to the next by
-ten.  Within a job, and from one block of a few iterations to the next, both are alike.
+ten.  Within a job, and from one block of a few iterations to the next, both are alike.  As a program, this is
+``pretrain_gpt_moe.py`` that saves so, with the numbers of :class:`Blocks` in ``SAVING_FROM`` and ``SAVING_FOR``.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """When a job saves.
+    """When a job saves."""
 
-    Attributes:
-        first: the iteration with which they begin; before it the job saves as it would.
-        length: iterations of each; whole windows.
-    """
-
-    first: int
-    length: int
+    first: int  # the iteration with which they begin; before it the job saves as it would
+    length: int  # iterations of each; whole windows
 
     def number(self, iteration: int) -> int:
         """Of the block that an iteration is in; even ones save, and what is before the first has the number -2."""
@@ -33,16 +32,10 @@ class Blocks:
         return self.number(iteration) % 2 == 0
 
     def overheads(self, seconds: Mapping[int, float]) -> list[float]:
-        """Of each block that saves, how much longer its iterations take than those of its two neighbours.
+        """Of each block that saves, how much longer its iterations take than those of its two neighbours, as a share.
 
         A snapshot begins at the end of its iteration, is copied while the next one is computed, and hashed meanwhile or
         a little later: so the first iteration of a block does not count, nor the second of one that does not save.
-
-        Args:
-            seconds: by iteration; as many as there were.
-
-        Returns:
-            Shares of an iteration, 0.02 for two percent, in order.
         """
         by_block: dict[int, list[float]] = {}
         for iteration, took in seconds.items():
@@ -61,3 +54,18 @@ def between(values: Sequence[float], share: float = 0.95, samples: int = 4000) -
     medians = sorted(median(chance.choices(values, k=len(values))) for _ in range(samples))
     outside = int((1 - share) / 2 * samples)
     return medians[outside], medians[-1 - outside]
+
+
+def in_blocks(plan, blocks: Blocks):
+    """The method ``plan`` of a policy, which is asked only where the block saves."""
+    return lambda self, iteration, *load: plan(self, iteration, *load) if blocks.saves(iteration) else None
+
+
+if __name__ == "__main__":
+    import pretrain_gpt_moe as program
+    from moc.policy import POLICIES
+
+    for kind in POLICIES.values():
+        policy: Any = kind  # of which a method is replaced
+        policy.plan = in_blocks(policy.plan, Blocks(int(os.environ["SAVING_FROM"]), int(os.environ["SAVING_FOR"])))
+    sys.exit(program.main())

@@ -2,8 +2,7 @@
 
 Model, data and optimizer are those of ``pretrain_gpt_moe.py``; nothing of this repository's fault tolerance is used.
 ``dcp.async_save`` copies the state after every N-th iteration and writes it in a thread; a checkpoint counts when its
-``.metadata`` is there, which torch writes last.  Positions are kept as a tensor, so that no pickle but torch's own
-description of the checkpoint is read.
+``.metadata`` is there, which torch writes last.  Positions are a tensor, so that no pickle but torch's own is read.
 
     torchrun --nproc-per-node 4 --max-restarts 3 benchmarks/live/dcp_job.py --checkpoints DIR --every 1 FLAGS...
 """
@@ -34,13 +33,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, required=True, help="iterations between checkpoints")
     own, flags = parser.parse_known_args()
 
-    from megatron.pretraining.arguments import parse_config
+    from benchmarks.save_peers.trainer import begin
 
-    config = parse_config(flags)
-
-    from megatron.pretraining.process import cpu
-
-    cpu.install()
+    run, stop, _ = begin(flags)
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -48,17 +43,7 @@ def main() -> None:
     from benchmarks.save_peers.torch_dcp import DcpSaver, state_dict
     from megatron.pretraining.engine.state import MegatronState
     from megatron.pretraining.loop import collect_garbage_by_hand, iterate
-    from megatron.pretraining.process.initialize import initialize
-    from megatron.pretraining.process.phases import Phases
-    from megatron.pretraining.process.stopping import StopRequests
-    from megatron.pretraining.setup import set_up
-    from pretrain_gpt_moe import providers
 
-    stop, phases = StopRequests(config), Phases()
-    phases.done("import")
-    world = initialize(config)
-    phases.done("join")
-    run = set_up(config, world, providers(), stop, phases)
     position = torch.zeros(2, dtype=torch.int64)  # iterations, samples
     state = state_dict(run.stepper.chunks, run.stepper.optimizer.core) | {"position": position}
     if found := complete(own.checkpoints):

@@ -18,20 +18,30 @@ from pathlib import Path
 
 import psutil
 
+from moc.store.regions import RegionReader
+from moc.store.store import Store, directory_of
+
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = Path("/dev/shm")
 PROGRAM = str(ROOT / "pretrain_gpt_moe.py")
 PATIENCE_S = 180.0
 POLL_S = 0.002
-MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --num-experts 8
-    --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
-    --seq-length 64 --max-position-embeddings 64
-    --position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local --use-distributed-optimizer
-    --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100000 --eval-iters 0 --num-workers 0""".split()
+KIND = """--num-layers 4 --num-attention-heads 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
+    --moe-token-dispatcher-type alltoall --position-embedding-type rope --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --mock-data --tokenizer-type NullTokenizer --transformer-impl local
+    --eval-iters 0 --num-workers 0""".split()
+"""What the models of most benchmarks have in common."""
+SIZES = """--hidden-size 64 --ffn-hidden-size 96 --num-experts 8 --seq-length 64 --max-position-embeddings 64
+    --vocab-size 255 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
+    --train-iters 100000""".split()
+MODEL = [*KIND, *SIZES]
 """A model so small that what is measured is everything else."""
+EP2 = ["--expert-model-parallel-size", "2"]
+PP2_EP2 = ["--pipeline-model-parallel-size", "2", *EP2]
+IN_MEMORY = "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1".split()
 
-_WORKER = re.compile(r"worker (\d+) is process (\d+)")
+WORKER = re.compile(r"worker (\d+) is process (\d+)")
+"""How the launcher tells of a worker."""
 
 
 def launcher(workers: int) -> list[str]:
@@ -41,8 +51,7 @@ def launcher(workers: int) -> list[str]:
 
 def torchrun(workers: int) -> list[str]:
     """torchrun on one node, which starts all workers again when one is lost."""
-    own = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "10000"]
-    return ["-m", "torch.distributed.run", *own]
+    return f"-m torch.distributed.run --standalone --nproc-per-node {workers} --max-restarts 10000".split()
 
 
 def free_ports(count: int) -> list[int]:
@@ -52,6 +61,29 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+def running(launcher: int, module: str) -> list[psutil.Process]:
+    """Processes that a launcher has started to run a module; workers, forked from one of them, have its name."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(launcher).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [process] if module in process.cmdline() else []
+    return found
+
+
+def reader_of(store: Store, iteration: int) -> RegionReader:
+    """Of all regions of a snapshot; raises :class:`moc.store.errors.CheckpointError` if it is not there."""
+    names = store.manifest(iteration).files
+    return RegionReader(store.place.blob(f"{directory_of(iteration)}/{name}") for name in names)
+
+
+def look(process: psutil.Process) -> dict[str, float]:
+    """What a process has now: MB of its own memory (USS) and resident, threads and descriptors."""
+    memory = process.memory_full_info()
+    counts = {"threads": process.num_threads(), "descriptors": process.num_fds()}
+    return {"uss_mb": memory.uss / 2**20, "rss_mb": memory.rss / 2**20, **counts}
 
 
 class Events:
@@ -77,12 +109,12 @@ class Events:
 
 
 class Job:
-    """A job on this machine, as a context manager that leaves nothing behind.
+    """A job on this machine, as a context manager that leaves nothing behind but its directory.
 
     Args:
         command: the launcher, the program and its flags, as Python is to be called with.
         directory: for its files; an empty one.
-        memory: for snapshots in memory; it is made, and removed at the end.  None where there are none.
+        saves: it keeps snapshots in its directory, and in shared memory.
         keep: whether a line of the job's output is to be remembered; all of them by default.
         environment: variables beside this process's own.
         python: the interpreter.
@@ -91,22 +123,24 @@ class Job:
         events: what the job has told.
         said: lines that its processes wrote, with the Unix time at which each arrived here.
         process: the launcher.
+        memory: its directory in shared memory, which is gone at the end.
     """
 
     def __init__(
         self,
         command: Sequence[object],
-        directory: Path,
-        memory: Path | None = None,
+        directory: str | Path,
+        saves: bool = False,
         keep: Callable[[str], bool] = lambda _: True,
         environment: dict[str, str] | None = None,
         python: str = sys.executable,
     ):
+        directory = Path(directory)
         self.events, self.said = Events(directory / "log" / "events.jsonl"), []
-        self._memory, self._keep = memory, keep
-        if memory is not None:
-            memory.mkdir()
-            command = [*command, "--ckpt-memory-dir", memory]
+        self.memory, self._saves, self._keep = SHARED / directory.name, saves, keep
+        if saves:
+            self.memory.mkdir()
+            command = [*command, "--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self.memory]
         command = [*command, "--log-dir", directory / "log"]
         alike = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
@@ -127,13 +161,13 @@ class Job:
 
     def __exit__(self, *_) -> None:
         if self.process.poll() is None:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                _kill(child.pid)
-            _kill(self.process.pid)
+            for one in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGKILL)
         self.process.wait()
         self._listener.join()
-        if self._memory is not None:
-            shutil.rmtree(self._memory)
+        if self._saves:
+            shutil.rmtree(self.memory)
 
     def wait_for(self, ready: Callable, what: str):
         """What ``ready`` returns, as soon as that is something.
@@ -159,20 +193,9 @@ class Job:
 
     def workers(self) -> dict[int, int]:
         """The processes of the workers: by rank under our launcher, else in any order."""
-        found = [(moment, match) for moment, line in self.said if (match := _WORKER.search(line))]
-        if found:
-            return {int(match[1]): int(match[2]) for _, match in found}
+        if found := {int(told[1]): int(told[2]) for _, line in self.said if (told := WORKER.search(line))}:
+            return found
         return {i: child.pid for i, child in enumerate(psutil.Process(self.process.pid).children())}
-
-    def module(self, name: str) -> psutil.Process:
-        """The process that our launcher has started to run a module."""
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if name in child.cmdline())
-
-    def stop(self) -> int:
-        """Asks the job to end in good order; its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
 
     def last_words(self) -> str:
         """The last lines that it has written."""
@@ -184,15 +207,6 @@ class Job:
                 self.said.append((time.time(), line.rstrip()))
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
 def _loads(line: bytes) -> dict | None:
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(line)
-    except ValueError:
-        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 
 NOTICED = {"ours": re.compile("mocrun: generation [0-9]+: "), "torchrun": re.compile(r"failed \(exitcode: -9\)")}
@@ -32,7 +33,7 @@ def recovery(
     Args:
         events: of the job, in order.
         said: lines of the launcher, with their moments.
-        noticed: what the line says by which the launcher tells that a worker is lost.
+        noticed: one of :data:`NOTICED`.
         killed: moment of the kill.
         usual: seconds of an iteration without a kill.
 
@@ -41,17 +42,13 @@ def recovery(
         which tells it), ``outside useful work``, and ``iterations again``, which had been complete already.  None if
         the job has not come so far.
     """
-    resumed = next((i for i, e in enumerate(events) if e["type"] == "resume" and e["time"] >= killed), None)
+    found = first_new(events, killed)
     line = next((moment for moment, text in said if moment >= killed and noticed.search(text)), None)
     start = next((e for e in events if e["type"] == "start" and e["time"] >= killed), None)
-    if resumed is None or line is None or start is None:
+    if found is None or line is None or start is None:
         return None
-    before = [e for e in events[:resumed] if e["type"] == "iteration"]
-    after = [e for e in events[resumed:] if e["type"] == "iteration"]
-    last = max(before, key=lambda e: (e["iteration"], -e["time"]))
-    new = next((e for e in after if e["iteration"] > last["iteration"]), None)
-    if new is None:
-        return None
+    resumed, last, new = found
+    again = next(e for e in events[resumed:] if e["type"] == "iteration")
     left = next((e["time"] - e["met_s"] for e in events if e["type"] == "generation" and e["time"] >= killed), None)
     moments = {
         "detected": line,
@@ -59,11 +56,22 @@ def recovery(
         "first collective": start["time"] - start["startup_s"]["load"],
         "planned": events[resumed]["time"] - events[resumed]["seconds"],
         "loaded": events[resumed]["time"],
-        "first iteration": after[0]["time"],
+        "first iteration": again["time"],
     }
     told = {name: moment - killed for name, moment in moments.items() if moment is not None}
-    again = last["iteration"] - events[resumed]["iteration"]
-    return told | {OUTSIDE: new["time"] - last["time"] - usual, "iterations again": again}
+    computed_again = last["iteration"] - events[resumed]["iteration"]
+    return told | {OUTSIDE: new["time"] - last["time"] - usual, "iterations again": computed_again}
+
+
+def first_new(events: Sequence[dict], killed: float) -> tuple[int, dict, dict] | None:
+    """After a kill, the place of the event ``resume``; the newest iteration before; the first one that is newer."""
+    resumed = next((i for i, e in enumerate(events) if e["type"] == "resume" and e["time"] >= killed), None)
+    if resumed is None:
+        return None
+    before, after = ([e for e in part if e["type"] == "iteration"] for part in (events[:resumed], events[resumed:]))
+    last = max(before, key=lambda e: (e["iteration"], -e["time"]))
+    new = next((e for e in after if e["iteration"] > last["iteration"]), None)
+    return None if new is None else (resumed, last, new)
 
 
 def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -73,15 +81,9 @@ def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def claims(of: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
-    """Which claims hold, of those whose cases were run.
-
-    Args:
-        of: medians by case.
-    """
+    """Which claims hold, of those whose cases were run, by medians of cases."""
     told = {}
     for name, holds in CLAIMS.items():
-        try:
+        with suppress(KeyError):
             told[name] = holds(of)
-        except KeyError:
-            continue
     return told

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from statistics import mean, median
 
@@ -58,13 +58,12 @@ def ratios(rounds: Sequence[Mapping[str, Sequence[float]]], base: str) -> dict[s
         rounds: of each, by job, seconds of its iterations.
         base: the job that the others are compared with.
     """
-    told = {}
-    for job in rounds[0]:
-        by = {
-            kind: [of(one[base]) / of(one[job]) for one in rounds] for kind, of in (("median", median), ("mean", mean))
-        }
-        told[job] = {kind: {"median": median(values), "rounds": values} for kind, values in by.items()}
-    return told
+
+    def compared(of: Callable, job: str) -> dict:
+        values = [of(one[base]) / of(one[job]) for one in rounds]
+        return {"median": median(values), "rounds": values}
+
+    return {job: {"median": compared(median, job), "mean": compared(mean, job)} for job in rounds[0]}
 
 
 def pause(job: Job) -> None:

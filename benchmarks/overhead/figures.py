@@ -49,43 +49,32 @@ def measured(events: list[dict], sizes: Mapping[str, Mapping[int, list[int]]], p
     for number, base in enumerate([told["first"], *told["rounds"]], start=1):
         iteration = number * plan.every
         snapshot, persist = (_event(events, kind, iteration) for kind in ("snapshot", "persist"))
-        _refuse_late(events, persist, iteration + plan.every)
-        rounds.append(
-            base
-            | {
-                "hash_s": snapshot["hash_s"],
-                "publish_s": persist["publish_s"],
-                "extra_s": elapsed[iteration] + elapsed[iteration + 1] - 2 * normal,
-                "overhead_s": base["round_s"] - plan.every * normal,
-                "iterations": _ended_between(events, iteration, persist["time"]),
-                "ranks": _ranks(sizes, iteration),
-            }
-        )
+        later = {e["iteration"]: e["time"] for e in events if e["type"] == "iteration" and e["iteration"] > iteration}
+        _refuse_late(persist, iteration + plan.every, later)
+        more = {
+            "hash_s": snapshot["hash_s"],
+            "publish_s": persist["publish_s"],
+            "extra_s": elapsed[iteration] + elapsed[iteration + 1] - 2 * normal,
+            "overhead_s": base["round_s"] - plan.every * normal,
+            "iterations": sum(end <= persist["time"] for end in later.values()),
+            "ranks": _ranks(sizes, iteration),
+        }
+        rounds.append(base | more)
     return {"plain_s": plain, "first": rounds[0], "rounds": rounds[1:]}
 
 
 def _event(events: list[dict], kind: str, iteration: int) -> dict:
     found = [e for e in events if e["type"] == kind and e["iteration"] == iteration]
     if not found:
-        raise ValueError(
-            f"events.jsonl tells of no {kind} of iteration {iteration}: storage was still busy with an earlier "
-            "snapshot, so give it more iterations with --every"
-        )
+        why = "storage was still busy with an earlier snapshot, so give it more iterations with --every"
+        raise ValueError(f"events.jsonl tells of no {kind} of iteration {iteration}: {why}")
     return found[0]
 
 
-def _refuse_late(events: list[dict], persist: dict, next_snapshot: int) -> None:
-    ends = {e["iteration"]: e["time"] for e in events if e["type"] == "iteration"}
+def _refuse_late(persist: dict, next_snapshot: int, ends: Mapping[int, float]) -> None:
     if persist["time"] > ends.get(next_snapshot, math.inf):
-        raise ValueError(
-            f"the snapshot of iteration {persist['iteration']} was in storage after that of {next_snapshot} had "
-            "begun, so that one was measured beside another: give it more iterations with --every"
-        )
-
-
-def _ended_between(events: list[dict], iteration: int, end: float) -> int:
-    later = (e for e in events if e["type"] == "iteration" and e["iteration"] > iteration)
-    return sum(e["time"] <= end for e in later)
+        why = f"the snapshot of iteration {persist['iteration']} was in storage after that of {next_snapshot} had begun"
+        raise ValueError(f"{why}, so that one was measured beside another: give it more iterations with --every")
 
 
 def _ranks(sizes: Mapping[str, Mapping[int, list[int]]], iteration: int) -> dict[str, list[int]]:
@@ -97,11 +86,7 @@ def _ranks(sizes: Mapping[str, Mapping[int, list[int]]], iteration: int) -> dict
 
 
 def pooled_iteration_s(samples: Mapping[str, Sequence[dict]]) -> float:
-    """Median of all iterations without a snapshot, of all methods, which train alike.
-
-    Args:
-        samples: runs by method.
-    """
+    """Median of all iterations without a snapshot, of the runs of all methods, which train alike."""
     return statistics.median(s for runs in samples.values() for run in runs for s in run["plain_s"])
 
 
@@ -159,27 +144,20 @@ def against(moc: dict, baseline: dict | None, base_async: dict | None) -> dict[s
     """
     told = {}
     if baseline is not None:
-        told |= {
-            f"{name}_reduction": 1 - moc[f"{name}_s"] / baseline[f"{name}_s"] for name in ("o_save", "o_save_most")
-        }
+        for name in ("o_save", "o_save_most"):
+            told[f"{name}_reduction"] = 1 - moc[f"{name}_s"] / baseline[f"{name}_s"]
     if base_async is not None:
-        told["interval_ratio"] = moc["interval"] / base_async["interval"]
-        told["interval_exact_ratio"] = moc["interval_exact"] / base_async["interval_exact"]
-        told["work_ratio"] = moc["work"] / base_async["work"]
+        for name in ("interval", "interval_exact", "work"):
+            told[f"{name}_ratio"] = moc[name] / base_async[name]
     return told
 
 
 def of_baseline(summary: dict, baseline: dict) -> dict[str, float]:
     """What a method takes of what the baseline takes, which saves everything (MoC-System's Figures 10 and 11).
 
-    Args:
-        summary: of a method.
-        baseline: of the baseline, in the same layout.
-
     Returns:
         Ratios of ``t_snapshot`` and ``t_persist``, which are means over workers, so that they say nothing of the
-        busiest one where ranks save unequally much; and by level of the bytes of all ranks (``bytes_memory``,
-        ``bytes_storage``) and of the busiest one (``bottleneck_memory``, ``bottleneck_storage``).
+        busiest one; and by level those of ``bytes`` of all ranks, and of the busiest one (``bottleneck``).
     """
     told = {name: summary[f"{name}_s"] / baseline[f"{name}_s"] for name in ("t_snapshot", "t_persist")}
     for name in ("bytes", "bottleneck"):
@@ -188,10 +166,8 @@ def of_baseline(summary: dict, baseline: dict) -> dict[str, float]:
 
 
 def followed(events: list[dict], every: int, snapshots: int) -> dict:
-    """Whether storage got every snapshot of a run that took one each ``every`` iterations, the first left out.
-
-    Returns:
-        ``due`` snapshots, ``stored`` ones of them, ``stall_s`` for each, ``iteration_s`` meanwhile (median).
+    """Of a run with a snapshot each ``every`` iterations, the first left out: how many were ``due``, and ``stored`` of
+    these; ``stall_s`` for each, and ``iteration_s`` meanwhile (median).
     """
     due = [number * every for number in range(2, snapshots + 2)]
     stored = {e["iteration"] for e in events if e["type"] == "persist"}

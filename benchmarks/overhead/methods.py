@@ -9,28 +9,16 @@ from benchmarks.save_peers.cases import COMMON
 
 @dataclass(frozen=True)
 class Method:
-    """One way of checkpointing.
+    """One way of checkpointing."""
 
-    Attributes:
-        label: its name in tables.
-        mode: flags of the program.
-        two_levels: snapshots are kept in memory, and go on to storage from there.
-        blocking: training waits until a checkpoint is in storage.
-        k: experts of each layer in a snapshot and of these in storage; None where all are in both.
-    """
-
-    label: str
-    mode: str
-    two_levels: bool = False
-    blocking: bool = False
-    k: tuple[int, int] | None = None
+    label: str  # its name in tables
+    mode: str  # flags of the program
+    two_levels: bool = False  # snapshots are kept in memory, and go on to storage from there
+    blocking: bool = False  # training waits until a checkpoint is in storage
+    k: tuple[int, int] | None = None  # experts of each layer in memory, and of these in storage; None for all
 
     def flags(self, every: int) -> str:
-        """Flags of the program; where there are two levels, every snapshot is to go to storage.
-
-        Args:
-            every: iterations between snapshots.
-        """
+        """Of the program, for a snapshot every so many iterations; of two levels, both get every snapshot."""
         return f"{self.mode} --persist-interval {every}" if self.two_levels else self.mode
 
 
@@ -40,21 +28,18 @@ def _moc(label: str, k_snapshot: int, k_persist: int, sharding: str = "EE+AN") -
     return Method(label, mode, two_levels=True, k=(k_snapshot, k_persist))
 
 
-def _full_async(sharding: str) -> Method:
-    return Method(f"Base-Async, {sharding}", f"--ckpt-policy full --ckpt-sharding {sharding}")
-
-
+_FULL_BY = "--ckpt-policy full --ckpt-sharding"
 BASELINE, BASE_ASYNC = "baseline", "base-async"
 SWEPT = (1, 2, 4, 8, 16)
 """K of both levels, as in Figure 11."""
 
 METHODS = {
-    BASELINE: Method("Baseline", "--ckpt-policy full --ckpt-sharding baseline --ckpt-blocking", blocking=True),
-    BASE_ASYNC: Method("Base-Async", "--ckpt-policy full --ckpt-sharding baseline"),
+    BASELINE: Method("Baseline", f"{_FULL_BY} baseline --ckpt-blocking", blocking=True),
+    BASE_ASYNC: Method("Base-Async", f"{_FULL_BY} baseline"),
     "moc-async": _moc("MoC-Async, K 4 and 1", 4, 1),
     **{f"moc-async-k{k}": _moc(f"MoC-Async, K {k} and {k}", k, k) for k in SWEPT},
     **{f"moc-async-k1-{name}": _moc(f"MoC-Async, K 1 and 1, {name}", 1, 1, name) for name in ("EE", "EE+EN")},
-    **{f"base-async-{name}": _full_async(name) for name in ("EE", "EE+EN", "EE+AN")},
+    **{f"base-async-{one}": Method(f"Base-Async, {one}", f"{_FULL_BY} {one}") for one in ("EE", "EE+EN", "EE+AN")},
 }
 DEFAULT = (BASELINE, BASE_ASYNC, "moc-async", "moc-async-k1")
 SETS = {
@@ -86,12 +71,9 @@ _QUICK = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attentio
 
 
 def model_flags(quick: bool, layout: str = "", hidden_size: int | None = None) -> list[str]:
-    """Flags of the program for a model of 143 M parameters, or of 2.2 M; of a layout, where it is known.
+    """Flags of the program for a model of 143 M parameters, or of 2.2 M if ``quick``, or of another width.
 
-    Args:
-        quick: the small one.
-        layout: one of :data:`LAYOUTS`.
-        hidden_size: another than that of the model, which experts are four times as wide as.
+    Experts are four times as wide as ``hidden_size``; ``layout`` is one of :data:`LAYOUTS`, where it is known.
     """
     flags = [*COMMON, *(_QUICK if quick else _FULL), *LAYOUTS.get(layout, ())]
     if hidden_size is not None:  # the last word counts

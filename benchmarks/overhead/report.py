@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import common
 from benchmarks.overhead.figures import LEVELS, TARGETS
 from benchmarks.overhead.methods import METHODS
 
@@ -21,46 +22,36 @@ _SECONDS = {  # columns: what of a summary, and digits
 
 def table(layout: str, told: dict):
     """A table of one layout, for a console: seconds and MB."""
-    from rich.table import Table
-
     title = f"{layout}: medians for each snapshot, in seconds and MB; an iteration takes {told['iteration_s']:.2f} s"
-    result = Table(title=title, title_justify="left")
-    result.add_column("method", no_wrap=True)
-    names = (*_SECONDS, "I_ckpt", *(f"MB in {level}: all / busiest rank" for level in LEVELS))
-    for name in names:
-        result.add_column(name, justify="right")
+    columns = ["method", *_SECONDS, "I_ckpt", *(f"MB in {level}: all / busiest rank" for level in LEVELS)]
+    rows = []
     for name, s in told["methods"].items():
         seconds = [f"{s[key]:.{digits}f}" for key, digits in _SECONDS.values()]
         sizes = [f"{s['bytes'][level] / 1e6:,.1f} / {s['bottleneck'][level] / 1e6:,.1f}" for level in LEVELS]
-        result.add_row(METHODS[name].label, *seconds, f"{s['interval']} ({s['interval_exact']:.2f})", *sizes)
-    return result
+        rows.append([METHODS[name].label, *seconds, f"{s['interval']} ({s['interval_exact']:.2f})", *sizes])
+    return common.table(title, columns, rows)
 
 
 def lines(told: dict) -> list[str]:
     """What a table does not hold: the targets, the same measured otherwise, and what did not work."""
     forward_backward = told["forward_backward_s"]
-    said = [
-        f"forward and backward {forward_backward:.2f} s, update {told['iteration_s'] - forward_backward:.2f} s",
-    ]
+    said = [f"forward and backward {forward_backward:.2f} s, update {told['iteration_s'] - forward_backward:.2f} s"]
     for name, ratios in told["ratios"].items():
         said += _sentences(METHODS[name].label, ratios)
     said += [_of_baseline(METHODS[name].label, ratios) for name, ratios in told["of_baseline"].items()]
     said += [_followed(METHODS[name].label, check) for name, checks in told["followed"].items() for check in checks]
     for name, size in told["sizes"].items():
-        shares = ", ".join(f"{level} {measured / size['equation'][level]:.4f}" for level, measured in _measured(size))
+        shares = ", ".join(f"{level} {size['measured'][level] / size['equation'][level]:.4f}" for level in LEVELS)
         said.append(f"{METHODS[name].label}, bytes in files over those of eq. 6: {shares}")
     return said + [f"not measured: {METHODS[name].label}: {why}" for name, why in told["failed"].items()]
 
 
 def _of_baseline(label: str, ratios: dict[str, float]) -> str:
-    sizes = [(level, ratios[f"bytes_{level}"], ratios[f"bottleneck_{level}"]) for level in LEVELS]
-    levels = (
-        f"{all_ranks:.1%} of its bytes in {level} ({most:.1%} on the busiest rank)" for level, all_ranks, most in sizes
-    )
-    seconds = (
-        f"{ratios['t_snapshot']:.1%} of its T_snapshot and {ratios['t_persist']:.1%} of its T_persist, in the mean"
-    )
-    return f"{label} beside the baseline: {seconds}, {', '.join(levels)}"
+    said = [f"{ratios['t_snapshot']:.1%} of its T_snapshot and {ratios['t_persist']:.1%} of its T_persist, in the mean"]
+    for level in LEVELS:
+        most = f"{ratios[f'bottleneck_{level}']:.1%} on the busiest rank"
+        said.append(f"{ratios[f'bytes_{level}']:.1%} of its bytes in {level} ({most})")
+    return f"{label} beside the baseline: {', '.join(said)}"
 
 
 def _followed(label: str, check: dict) -> str:
@@ -70,16 +61,11 @@ def _followed(label: str, check: dict) -> str:
     )
 
 
-def _measured(size: dict):
-    return ((level, size["measured"][level]) for level in LEVELS)
-
-
 def _sentences(label: str, ratios: dict[str, float]) -> list[str]:
     said = []
     for name, (sign, target, text) in TARGETS.items():
         if name in ratios:
-            met = ratios[name] >= target if sign == ">=" else ratios[name] <= target
-            verdict = "met" if met else "missed"
+            verdict = common.met(ratios[name], sign, target)
             said.append(f"{label}: {ratios[name]:.2%} {text} (target {sign} {target:.0%}: {verdict})")
     if "o_save_reduction" in ratios:
         said.append(f"{label}: {ratios['o_save_most_reduction']:.2%} if workers waited one after the other")
@@ -93,48 +79,30 @@ def _sentences(label: str, ratios: dict[str, float]) -> list[str]:
 
 def plot(layouts: dict[str, dict], path: Path) -> None:
     """An iteration with a snapshot for each method, one panel for each layout."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(layouts), figsize=(8 * len(layouts), 4), squeeze=False)
-    for panel, (layout, told) in zip(panels[0], layouts.items(), strict=True):
-        _bars(panel, told)
-        panel.set(title=layout, xlabel="seconds of an iteration with a snapshot")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with common.drawing(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4)) as (figure, [panels]):
+        for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
+            _bars(panel, told)
+            panel.set(title=layout, xlabel="seconds of an iteration with a snapshot")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
+        figure.tight_layout(rect=(0, 0.13, 1, 1))
 
 
 def plot_durations(layouts: dict[str, dict], path: Path) -> None:
     """T_snapshot and T_persist of each method beside forward and backward, which can hide the first (Figure 11)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(layouts), figsize=(8 * len(layouts), 4), squeeze=False)
-    for panel, (layout, told) in zip(panels[0], layouts.items(), strict=True):
-        names = list(told["methods"])
-        for shift, (part, color) in enumerate(_DURATIONS.items()):
-            places = [len(names) - 1 - place - 0.38 * shift for place in range(len(names))]
-            values = [s[f"{part}_s"] for s in told["methods"].values()]
-            bars = panel.barh(places, values, height=0.36, color=color, label=part.replace("t_", "T_"))
-            panel.bar_label(bars, fmt=" %.2f", fontsize=7)
-        panel.axvline(told["forward_backward_s"], color="#4c9f70", linestyle="--", label="F&B")
-        panel.set_yticks([len(names) - 1.19 - place for place in range(len(names))], [METHODS[n].label for n in names])
-        panel.set(title=layout, xlabel="seconds")
-        panel.margins(x=0.12)
-    panels[0][0].legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-_DURATIONS = {"t_snapshot": "#dd8452", "t_persist": "#3b6ea5"}
+    with common.drawing(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4)) as (figure, [panels]):
+        for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
+            count, labels = len(told["methods"]), [METHODS[name].label for name in told["methods"]]
+            for shift, (part, color) in enumerate((("t_snapshot", "#dd8452"), ("t_persist", "#3b6ea5"))):
+                places = [count - 1 - place - 0.38 * shift for place in range(count)]
+                values = [s[f"{part}_s"] for s in told["methods"].values()]
+                bars = panel.barh(places, values, height=0.36, color=color, label=part.replace("t_", "T_"))
+                panel.bar_label(bars, fmt=" %.2f", fontsize=7)
+            panel.axvline(told["forward_backward_s"], color="#4c9f70", linestyle="--", label="F&B")
+            panel.set_yticks([count - 1.19 - place for place in range(count)], labels)
+            panel.set(title=layout, xlabel="seconds")
+            panel.margins(x=0.12)
+        panels[0].legend(fontsize=8, loc="lower right")
+        figure.tight_layout()
 
 
 def segments(told: dict) -> dict[str, list[float]]:
@@ -144,9 +112,8 @@ def segments(told: dict) -> dict[str, list[float]]:
     iterations in which it is taken lose beyond waiting, since other threads of the workers want the same cores.
     """
     forward_backward, methods = told["forward_backward_s"], told["methods"]
-    beside = [
-        0.0 if METHODS[name].blocking else min(s["t_snapshot_s"], forward_backward) for name, s in methods.items()
-    ]
+    hidden = {name: min(s["t_snapshot_s"], forward_backward) for name, s in methods.items()}
+    beside = [0.0 if METHODS[name].blocking else seconds for name, seconds in hidden.items()]
     update = told["iteration_s"] - forward_backward
     return {
         "beside": beside,

@@ -15,14 +15,9 @@ PERIOD_S = 0.2
 
 
 class Watch:
-    """Looks for new manifests in a thread, as a context manager.
+    """Looks for new manifests in a run's ``--ckpt-dir`` and ``--ckpt-memory-dir``, in a thread, as a context manager.
 
-    Args:
-        storage: ``--ckpt-dir`` of a run.
-        memory: ``--ckpt-memory-dir`` of a run.
-
-    Attributes:
-        sizes: by level (``memory``, ``storage``) and iteration, bytes of each rank's file, in order of ranks.
+    ``sizes`` are by level (``memory``, ``storage``) and iteration the bytes of each rank's file, in order of ranks.
     """
 
     def __init__(self, storage: Path, memory: Path):
@@ -48,14 +43,9 @@ class Watch:
         for level, store in self._stores.items():
             for iteration in store.iterations():
                 if iteration not in self.sizes[level]:
-                    self._read(level, iteration)
-
-    def _read(self, level: str, iteration: int) -> None:
-        try:
-            files = self._stores[level].manifest(iteration).files
-        except CheckpointError:
-            return  # it was removed a moment ago
-        self.sizes[level][iteration] = [files[name].bytes for name in sorted(files)]
+                    with contextlib.suppress(CheckpointError):  # it was removed a moment ago
+                        files = store.manifest(iteration).files
+                        self.sizes[level][iteration] = [files[name].bytes for name in sorted(files)]
 
     def _look_again(self) -> None:
         while not self._over.wait(PERIOD_S):

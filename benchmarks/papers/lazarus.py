@@ -38,16 +38,12 @@ def figure_8() -> Reproduction:
         "Which node of a plan is which is left open by section 4.1, and not said by the figure; two ways are shown:",
         "the first group on the first nodes in every layer, or the greedy mapping of section 4.3 from equal loads.",
     )
-    return Reproduction(
-        "Lazarus, Figure 8: probability of recovery when several nodes are lost",
-        tuple(rows),
-        notes,
-        law="every choice of lost nodes is as likely",
-        fitted=(
-            f"Zipf's law for the popularity of experts, up to an exponent of {_exponent(_POPULAR):.2f} in GPT-L",
-            f"{_BALANCED} in GPT-S at step 4000",
-        ),
+    fitted = (
+        f"Zipf's law for the popularity of experts, up to an exponent of {_exponent(_POPULAR):.2f} in GPT-L",
+        f"{_BALANCED} in GPT-S at step 4000",
     )
+    title = "Lazarus, Figure 8: probability of recovery when several nodes are lost"
+    return Reproduction(title, tuple(rows), notes, "every choice of lost nodes is as likely", fitted)
 
 
 def _row(label: str, paper: float, places: Iterable[Place], lost: int, bound: str = "", excluded: str = "") -> Row:
@@ -62,13 +58,7 @@ def survives(places: Iterable[Place], lost: int) -> float:
 
 
 def allocate(loads: Sequence[float], slots: int, least: int) -> list[int]:
-    """Replicas of each expert (equation 1).
-
-    Args:
-        loads: tokens of each expert, in ascending order.
-        slots: replicas that all nodes hold.
-        least: f, replicas that an expert has at least.
-    """
+    """Replicas of each expert, f = ``least`` or more, of so many slots, by tokens in ascending order (equation 1)."""
     replicas: list[int] = []
     for place, load in enumerate(loads):
         share = load / sum(loads[place:]) * (slots - sum(replicas))

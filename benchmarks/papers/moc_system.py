@@ -25,19 +25,12 @@ _COUNTED = 64  # GPUs for which bytes are counted; with more, those of each are 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A point of the figure.
+    """A point of the figure."""
 
-    Attributes:
-        platform: ``a800-moc`` or ``h100-moc``.
-        gpus: as many as experts in each layer.
-        hidden: width of the model.
-        length: tokens of a sequence.
-    """
-
-    platform: str = "a800-moc"
-    gpus: int = 256
-    hidden: int = _HIDDEN
-    length: int = _LENGTH
+    platform: str = "a800-moc"  # ``a800-moc`` or ``h100-moc``
+    gpus: int = 256  # as many as experts in each layer
+    hidden: int = _HIDDEN  # width of the model
+    length: int = _LENGTH  # tokens of a sequence
 
 
 def figure_13() -> Reproduction:
@@ -123,15 +116,8 @@ def _link() -> float:
 
 @cache
 def _with_link(point: Simulated, link: float) -> float:
-    work = Work(
-        global_batch=_SEQUENCES * point.gpus,
-        micro_batch=_SEQUENCES * point.gpus,
-        seq_length=point.length,
-        hidden_size=point.hidden,
-        topk=1,
-        pipelines=1,
-        overlap=1.0,
-    )
+    batch = dict(global_batch=_SEQUENCES * point.gpus, micro_batch=_SEQUENCES * point.gpus, seq_length=point.length)
+    work = Work(**batch, hidden_size=point.hidden, topk=1, pipelines=1, overlap=1.0)
     layout = Layout(world=point.gpus, ep=point.gpus)
     return estimate(_operators(point.hidden, point.gpus), layout, _ring(point, link), work).forward_backward_s
 
@@ -144,20 +130,8 @@ def _ring(point: Simulated, link: float) -> Cluster:
 
 @cache
 def _operators(hidden: int, experts: int) -> list[Operator]:
-    return model_operators(
-        ModelShape(
-            expert_layers=(1,) * _LAYERS,
-            hidden_size=hidden,
-            ffn_hidden_size=4 * hidden,
-            query_width=hidden,
-            key_width=hidden,
-            head_width=128,
-            vocab_size=32000,
-            num_experts=experts,
-            expert_ffn_hidden_size=4 * hidden,
-            gated=True,
-            linear_bias=False,
-            norm_bias=False,
-            tied=False,
-        )
-    )
+    widths = dict(hidden_size=hidden, ffn_hidden_size=4 * hidden, expert_ffn_hidden_size=4 * hidden)
+    attention = dict(query_width=hidden, key_width=hidden, head_width=128)
+    kind = dict(gated=True, linear_bias=False, norm_bias=False, tied=False)
+    layers = (1,) * _LAYERS
+    return model_operators(ModelShape(layers, **widths, **attention, vocab_size=32000, num_experts=experts, **kind))

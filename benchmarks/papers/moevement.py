@@ -25,17 +25,11 @@ _SYSTEMS = {"checkfreq": "CheckFreq", "full": "Gemini", "sparse": "MoEvement"}
 
 @dataclass(frozen=True)
 class Law:
-    """When failures come.
+    """When failures come."""
 
-    Attributes:
-        told: as a sentence has it.
-        faults: by MTBF.
-        left: share of the time that recoveries leave, when one takes so many MTBFs; what an oracle reckons with.
-    """
-
-    told: str
-    faults: Callable[[float], Faults]
-    left: Callable[[float], float]
+    told: str  # as a sentence has it
+    faults: Callable[[float], Faults]  # by MTBF
+    left: Callable[[float], float]  # share of time that recoveries of so many MTBFs leave; an oracle reckons with it
 
 
 # A recovery that a failure hits starts over, so that one of R takes MTBF (e^(R / MTBF) - 1) in the mean.
@@ -48,18 +42,11 @@ WHILE_TRAINING = Law(
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the rows of a table share.
+    """What the rows of a table share: ``mtbf_s`` is by the named MTBF the one of which recovery times tell."""
 
-    Attributes:
-        cluster: where they were measured.
-        law: when failures come.
-        slowdown: of a replayed iteration by a system, where it is not the cluster's.
-        mtbf_s: that a row really had, where its recovery times tell of another than it names.
-    """
-
-    cluster: Cluster
-    law: Law
-    slowdown: Mapping[str, float] = field(default_factory=dict)
+    cluster: Cluster  # where they were measured
+    law: Law  # when failures come
+    slowdown: Mapping[str, float] = field(default_factory=dict)  # of replay by system, where it is not the cluster's
     mtbf_s: Mapping[float, float] = field(default_factory=dict)
 
     @property
@@ -93,9 +80,8 @@ class Conditions:
 def table_3() -> Reproduction:
     """MoEvement's Table 3."""
     failures = _failures_at_ten_minutes()
-    where = Conditions(
-        CLUSTERS["a100-moevement-fitted"], AT_RANDOM, mtbf_s={10 * papers.MINUTE: 12 * papers.HOUR / failures}
-    )
+    real = {10 * papers.MINUTE: 12 * papers.HOUR / failures}
+    where = Conditions(CLUSTERS["a100-moevement-fitted"], AT_RANDOM, mtbf_s=real)
     notes = (
         "Inputs, all from rows without failures: iteration times, CheckFreq's intervals and overheads, MoEvement's",
         "overheads (Table 3); PP, DP, EP and batch (section 5.1); W_sparse by Algorithm 1.",
@@ -130,11 +116,11 @@ def table_7() -> Reproduction:
 
 def _slowdown(name: str) -> float:
     """A recovery in Table 7 by half of the interval, in the mean over its configurations at 1 hour."""
-    return fmean(row.recovery_s[name] / (_printed_interval(row, name) / 2 * row.iteration_s) for row in papers.TABLE_7)
 
+    def interval(row: papers.Trained) -> int:
+        return row.checkfreq_interval if name == "checkfreq" else row.gemini_intervals[papers.HOUR]
 
-def _printed_interval(row: papers.Trained, name: str) -> int:
-    return row.checkfreq_interval if name == "checkfreq" else row.gemini_intervals[papers.HOUR]
+    return fmean(row.recovery_s[name] / (interval(row) / 2 * row.iteration_s) for row in papers.TABLE_7)
 
 
 def _table(
@@ -148,34 +134,26 @@ def _table(
             ours = _simulated(model, where, mtbf_s, window)
             common = ours if where.is_common(mtbf_s) else _simulated(model, where.common, mtbf_s, window)
             printed = {name: values[place] for name, values in model.ettr.items()}
-            right += _order(ours.ettr) == _order(printed)
-            common_right += _order(common.ettr) == _order(printed)
+            right += _order(ours[0]) == _order(printed)
+            common_right += _order(common[0]) == _order(printed)
             for name, value in printed.items():
                 damaged = "damaged" if (model.name, name, mtbf_s) in papers.DAMAGED else ""
                 label = f"{model.name}, {mtbf_s / 60:g} min, {_SYSTEMS[name]}"
-                rows.append(Row(label, value, ours.ettr[name], excluded=damaged, common=common.ettr[name]))
+                rows.append(Row(label, value, ours[0][name], excluded=damaged, common=common[0][name]))
             if mtbf_s in model.gemini_intervals:
-                label, both = f"{model.name}, {mtbf_s / 60:g} min, Gemini's interval", (ours.interval, common.interval)
-                intervals.append(Row(label, model.gemini_intervals[mtbf_s], both[0], "factor", common=both[1]))
+                label, printed = f"{model.name}, {mtbf_s / 60:g} min, Gemini's interval", model.gemini_intervals[mtbf_s]
+                intervals.append(Row(label, printed, ours[1], "factor", common=common[1]))
     cells = len(trained) * len(mtbfs)
     return Reproduction(
         title, (*rows, *intervals), notes, where.law.told, where.fitted, (right, cells), (common_right, cells)
     )
 
 
-@dataclass(frozen=True)
-class _Simulated:
+def _simulated(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> tuple[dict[str, float], int]:
     """ETTR by system, and the interval that Gemini's oracle takes."""
-
-    ettr: Mapping[str, float]
-    interval: int
-
-
-def _simulated(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> _Simulated:
     savings = _systems(model, where, mtbf_s, window)
     faults = where.law.faults(where.mtbf_s.get(mtbf_s, mtbf_s))
-    ettr = {name: _ettr(model, saving, faults) for name, saving in savings.items()}
-    return _Simulated(ettr, savings["full"].interval)
+    return {name: _ettr(model, saving, faults) for name, saving in savings.items()}, savings["full"].interval
 
 
 def _order(ettr: Mapping[str, float]) -> list[str]:

@@ -10,41 +10,23 @@ MINUTE, HOUR = 60.0, 3600.0
 
 @dataclass(frozen=True)
 class Trained:
-    """A row of MoEvement's Table 3 or 7: what is known without failures, and ETTR with them.
+    """A row of MoEvement's Table 3 or 7: what is known without failures, and ETTR with them."""
 
-    Attributes:
-        name: of the model or the number formats.
-        parameters: of the model, in 10^9.
-        iteration_s: without checkpoints; an overhead in seconds by the same in percent.
-        stages: S.
-        pipelines: that share the batch of 512 in micro batches of 32.
-        checkfreq_interval: iterations.
-        checkfreq_overhead_s: per iteration.
-        gemini_stall_s: of one checkpoint; an overhead per iteration times its interval.
-        sparse_overhead_s: per iteration.
-        window: W_sparse.
-        full_bytes: master weights and moments, per parameter.
-        compute_bytes: compute weights, per parameter.
-        ettr: by system, in the order of the MTBFs.
-        gemini_intervals: the oracle's by MTBF in seconds, where they are stated.
-        recovery_s: seconds of one recovery at the longest MTBF, by system, where replay is calibrated with them.
-    """
-
-    name: str
-    parameters: float
-    iteration_s: float
-    stages: int
-    pipelines: int
-    checkfreq_interval: int
-    checkfreq_overhead_s: float
-    gemini_stall_s: float
-    sparse_overhead_s: float
-    window: int
-    ettr: Mapping[str, tuple[float, ...]]
-    gemini_intervals: Mapping[float, int]
-    full_bytes: float = 12
-    compute_bytes: float = 2
-    recovery_s: Mapping[str, float] = field(default_factory=dict)
+    name: str  # of the model or the number formats
+    parameters: float  # of the model, in 10^9
+    iteration_s: float  # without checkpoints; an overhead in seconds by the same in percent
+    stages: int  # S
+    pipelines: int  # that share the batch of 512 in micro batches of 32
+    checkfreq_interval: int  # iterations
+    checkfreq_overhead_s: float  # per iteration
+    gemini_stall_s: float  # of one checkpoint; an overhead per iteration times its interval
+    sparse_overhead_s: float  # per iteration
+    window: int  # W_sparse
+    ettr: Mapping[str, tuple[float, ...]]  # by system, in the order of the MTBFs
+    gemini_intervals: Mapping[float, int]  # the oracle's by MTBF in seconds, where they are stated
+    full_bytes: float = 12  # master weights and moments, per parameter
+    compute_bytes: float = 2  # compute weights, per parameter
+    recovery_s: Mapping[str, float] = field(default_factory=dict)  # at the longest MTBF, if replay is calibrated by it
 
     @property
     def micro_batches(self) -> int:
@@ -52,9 +34,8 @@ class Trained:
         return 512 // 32 // self.pipelines
 
 
+# Gemini's stall by CheckFreq's where Table 3 states both intervals: 0.02 x 46 / (0.03 x 57), 0.07 x 92 / (0.08 x 124)
 GEMINI_BY_CHECKFREQ = 0.6
-"""Gemini's stall by CheckFreq's where Table 3 states both intervals: 0.02 x 46 / (0.03 x 57), 0.07 x 92 / (0.08 x 124).
-"""
 
 TABLE_3_MTBF = (2 * HOUR, HOUR, 30 * MINUTE, 20 * MINUTE, 10 * MINUTE)
 

@@ -18,23 +18,17 @@ class Row:
     """A figure.
 
     Attributes:
-        label: what it is of.
-        paper: as printed.
-        ours: computed.
-        kind: ``ettr`` and ``percent`` differ by points; of a ``factor`` the larger by the smaller counts.
         bound: ``least``, ``most`` or ``above`` where the paper says no more than that; such a row holds or does not,
             and has no error.
-        excluded: why it counts nowhere: what is printed is damaged, a constant was fitted to it, or it could not fail.
-        common: ours under the common law of failures; None where none come into it.
     """
 
-    label: str
-    paper: float
-    ours: float
-    kind: str = "ettr"
+    label: str  # what it is of
+    paper: float  # as printed
+    ours: float  # computed
+    kind: str = "ettr"  # ``ettr`` and ``percent`` differ by points; of a ``factor`` the larger by the smaller counts
     bound: str = ""
-    excluded: str = ""
-    common: float | None = None
+    excluded: str = ""  # why it counts nowhere: damaged in print, a constant was fitted to it, or it could not fail
+    common: float | None = None  # ours under the common law of failures; None where none come into it
 
     @property
     def error(self) -> float:
@@ -85,25 +79,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table or figure.
+    """A table or figure."""
 
-    Attributes:
-        title: whose.
-        rows: figure by figure.
-        notes: inputs, and what of the printed figures is not used.
-        law: when failures come, as it was chosen for this paper.
-        fitted: each constant that was fitted to figures of the paper, or chosen where it says nothing.
-        order_right: cells in which the systems come in the paper's order, and how many cells there are.
-        common_order: the same under the common law.
-    """
-
-    title: str
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    law: str = "none come into it"
-    fitted: tuple[str, ...] = ()
-    order_right: tuple[int, int] | None = None
-    common_order: tuple[int, int] | None = None
+    title: str  # whose
+    rows: tuple[Row, ...]  # figure by figure
+    notes: tuple[str, ...]  # inputs, and what of the printed figures is not used
+    law: str = "none come into it"  # when failures come, as it was chosen for this paper
+    fitted: tuple[str, ...] = ()  # constants fitted to figures of the paper, or chosen where it says nothing
+    order_right: tuple[int, int] | None = None  # cells with the systems in the paper's order, and all cells
+    common_order: tuple[int, int] | None = None  # the same under the common law
 
     @property
     def has_common(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from benchmarks.papers.reproduction import Reproduction, Row
 from megatron.pretraining.planning.model import config_of, operators_of
@@ -15,10 +15,8 @@ from moc.state.operators import Operator
 
 _CASES = {1: Layout(world=8, ep=8), 2: Layout(world=16, ep=16), 3: Layout(world=16, ep=8)}
 _EXPERTS = 16
-_FAULTS, _ABOVE = (
-    40,
-    4 / 3,
-)  # of Figure 15(b): how many, and by how much a constant K = 1 would pass the limit with them
+_FAULTS = 40  # of Figure 15(b)
+_ABOVE = 4 / 3  # by how much a constant K = 1 would pass the limit with them
 
 
 def figure_10() -> Reproduction:
@@ -31,7 +29,8 @@ def figure_10() -> Reproduction:
         ("K = 1, EE+EN below the baseline", 1, "baseline", "EE+EN", (22, 29)),
         ("K = 1, EE+AN below EE+EN", 1, "EE+EN", "EE+AN", (3.7, 6.1)),
     ):
-        saved = [_saved(operators, layout, k, before, after) for layout in _CASES.values()]
+        busiest = [_busiest(operators, layout, k) for layout in _CASES.values()]
+        saved = [100 * (1 - one[after] / one[before]) for one in busiest]
         for which, figure, ours in (("least", paper[0], min(saved)), ("most", paper[1], max(saved))):
             rows.append(Row(f"{label}, the case with the {which}", figure, ours, "percent"))
     notes = (
@@ -43,23 +42,15 @@ def figure_10() -> Reproduction:
     return Reproduction("MoC-System (ASPLOS '25), Figure 10: bytes of a checkpoint", tuple(rows), notes, fitted=fitted)
 
 
-def _saved(operators: list[Operator], layout: Layout, k: int | None, before: str, after: str) -> float:
-    busiest = _busiest(operators, layout, k)
-    return 100 * (1 - busiest[after] / busiest[before])
-
-
 def _busiest(operators: list[Operator], layout: Layout, k: int | None, keep_master: bool = False) -> dict[str, int]:
     layers = sorted({o.place[0] for o in operators if o.place is not None})
-    chosen = None if k is None else set(_chosen(layers, k, layout.ep))
+    chosen = None
+    if k is not None:
+        experts = {layer: sequential_experts(0, place, k, _EXPERTS, layout.ep) for place, layer in enumerate(layers)}
+        chosen = {f"layers.{layer}.expert.{expert}" for layer, numbers in experts.items() for expert in numbers}
     items = cut_large(contents(operators, layout, StateBytes(), chosen=chosen, keep_master=keep_master))
     found = {name: max(loads(items, assign(items, scheme), layout.world)) for name, scheme in SCHEMES.items()}
     return found | {"total": sum(item.nbytes for item in items)}
-
-
-def _chosen(layers: list[int], k: int, ep: int) -> Iterator[str]:
-    for place, layer in enumerate(layers):
-        for expert in sequential_experts(0, place, k, _EXPERTS, ep):
-            yield f"layers.{layer}.expert.{expert}"
 
 
 def figure_15() -> Reproduction:
@@ -78,13 +69,9 @@ def figure_15() -> Reproduction:
         "expects, all from storage.  With 10 to 160 faults that would take a constant K = 1 to 1.1 to 3 times the",
         f"limit, K ends at {ends}, and PLT at {lost} %.",
     )
-    return Reproduction(
-        "MoC-System (ASPLOS '25), Figure 15(b): Dynamic-K",
-        rows,
-        notes,
-        law=f"{_FAULTS} that lose the same",
-        fitted=(f"{_FAULTS} faults", "what one loses: a constant K = 1 passes the limit by a third"),
-    )
+    fitted = (f"{_FAULTS} faults", "what one loses: a constant K = 1 passes the limit by a third")
+    title = "MoC-System (ASPLOS '25), Figure 15(b): Dynamic-K"
+    return Reproduction(title, rows, notes, law=f"{_FAULTS} that lose the same", fitted=fitted)
 
 
 def _faults(count: int, above: float) -> tuple[float, list[int]]:

@@ -10,21 +10,8 @@ from benchmarks.live.job import PROGRAM, Job, launcher
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 4
-SHAPE = {
-    "layers": 4,
-    "hidden": 128,
-    "heads": 4,
-    "feed_forward": 256,
-    "experts": 4,
-    "sequence": 64,
-    "vocabulary": 256,
-    "stages": 2,
-    "micro_batch": 4,
-    "micro_batches": 4,
-    "lr": 1e-2,
-    "weight_decay": 0.01,
-    "clip": 0.1,
-}
+SHAPE = dict(layers=4, hidden=128, heads=4, feed_forward=256, experts=4, sequence=64, vocabulary=256)
+SHAPE |= dict(stages=2, micro_batch=4, micro_batches=4, lr=1e-2, weight_decay=0.01, clip=0.1)
 """What both train: 1.4 M parameters, with experts in each of 4 layers, in 2 pipeline stages of 2 data-parallel ranks.
 Gradient norms are above ``clip`` throughout."""
 LOSS_SCALE = 1024
@@ -51,25 +38,21 @@ class Case:
     """One job.
 
     Attributes:
-        system: ``ours`` or ``public``.
-        window: iterations of a window; 0 for no snapshots.
-        victim: the worker that is killed, after the iteration ``kill_at``; None for no fault.
-        anywhere: of the public one, kill in the middle of an iteration; by default all of its workers have come to
-            the end of one and wait, as in its own examples.  Ours are killed anywhere.
-        repaired: of the public one, have all workers describe what they send anew when they have recovered.  Without
-            that the new worker does so alone; its neighbour takes the description for the first activation, each
-            tensor for the one before, and both wait forever.
+        anywhere: kill in the middle of an iteration, as ours always; by default all workers of a public job have come
+            to the end of one and wait, as in its own examples.
+        repaired: all workers of a public job describe what they send anew when they have recovered.  Without that the
+            new worker does so alone; its neighbour takes the description for the first activation, each tensor for
+            the one before, and both wait forever.
     """
 
-    system: str
-    window: int
-    victim: int | None = None
+    system: str  # ``ours`` or ``public``
+    window: int  # iterations of a window; 0 for no snapshots
+    victim: int | None = None  # the worker that is killed, after the iteration ``kill_at``; None for no fault
     anywhere: bool = False
     repaired: bool = True
 
     @property
     def name(self) -> str:
-        """For people."""
         saving = f"W={self.window}" if self.window else "no snapshots"
         lost = "" if self.victim is None else f", worker {self.victim} killed"
         return f"{self.system}, {saving}{lost}"
@@ -77,25 +60,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all jobs have in common.
+    """What all jobs have in common."""
 
-    Attributes:
-        checkout: of the public implementation.
-        python: an interpreter that has what it needs.
-        precision: ``bf16``, ``fp16`` or ``fp32``.
-        saving: flags by which ours saves; the window follows.
-        iterations: of each job.
-        kill_at: see :class:`Case`.
-        takes_turns: with other jobs, so that our launcher must bear to hear nothing of its workers.
-    """
-
-    checkout: Path
-    python: str
-    precision: str = "bf16"
-    saving: str = SAVING
-    iterations: int = 40
-    kill_at: int = 22
-    takes_turns: bool = False
+    checkout: Path  # of the public implementation
+    python: str  # an interpreter that has what it needs
+    precision: str = "bf16"  # ``bf16``, ``fp16`` or ``fp32``
+    saving: str = SAVING  # flags by which ours saves; the window follows
+    iterations: int = 40  # of each job
+    kill_at: int = 22  # see :class:`Case`
+    takes_turns: bool = False  # with other jobs, so that our launcher must bear to hear nothing of its workers
 
 
 def start(case: Case, plan: Plan, directory: Path) -> Job:
@@ -103,13 +76,14 @@ def start(case: Case, plan: Plan, directory: Path) -> Job:
     if case.system == "public":
         (directory / "end").mkdir()
         command = ["--workers", WORKERS, "--checkout", plan.checkout, *public_flags(case, plan, directory)]
-        return Job([HERE / "supervise.py", *command], directory, environment=_around(plan), python=plan.python)
-    memory = Path("/dev/shm") / directory.name if case.window else None
+        around = {"PYTHONPATH": str(plan.checkout), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(WORKERS)}
+        around["TORCHDYNAMO_DISABLE"] = "1"  # else a replacement compiles before it computes
+        return Job([HERE / "supervise.py", *command], directory, environment=around, python=plan.python)
     command = [*launcher(WORKERS), *(["--silence-timeout", 600] if plan.takes_turns else []), PROGRAM]
-    return Job([*command, *our_flags(case, plan, directory)], directory, memory)
+    return Job([*command, *our_flags(case, plan)], directory, saves=case.window > 0)
 
 
-def our_flags(case: Case, plan: Plan, directory: Path) -> list[str]:
+def our_flags(case: Case, plan: Plan) -> list[str]:
     """Flags of ``pretrain_gpt_moe.py``."""
     s = SHAPE
     sizes = {
@@ -131,34 +105,15 @@ def our_flags(case: Case, plan: Plan, directory: Path) -> list[str]:
     }
     flags = [*_FIXED, *(word for name, value in sizes.items() for word in (f"--{name}", str(value)))]
     flags += {"fp16": ["--fp16", "--loss-scale", str(LOSS_SCALE)], "bf16": ["--bf16"], "fp32": []}[plan.precision]
-    saving = [*plan.saving.split(), str(case.window), "--ckpt-dir", str(directory / "snapshots")]
-    return flags + (saving if case.window else [])
+    return flags + ([*plan.saving.split(), str(case.window)] if case.window else [])
 
 
 def public_flags(case: Case, plan: Plan, directory: Path) -> list[str]:
     """Flags of ``worker.py``."""
-    flags = [
-        "--shape",
-        json.dumps(SHAPE),
-        "--precision",
-        json.dumps(PUBLIC_PRECISION[plan.precision]),
-        "--iterations",
-        plan.iterations,
-        "--window",
-        case.window,
-    ]
-    flags += ["--end", directory / "end"]
+    flags = ["--shape", json.dumps(SHAPE), "--precision", json.dumps(PUBLIC_PRECISION[plan.precision])]
+    flags += ["--iterations", plan.iterations, "--window", case.window, "--end", directory / "end"]
     if case.victim is not None:
         flags += ["--victim", case.victim]
         flags += [] if case.anywhere else ["--stop-at", plan.kill_at]
         flags += ["--repair"] if case.repaired else []
     return [str(flag) for flag in flags]
-
-
-def _around(plan: Plan) -> dict[str, str]:
-    return {
-        "TORCHDYNAMO_DISABLE": "1",  # else a replacement compiles before it computes
-        "PYTHONPATH": str(plan.checkout),
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(WORKERS),
-    }

@@ -1,4 +1,4 @@
-"""From what jobs tell to the figures that are compared; pure functions.
+"""From what jobs tell, and leave, to the figures that are compared, and to tables of these.
 
 Both sides write the same events: ``iteration`` (number, ``elapsed_s``), ``resume`` when training goes on after a loss.
 """
@@ -8,14 +8,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 import numpy
 
+from benchmarks.live.job import reader_of
+from benchmarks.live.recoveries import first_new
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+
 State = Mapping[tuple[str, str], numpy.ndarray]
 """By parameter, and by what of it (a slot, or a piece of one): the values."""
-
-
+SLOTS = ("master", "exp_avg", "exp_avg_sq")
 _ERROR = re.compile(r"\w+Error: .*")
 
 
@@ -25,26 +30,18 @@ def iteration_seconds(events: Sequence[dict], warm_up: int) -> list[float]:
 
 
 def recovery(events: Sequence[dict], killed: float) -> dict[str, float] | None:
-    """What followed a kill.
-
-    Args:
-        events: of the job, in order.
-        killed: its moment, in Unix seconds.
+    """What followed a kill, whose moment is in Unix seconds.
 
     Returns:
         ``first_new_s``, seconds from the kill to the end of the first iteration that had not been complete before;
         ``again``, iterations that were computed again, by whom most of it fell to; and after how many seconds the
         last worker told of each step on the way.  None if the job has not come so far.
     """
-    resumed = next((i for i, e in enumerate(events) if e["type"] == "resume" and e["time"] >= killed), None)
-    if resumed is None:
+    if (found := first_new(events, killed)) is None:
         return None
-    last = max(e["iteration"] for e in events[:resumed] if e["type"] == "iteration")
-    new = next((e for e in events[resumed:] if e["type"] == "iteration" and e["iteration"] > last), None)
-    if new is None:
-        return None
+    resumed, last, new = found
     after = [e for e in events if killed <= e["time"] <= new["time"]]
-    again = last - events[resumed]["iteration"] + sum(e["type"] == "replay" for e in after)
+    again = last["iteration"] - events[resumed]["iteration"] + sum(e["type"] == "replay" for e in after)
     again = max([again, *(e["replayed"] for e in after if "replayed" in e)])
     told = {"first_new_s": new["time"] - killed, "again": again}
     for kind in ("noticed", "built", "rejoined", "pulled", "replay begins", "resume"):
@@ -93,11 +90,10 @@ def differences(ended: State, expected: State) -> dict[str, float]:
 
 
 def overheads(seconds: Mapping[str, Sequence[Sequence[float]]], base: str) -> dict[str, dict]:
-    """By case, the median iteration, and how much longer it is than without snapshots.
+    """By case, the median iteration, and how much longer it is than without snapshots, which is the case ``base``.
 
     Args:
         seconds: by case, for each round the seconds of its iterations.
-        base: the case without snapshots.
 
     Returns:
         ``iteration_s`` is the median of the rounds' medians, ``overhead`` the median over rounds of the ratio to the
@@ -118,3 +114,58 @@ def reason(words: str) -> str:
     first, *others = words.splitlines()
     found = next((match[0] for line in others if (match := _ERROR.search(line))), None)
     return first if found is None else f"{first.partition('; ')[0]}: {found}"
+
+
+def our_end(snapshots: Path, iteration: int) -> State:
+    """From the last snapshot, which is of everything; pieces of parameters as workers hold them.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    reader = reader_of(Store(LocalPlace(snapshots)), iteration)
+    pieces = ((source.entry, source.values()) for source in reader.sources())
+    return {(e.name, f"{e.slot} {e.region.offset} {e.region.shape}"): values.numpy().copy() for e, values in pieces}
+
+
+def public_end(directory: Path) -> State:
+    """From what the workers wrote (``worker.py``): their flat parts put together, and cut into parameters."""
+    workers = []
+    for path in directory.glob("rank_*.npz"):
+        with numpy.load(path) as file:
+            workers.append(dict(file))
+    told = {}
+    for stage in sorted({int(worker["stage"]) for worker in workers}):
+        mine = [worker for worker in workers if worker["stage"] == stage]
+        mine.sort(key=lambda worker: int(worker["data_rank"]))
+        for group in sorted({key.partition("/")[0] for key in mine[0] if "/" in key}):
+            names, ends = mine[0][f"{group}/names"], numpy.cumsum(mine[0][f"{group}/sizes"])
+            for slot in SLOTS:
+                whole = numpy.concatenate([worker[f"{group}/{slot}"] for worker in mine])
+                pieces = numpy.split(whole, ends)  # the last one is padding
+                told |= {(str(name), slot): piece for name, piece in zip(names, pieces, strict=False)}
+    return told
+
+
+def tables(told: Mapping) -> str:
+    """Two tables in Markdown, of the benchmark's JSON: what saving costs, and what follows a kill."""
+    lines = ["| | an iteration, ms | more than without | MB of a snapshot | MB of a window |", "|---|---|---|---|---|"]
+    for cases in told["iterations"].values():
+        lines += [_cost(name, of, told["snapshot_bytes"].get(name)) for name, of in cases.items()]
+    lines += ["", "| | first new iteration, s | computed again | parameters identical | largest difference |"]
+    lines += ["|---|---|---|---|---|"]
+    return "\n".join(lines + [_fault(name, of) for name, of in told["faults"].items()])
+
+
+def _cost(name: str, of: Mapping, amounts: list[int] | None) -> str:
+    cells = [f"{of['iteration_s'] * 1e3:.0f}", "", "", ""]
+    if amounts:
+        sizes = " / ".join(f"{amount / 1e6:.1f}" for amount in amounts)
+        cells[1:] = [f"{of['overhead']:+.0%}", sizes, f"{sum(amounts) / 1e6:.1f}"]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _fault(name: str, of: Mapping) -> str:
+    if "failed" in of:
+        return f"| {name} | failed | | | |"
+    apart = f"{of['largest']:.2g}" if of["largest"] else "0"
+    return f"| {name} | {of['first_new_s']:.2f} | {of['again']} | {of['identical']} of {of['parameters']} | {apart} |"

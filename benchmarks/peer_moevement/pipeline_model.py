@@ -27,7 +27,6 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(sequence, hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See the class."""
         return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
 
@@ -41,13 +40,11 @@ class Block(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.projection = nn.Linear(hidden, hidden, bias=False)
         self.experts_norm = nn.LayerNorm(hidden)
-        expert = nn.Sequential(
-            nn.Linear(hidden, feed_forward, bias=False), nn.GELU(), nn.Linear(feed_forward, hidden, bias=False)
-        )
+        wide, narrow = nn.Linear(hidden, feed_forward, bias=False), nn.Linear(feed_forward, hidden, bias=False)
+        expert = nn.Sequential(wide, nn.GELU(), narrow)
         self.experts = MoE(hidden, expert, num_experts=experts, ep_size=1, k=1, drop_tokens=False, use_rts=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
         batch, sequence, hidden = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, hidden // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -65,7 +62,6 @@ class Head(nn.Module):
         self.output = nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
         return self.output(self.norm(x))
 
 
@@ -75,12 +71,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline(shape: dict, stages: int) -> PipelineModule:
-    """The model, of which each process builds its stage.
-
-    Args:
-        shape: sizes by name, see :data:`benchmarks.peer_moevement.cases.SHAPE`.
-        stages: pipeline stages; each gets experts.
-    """
+    """The model of a :data:`benchmarks.peer_moevement.cases.SHAPE`, of which each process builds its stage."""
     block = (shape["hidden"], shape["heads"], shape["feed_forward"], shape["experts"])
     layers = [
         LayerSpec(Embedding, shape["vocabulary"], shape["sequence"], shape["hidden"]),
@@ -95,14 +86,13 @@ class Samples:
 
     Args:
         shape: as :func:`pipeline` takes it.
-        micro_batches: in an iteration.
         data_rank: whose samples these are.
         position: tells how many iterations come before the one that begins to draw.
     """
 
-    def __init__(self, shape: dict, micro_batches: int, data_rank: int, position: Callable[[], int]):
+    def __init__(self, shape: dict, data_rank: int, position: Callable[[], int]):
         self._size = (shape["micro_batch"], shape["sequence"] + 1)
-        self._vocabulary, self._micro_batches = shape["vocabulary"], micro_batches
+        self._vocabulary, self._micro_batches = shape["vocabulary"], shape["micro_batches"]
         self._data_rank, self._position = data_rank, position
         self._drawn = self._before = 0
 

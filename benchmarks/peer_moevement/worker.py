@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy
-import on_cpu
 import torch
 from pipeline_model import Samples, pipeline
 
@@ -55,12 +56,29 @@ def engine_config(own: argparse.Namespace, shape: dict, data_parallel: int) -> d
     return told
 
 
-class Worker:
-    """See the module.
+def run_on_cpu() -> None:
+    """Changes the imported DeepSpeed in this process, before an engine is built.
 
-    Args:
-        own: the command line.
+    * its shared-memory operator, which only inference uses, is not compiled;
+    * fp16 is allowed: it is slow on most CPUs, and right;
+    * what ``all_gather_into_tensor`` writes to may be a view of a parameter, which gloo refuses.
     """
+    import deepspeed  # noqa: F401  (its modules must be there)
+    from deepspeed.accelerator import get_accelerator
+
+    backend: Any = sys.modules["deepspeed.comm.torch"]
+    backend.build_shm_op = lambda: None
+    get_accelerator().is_fp16_supported = lambda: True
+    gather = torch.distributed.all_gather_into_tensor
+
+    def gather_detached(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args, **kwargs):
+        return gather(output_tensor.detach(), input_tensor.detach(), *args, **kwargs)
+
+    torch.distributed.all_gather_into_tensor = gather_detached
+
+
+class Worker:
+    """One worker; ``own`` is the command line."""
 
     def __init__(self, own: argparse.Namespace):
         import deepspeed
@@ -74,9 +92,8 @@ class Worker:
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
         torch.manual_seed(1)
         model = pipeline(self._shape, self._shape["stages"])
-        groups = split_params_into_different_moe_groups_for_optimizer(
-            {"params": list(model.parameters()), "name": "all"}
-        )
+        everything = {"params": list(model.parameters()), "name": "all"}
+        groups = split_params_into_different_moe_groups_for_optimizer(everything)
         optimizer = torch.optim.AdamW(groups, lr=self._shape["lr"], weight_decay=self._shape["weight_decay"])
         data_parallel = self._probe.world_size // self._shape["stages"]
         self._engine = deepspeed.initialize(
@@ -88,7 +105,7 @@ class Worker:
         )[0]
         self._coordinator = self._engine.moevement_coordinator
         data_rank = self._engine.grid.get_data_parallel_rank()
-        self._samples = Samples(self._shape, self._shape["micro_batches"], data_rank, self._position)
+        self._samples = Samples(self._shape, data_rank, self._position)
         self._events.write("built", parameters=sum(p.numel() for p in model.parameters()))
 
     def train(self) -> None:
@@ -205,7 +222,7 @@ def main() -> None:
     parser.add_argument("--log-dir", type=Path, required=True)
     own = parser.parse_args()
     torch.set_num_threads(1)
-    on_cpu.install()
+    run_on_cpu()
     Worker(own).train()
 
 

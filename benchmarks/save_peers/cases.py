@@ -7,23 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """One way of saving.
+    """One way of saving."""
 
-    Attributes:
-        label: its name in tables.
-        program: module below ``benchmarks.save_peers``; ``ours`` is the training program itself.
-        mode: what the module is told; for ours, the flags.
-        blocking: training waits until the checkpoint is complete.
-        keeps: where the checkpoint is in the end.
-        notes: what a reader of the figures must know.
-    """
-
-    label: str
-    program: str
-    mode: str
-    blocking: bool
-    keeps: str = "disk"
-    notes: str = ""
+    label: str  # its name in tables
+    program: str  # module below ``benchmarks.save_peers``; ``ours`` is the training program itself
+    mode: str  # what the module is told; for ours, the flags
+    blocking: bool  # training waits until the checkpoint is complete
+    keeps: str = "disk"  # where the checkpoint is in the end
+    notes: str = ""  # what a reader of the figures must know
 
 
 OURS, DEEPSPEED = "ours", "deepspeed_engine"

@@ -1,10 +1,9 @@
 """A peer: DeepSpeed's ``save_checkpoint``, blocking and by its decoupled writer.
 
 DeepSpeed's own MoE layers, data, expert and ZeRO-2 parallelism, in bf16 with fp32 masters and moments, since it does
-not save the experts of a megatron-core model.  The model has the matrices and norms of the other peers' model, so the
-same number of parameters, but no position embedding.  Its pipeline module
-takes the layers of data-parallel workers for copies, and saves those of one: experts would be lost, so there is no
-PP2 x EP2.
+not save the experts of a megatron-core model.  The model has the matrices and norms of the other peers' model, so as
+many parameters, but no position embedding.  There is no PP2 x EP2: DeepSpeed's pipeline module takes the layers of
+data-parallel workers for copies, and saves those of one, so that experts would be lost.
 
 Runs on the CPU with two repairs: the kernel that it would compile for inference is left out, and views that carry a
 gradient function, which its decoupled writer cannot send to its process, are detached.
@@ -23,12 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.save_peers.rounds import Clock, arguments, measure, plan_of, write_result
+from benchmarks.save_peers.rounds import Clock, Saver, arguments, measure, write_result
 
 MODES = ("blocking", "decoupled")
 
 
-class EngineSaver:
+class EngineSaver(Saver):
     """Saves with ``engine.save_checkpoint``.
 
     The decoupled writer shares memory with training, so the engine waits for it inside of the next iteration, before
@@ -45,9 +44,6 @@ class EngineSaver:
         self._engine.save_checkpoint(str(directory), tag="step")
         self._complete = time.perf_counter()
 
-    def poll(self) -> None:
-        """Nothing to do."""
-
     def finish(self) -> float:
         """The engine has waited already."""
         return self._complete
@@ -63,9 +59,8 @@ class EngineSaver:
 def shape(flags: list[str]) -> argparse.Namespace:
     """What the trainer's flags say about the model."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-experts", "vocab-size"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("seq-length", "micro-batch-size", "expert-model-parallel-size"):
+    model = "num-layers hidden-size ffn-hidden-size num-attention-heads num-experts vocab-size"
+    for name in f"{model} seq-length micro-batch-size expert-model-parallel-size".split():
         parser.add_argument(f"--{name}", type=int, required=True)
     return parser.parse_known_args(flags)[0]
 
@@ -193,7 +188,7 @@ def main() -> int:
 
     clock = Clock()
     saver = EngineSaver(engine, clock)
-    result = measure(saver, clock, iterate, plan_of(own))
+    result = measure(saver, clock, iterate, own)
     if engine.checkpoint_engine.is_decoupled():
         engine.checkpoint_engine.cleanup()
     write_result(own.result, result | {"parameters": parameters})

@@ -1,14 +1,20 @@
-"""Runs sets of workers."""
+"""Runs sets of workers, each in a directory of its own."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.live.job import PROGRAM, ROOT
 from benchmarks.save_peers.cases import WORKERS
+from moc.simulate.profile import read_events
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
 OUTPUT = "output"  # file with what a set of workers printed
 TIMEOUT = 600  # seconds for one set of workers
@@ -17,6 +23,23 @@ _TAIL = 4000  # characters of output in an error
 
 class RunFailed(RuntimeError):
     """A set of workers did not end as it should."""
+
+
+@contextmanager
+def directory_in(scratch: str) -> Iterator[Path]:
+    """A directory that is gone from the disk, and not only by name, before the next run begins."""
+    path = Path(tempfile.mkdtemp(dir=scratch))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+        os.sync()
+
+
+def train(flags: list[str], directory: Path, log: Path) -> list[dict]:
+    """Runs the program that users run; its events."""
+    launch([sys.executable, *TORCHRUN, PROGRAM, *flags], directory)
+    return read_events(log)
 
 
 def launch(command: list[str], directory: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.save_peers.rounds import gather, write_result
+from benchmarks.save_peers.rounds import forget, gather, write_result
 from megatron.pretraining.process import cpu
 
 cpu.install()
@@ -68,13 +68,7 @@ def main() -> int:
 
 
 class Ours:
-    """One worker's share of a snapshot, through the classes that training uses.
-
-    Args:
-        directory: where to.
-        source: bytes that stand for the live state.
-        target: bytes to load into.
-    """
+    """One worker's share of a snapshot, of the bytes in ``source``, through the classes that training uses."""
 
     def __init__(self, directory: Path, source: torch.Tensor, target: torch.Tensor):
         self._rank, self._store = dist.get_rank(), Store(LocalPlace(directory))
@@ -151,13 +145,6 @@ def read(path: Path, target: torch.Tensor) -> None:
         start = 0
         while start < len(view):
             start += file.readinto(view[start : start + BLOCK])
-
-
-def forget(path: Path) -> None:
-    """Takes a file that is on disk out of the page cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
 
 
 if __name__ == "__main__":

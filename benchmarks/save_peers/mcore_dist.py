@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.save_peers import trainer
-from benchmarks.save_peers.rounds import Clock, arguments, measure, plan_of, write_result
+from benchmarks.save_peers.rounds import arguments, write_result
+from benchmarks.save_peers.trainer import measured_peer
 
 MODES = ("sync", "async")
 
@@ -37,13 +37,8 @@ class DistSaver:
         from megatron.core import dist_checkpointing
 
         asynchronous = self._mode == "async"
-        request = dist_checkpointing.save(
-            self._state(),
-            str(directory),
-            self._strategy,
-            validate_access_integrity=self._first,
-            async_sharded_save=asynchronous,
-        )
+        how = dict(validate_access_integrity=self._first, async_sharded_save=asynchronous)
+        request = dist_checkpointing.save(self._state(), str(directory), self._strategy, **how)
         self._first = False
         if asynchronous:
             assert request is not None
@@ -62,6 +57,10 @@ class DistSaver:
             self._complete = time.perf_counter()
         return self._complete
 
+    def copied_bytes(self) -> int:
+        """The tensors are in host memory: nothing is staged."""
+        return 0
+
     def _state(self) -> dict:
         from megatron.core import parallel_state
 
@@ -79,11 +78,7 @@ class DistSaver:
 def main() -> int:
     """Measures one mode."""
     own, flags = arguments(__doc__, MODES)
-    trained = trainer.build(flags)
-    saver = DistSaver(trained.chunks, trained.optimizer, own.mode)
-    result = measure(saver, Clock(), trained.iterate, plan_of(own))
-    # the tensors are in host memory: nothing is staged
-    write_result(own.result, result | {"parameters": trained.parameters, "copied_bytes": 0})
+    write_result(own.result, measured_peer(own, flags, DistSaver))
     return 0
 
 

@@ -6,18 +6,9 @@ from pathlib import Path
 
 from benchmarks.save_peers.rounds import WARM_UP, Plan
 
-PROGRAM = "pretrain_gpt_moe.py"
-
 
 def saving_flags(mode: str, plan: Plan, log: Path, memory: str) -> list[str]:
-    """Flags of a run with a first save, ``plan.saves`` more, and the rest of ``plan.every`` iterations after the last.
-
-    Args:
-        mode: flags of the case; the policy is among them.
-        plan: how much is measured.
-        log: directory of the events.
-        memory: directory of a memory file system.
-    """
+    """Flags of a run with a first save, ``plan.saves`` more, and the iterations that follow the last one."""
     return _flags(mode, plan, log, memory, _iterations(plan))
 
 
@@ -67,7 +58,8 @@ def rounds(events: list[dict], plan: Plan) -> dict:
 
 def _save(events: list[dict], iteration: int) -> dict:
     """A snapshot's events in the peers' words; seconds of copying, writing and standing still are means of workers."""
-    of_it = {kind: [e for e in events if e["type"] == kind and e.get("iteration") == iteration] for kind in _KINDS}
+    kinds = ("iteration", "snapshot", "stall", "persist")
+    of_it = {kind: [e for e in events if e["type"] == kind and e.get("iteration") == iteration] for kind in kinds}
     if not of_it["snapshot"]:
         raise ValueError(f"events.jsonl tells of no snapshot of iteration {iteration}: look at the run's output")
     taken, written = of_it["snapshot"][0], next(iter(of_it["persist"]), None)
@@ -81,9 +73,6 @@ def _save(events: list[dict], iteration: int) -> dict:
         "capture_s": taken["copy_s"],
         "persist_s": written["write_s"] if written else 0.0,
     }
-
-
-_KINDS = ("iteration", "snapshot", "stall", "persist")
 
 
 def load_seconds(events: list[dict]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from benchmarks import common
 from benchmarks.save_peers.cases import CASES, OURS
 
 WIDTH = 120  # columns of a table
@@ -20,8 +21,8 @@ def summary(measured: dict, every: int, plain_s: list[float]) -> dict:
     """Medians of a case.
 
     Args:
-        measured: what :func:`benchmarks.save_peers.rounds.measure` returned, and ``copied_bytes``, the bytes that
-            a save copies in memory before they are written, if that is known.
+        measured: what :func:`benchmarks.save_peers.rounds.measure` told, with ``copied_bytes`` in memory of a save,
+            if these are known.
         every: iterations of a round.
         plain_s: seconds of iterations without saves.
 
@@ -44,12 +45,7 @@ def summary(measured: dict, every: int, plain_s: list[float]) -> dict:
 
 
 def ratios(cases: dict[str, dict], limits: dict | None) -> dict[str, float]:
-    """Ours against the best peer and against the machine, as far as both were measured.
-
-    Args:
-        cases: summaries by case.
-        limits: what :mod:`benchmarks.save_peers.limits` wrote.
-    """
+    """Ours against the best peer and against what ``limits.py`` told of the machine, as far as both were measured."""
     result, ours = {}, cases.get("ours-disk")
     blocking = [s["stall_s"] for name, s in cases.items() if CASES[name].blocking and CASES[name].program != OURS]
     if ours and blocking:
@@ -62,19 +58,15 @@ def ratios(cases: dict[str, dict], limits: dict | None) -> dict[str, float]:
 
 def table(layout: str, told: dict):
     """A table of one layout, for a console."""
-    from rich.table import Table
-
-    result = Table(title=f"{layout}: medians for each save", title_justify="left")
-    result.add_column("way of saving")
-    for name in ("stall, s", "first stall, s", "overhead, s", "iteration, s", "on disk after, s", "MB", "copies"):
-        result.add_column(name, justify="right")
+    columns = ["way of saving", "stall, s", "first stall, s", "overhead, s", "iteration, s", "on disk after, s", "MB"]
+    rows = []
     for name, s in told["cases"].items():
         after = f"{s['durable_s']:.2f}" if CASES[name].keeps == "disk" else "-"
-        columns = [f"{s[k]:.3f}" for k in ("stall_s", "first_stall_s")]
-        columns += [f"{s[k]:.2f}" for k in ("overhead_s", "plain_s")]
+        seconds = [f"{s[k]:.3f}" for k in ("stall_s", "first_stall_s")]
+        seconds += [f"{s[k]:.2f}" for k in ("overhead_s", "plain_s")]
         copies = "-" if s["copies"] is None else f"{s['copies']:.2f}"
-        result.add_row(CASES[name].label, *columns, after, f"{s['bytes'] / 1e6:,.0f}", copies)
-    return result
+        rows.append([CASES[name].label, *seconds, after, f"{s['bytes'] / 1e6:,.0f}", copies])
+    return common.table(f"{layout}: medians for each save", [*columns, "copies"], rows)
 
 
 def lines(told: dict) -> list[str]:
@@ -86,31 +78,23 @@ def lines(told: dict) -> list[str]:
         said.append(f"the machine, {told['limits']['bytes'] / 1e6:,.0f} MB by all workers at once: {rates}")
     for name, value in told["ratios"].items():
         text, sign, target = TARGETS[name]
-        met = value <= target if sign == "<=" else value >= target
-        said.append(f"{text}: {value:.3f} (target {sign} {target}: {'met' if met else 'missed'})")
+        said.append(f"{text}: {value:.3f} (target {sign} {target}: {common.met(value, sign, target)})")
     said += [f"not measured: {CASES[name].label}: {why}" for name, why in told["left_out"].items()]
     return said
 
 
 def plot(layouts: dict[str, dict], path: Path) -> None:
     """Bars of stall and overhead for each way of saving; one panel for each layout."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(layouts), figsize=(7 * len(layouts), 4.5), squeeze=False)
-    for panel, (layout, told) in zip(panels[0], layouts.items(), strict=True):
-        names = list(told["cases"])[::-1]
-        places = range(len(names))
-        for offset, key, text in ((0.2, "stall_s", "stall"), (-0.2, "overhead_s", "overhead")):
-            values = [max(told["cases"][name][key], 0.0) for name in names]
-            bars = panel.barh([p + offset for p in places], values, height=0.4, label=text)
-            panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-        panel.set_yticks(places, [CASES[name].label for name in names])
-        panel.margins(x=0.12)
-        panel.set(title=layout, xlabel="seconds for each save")
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with common.drawing(path, columns=len(layouts), dpi=150, figsize=(7 * len(layouts), 4.5)) as (figure, [panels]):
+        for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
+            names = list(told["cases"])[::-1]
+            places = range(len(names))
+            for offset, key, text in ((0.2, "stall_s", "stall"), (-0.2, "overhead_s", "overhead")):
+                values = [max(told["cases"][name][key], 0.0) for name in names]
+                bars = panel.barh([p + offset for p in places], values, height=0.4, label=text)
+                panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+            panel.set_yticks(places, [CASES[name].label for name in names])
+            panel.margins(x=0.12)
+            panel.set(title=layout, xlabel="seconds for each save")
+            panel.legend()
+        figure.tight_layout()

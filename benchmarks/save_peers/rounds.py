@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 Span = tuple[float, float]
@@ -34,7 +35,7 @@ class Saver(Protocol):
         """Saves into an empty directory, or starts to; returns when training may go on."""
 
     def poll(self) -> None:
-        """Called after each iteration."""
+        """Called after each iteration; by default there is nothing to do."""
 
     def finish(self) -> float:
         """Waits until the checkpoint is complete; when it was, in seconds of ``time.perf_counter``."""
@@ -57,23 +58,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        directory: where to save.
-        saves: rounds that count.
-        every: iterations between saves.
-        plain: iterations without saves.
-    """
-
-    directory: Path
-    saves: int
-    every: int
-    plain: int
+    directory: Path  # where to save
+    saves: int  # rounds that count
+    every: int  # iterations between saves
+    plain: int  # iterations without saves
 
 
 def arguments(description: str | None, modes: tuple[str, ...]) -> tuple[argparse.Namespace, list[str]]:
-    """A peer's own flags, and all others."""
+    """A peer's own flags, a :class:`Plan` among them, and all others."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--mode", choices=modes, required=True)
     parser.add_argument("--directory", type=Path, required=True, help="an empty directory to save in")
@@ -84,13 +78,8 @@ def arguments(description: str | None, modes: tuple[str, ...]) -> tuple[argparse
     return parser.parse_known_args()
 
 
-def plan_of(own: argparse.Namespace) -> Plan:
-    """The plan that the flags describe."""
-    return Plan(own.directory, own.saves, own.every, own.plain)
-
-
-def measure(saver: Saver, clock: Clock, iterate: Callable[[], object], plan: Plan) -> dict:
-    """Runs all rounds; a collective call.
+def measure(saver: Saver, clock: Clock, iterate: Callable[[], object], plan: Plan | argparse.Namespace) -> dict:
+    """Runs all rounds of a plan, or of flags that describe one; a collective call.
 
     Returns:
         ``plain_s``, seconds of each iteration without saves; ``first`` and ``rounds``, of each save: ``stall_s``
@@ -100,12 +89,12 @@ def measure(saver: Saver, clock: Clock, iterate: Callable[[], object], plan: Pla
     """
     for _ in range(WARM_UP):
         iterate()
-    plain = [_seconds(iterate) for _ in range(plan.plain)]
+    plain = [timed(iterate) for _ in range(plan.plain)]
     rounds = [_round(saver, clock, iterate, plan, i) for i in range(plan.saves + 1)]
     return {"plain_s": plain, "first": rounds[0], "rounds": rounds[1:]}
 
 
-def _round(saver: Saver, clock: Clock, iterate: Callable[[], object], plan: Plan, number: int) -> dict:
+def _round(saver: Saver, clock: Clock, iterate: Callable[[], object], plan, number: int) -> dict:
     directory = plan.directory / f"save_{number}"
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
@@ -136,11 +125,31 @@ def _round(saver: Saver, clock: Clock, iterate: Callable[[], object], plan: Plan
 def stall(workers: list[list[Span]]) -> float:
     """Seconds that a job stood still, from the spans of its workers, which all have the same number of them.
 
-    A worker that comes early waits for the others and not for the save: a span counts from when the last worker
-    has come until the last one leaves.
+    A span counts from when the last worker has come: until then the early ones do not wait for the save.
     """
     moments = zip(*workers, strict=True)
     return sum(max(end for _, end in spans) - max(start for start, _ in spans) for spans in moments)
+
+
+def timed(iterate: Callable[[], object], iterations: int = 1) -> float:
+    """Seconds per iteration, from when all workers are ready until all are done."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    dist.barrier()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        iterate()
+    synchronize()
+    dist.barrier()
+    return (time.perf_counter() - start) / iterations
+
+
+def forget(path: Path) -> None:
+    """Takes a file out of the page cache, once it is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
 def gather(value) -> list:
@@ -156,14 +165,6 @@ def write_result(path: Path, result: dict) -> None:
         path.write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _seconds(iterate: Callable[[], object]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    iterate()
-    dist.barrier()
-    return time.perf_counter() - start
 
 
 def _settle(directory: Path) -> dict:

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.save_peers import trainer
-from benchmarks.save_peers.rounds import Clock, arguments, gather, measure, plan_of, write_result
+from benchmarks.save_peers.rounds import Saver, arguments, write_result
+from benchmarks.save_peers.trainer import measured_peer
 
 MODES = ("sync", "thread", "process")
 
 
-class DcpSaver:
+class DcpSaver(Saver):
     """Saves with ``dcp.save``, or with ``dcp.async_save`` by a thread or a process of torch's.
 
     The state is staged into memory that is kept from one save to the next, shared with the process that writes.
@@ -30,17 +30,10 @@ class DcpSaver:
 
         self._state, self._mode = state, mode
         self._group: Any = dist.new_group(backend="gloo")
-        shared = mode == "process"
         self._stager = None
         if mode != "sync":  # there is no device to copy from, so nothing to pin and nothing that overlaps
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=False,
-                    use_shared_memory=shared,
-                    use_async_staging=False,
-                    use_non_blocking_copy=False,
-                )
-            )
+            off = dict.fromkeys(("use_pinned_memory", "use_async_staging", "use_non_blocking_copy"), False)
+            self._stager = DefaultStager(StagingOptions(use_shared_memory=mode == "process", **off))
         self._future: Any = None
         self._complete = 0.0
 
@@ -48,21 +41,14 @@ class DcpSaver:
         """Saves, or stages the state and starts to write it."""
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
+        where: dict[str, Any] = dict(checkpoint_id=directory, process_group=self._group)
         if self._mode == "sync":
-            save(self._state, checkpoint_id=directory, process_group=self._group)
+            save(self._state, **where)
             self._done()
             return
-        self._future = async_save(
-            self._state,
-            checkpoint_id=directory,
-            process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType(self._mode),
-            async_stager=self._stager,
-        )
+        where |= dict(async_checkpointer_type=AsyncCheckpointerType(self._mode), async_stager=self._stager)
+        self._future = async_save(self._state, **where)
         self._future.add_done_callback(self._done)
-
-    def poll(self) -> None:
-        """Nothing to do."""
 
     def finish(self) -> float:
         """Waits for the thread or the process."""
@@ -98,11 +84,8 @@ def state_dict(chunks, optimizer) -> dict:
 def main() -> int:
     """Measures one mode."""
     own, flags = arguments(__doc__, MODES)
-    trained = trainer.build(flags)
-    saver = DcpSaver(state_dict(trained.chunks, trained.optimizer), own.mode)
-    result = measure(saver, Clock(), trained.iterate, plan_of(own))
-    result |= {"parameters": trained.parameters, "copied_bytes": sum(gather(saver.copied_bytes()))}
-    write_result(own.result, result)
+    saver_of = lambda chunks, optimizer, mode: DcpSaver(state_dict(chunks, optimizer), mode)  # noqa: E731
+    write_result(own.result, measured_peer(own, flags, saver_of))
     return 0
 
 

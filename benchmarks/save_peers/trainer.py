@@ -1,55 +1,55 @@
-"""The trainer of this repository, as the model and optimizer that the peers save."""
+"""The trainer of this repository, whose iterations are timed, and whose model and optimizer the peers save."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from benchmarks.save_peers.rounds import gather
+from collections.abc import Sequence
+from typing import Any
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """A worker that trains.
+def begin(flags: Sequence[str]) -> tuple[Any, Any, Any]:
+    """Builds model, optimizer and data from the flags of ``pretrain_gpt_moe.py``, as it does; a collective call.
 
-    Attributes:
-        chunks: its model chunks, wrapped for data parallelism.
-        optimizer: megatron-core's optimizer of them.
-        iterate: trains one iteration.
-        parameters: of the whole model.
+    Returns:
+        The :class:`megatron.pretraining.setup.TrainingRun`, its ``StopRequests``, and the ``Phases`` of the start.
     """
-
-    chunks: list
-    optimizer: object
-    iterate: Callable[[], object]
-    parameters: int
-
-
-def build(flags: list[str]) -> Trainer:
-    """Builds model, optimizer and data from the flags of ``pretrain_gpt_moe.py``; a collective call."""
     from megatron.pretraining.arguments import parse_config
 
-    config = parse_config([*flags, "--train-iters", "100000"])
+    config = parse_config(flags)
 
     from megatron.pretraining.process import cpu
 
     cpu.install()
-    from megatron.pretraining.loop import collect_garbage_by_hand, iterate
     from megatron.pretraining.process.initialize import initialize
     from megatron.pretraining.process.phases import Phases
     from megatron.pretraining.process.stopping import StopRequests
     from megatron.pretraining.setup import set_up
     from pretrain_gpt_moe import providers
 
+    phases = Phases()
+    phases.done("import")
     stop, world = StopRequests(config), initialize(config)
-    run = set_up(config, world, providers(), stop, Phases())
+    phases.done("join")
+    return set_up(config, world, providers(), stop, phases), stop, phases
+
+
+def measured_peer(own, flags: Sequence[str], saver_of) -> dict:
+    """What :func:`benchmarks.save_peers.rounds.measure` tells of a peer that saves this trainer's state.
+
+    Args:
+        own: the peer's flags.
+        flags: of ``pretrain_gpt_moe.py``.
+        saver_of: ``(model chunks, optimizer, mode) -> Saver``.
+    """
+    from benchmarks.save_peers.rounds import Clock, gather, measure
+
+    run, stop, _ = begin([*flags, "--train-iters", "100000"])
+    from megatron.pretraining.engine.state import optimizer_fragments
+    from megatron.pretraining.loop import collect_garbage_by_hand, iterate
+
     collect_garbage_by_hand(run)
     chunks, optimizer = run.stepper.chunks, run.stepper.optimizer.core
-    return Trainer(chunks, optimizer, lambda: iterate(run, stop), _parameters(chunks, optimizer))
-
-
-def _parameters(chunks, optimizer) -> int:
-    from megatron.pretraining.engine.state import optimizer_fragments
-
     masters = (f for f in optimizer_fragments(chunks, optimizer) if f.slot == "master" and f.first_copy)
-    return sum(gather(sum(f.view.numel() for f in masters)))
+    parameters = sum(gather(sum(f.view.numel() for f in masters)))
+    saver = saver_of(chunks, optimizer, own.mode)
+    measured = measure(saver, Clock(), lambda: iterate(run, stop), own)
+    return measured | {"parameters": parameters, "copied_bytes": sum(gather(saver.copied_bytes()))}

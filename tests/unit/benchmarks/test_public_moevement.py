@@ -5,7 +5,7 @@ import json
 import numpy
 import pytest
 
-from benchmarks.peer_moevement import cases, ends, figures, report
+from benchmarks.peer_moevement import cases, figures
 
 KILLED = 100.0
 
@@ -77,14 +77,14 @@ def test_overhead_is_of_rounds_with_themselves():
 
 def test_both_train_the_same_sizes_and_a_case_without_a_window_does_not_save(tmp_path):
     plan = cases.Plan(tmp_path, "python", iterations=60)
-    flags = cases.our_flags(cases.Case("ours", 3), plan, tmp_path)
+    flags = cases.our_flags(cases.Case("ours", 3), plan)
     public = cases.public_flags(cases.Case("public", 3, victim=1), plan, tmp_path)
     shape = json.loads(public[public.index("--shape") + 1])
     assert flags[flags.index("--hidden-size") + 1] == str(shape["hidden"])
     assert flags[flags.index("--global-batch-size") + 1] == str(shape["micro_batch"] * shape["micro_batches"] * 2)
     assert flags[flags.index("--sparse-window") + 1] == public[public.index("--window") + 1] == "3"
     assert public[public.index("--stop-at") + 1] == str(plan.kill_at)
-    assert "--ckpt-policy" not in cases.our_flags(cases.Case("ours", 0), plan, tmp_path)
+    assert "--ckpt-policy" not in cases.our_flags(cases.Case("ours", 0), plan)
     assert "--stop-at" not in cases.public_flags(cases.Case("public", 3, 1, anywhere=True), plan, tmp_path)
 
 
@@ -92,10 +92,10 @@ def test_the_end_of_a_public_run_is_put_together_from_flat_parts(tmp_path):
     flat = {0: numpy.arange(8, dtype="f4"), 1: numpy.arange(100, 108, dtype="f4")}  # of stages; the last one is padding
     for rank, (stage, data_rank) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         part = flat[stage][4 * data_rank : 4 * data_rank + 4]
-        parts = {f"0/{slot}": part + add for add, slot in enumerate(ends.SLOTS)}
+        parts = {f"0/{slot}": part + add for add, slot in enumerate(figures.SLOTS)}
         parts |= {"0/names": [f"{stage}.bias", f"{stage}.weight"], "0/sizes": [2, 5]}
         numpy.savez(tmp_path / f"rank_{rank}.npz", stage=stage, data_rank=data_rank, **parts)
-    told = {key: list(values) for key, values in ends.public_end(tmp_path).items()}
+    told = {key: list(values) for key, values in figures.public_end(tmp_path).items()}
     assert len(told) == 2 * 2 * 3
     assert told["0.bias", "master"] == [0, 1] and told["0.weight", "master"] == [2, 3, 4, 5, 6]
     assert told["1.weight", "exp_avg"] == [103, 104, 105, 106, 107]
@@ -117,7 +117,7 @@ def test_tables_have_a_row_for_each_case_and_say_what_failed():
             "public, W=3, worker 1 killed": {"failed": "exit code 2"},
         },
     }  # fmt: skip
-    rows = report.tables(told).splitlines()
+    rows = figures.tables(told).splitlines()
     assert "| ours, no snapshots | 100 |  |  |  |" in rows
     assert "| ours, W=3 | 110 | +10% | 3.0 / 2.0 / 1.0 | 6.0 |" in rows
     assert "| ours, W=3, worker 1 killed | 0.50 | 3 | 9 of 9 | 0 |" in rows

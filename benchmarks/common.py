@@ -1,0 +1,96 @@
+"""What benchmarks have in common: flags, the machine's description, JSON, verdicts, tables and plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from moc.output import replacing
+
+
+def command_line(description: str | None, output: str = "JSON file") -> argparse.ArgumentParser:
+    """A parser whose help shows the whole description; with the flag ``--output``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help=output)
+    return parser
+
+
+def machine(load: bool = False) -> dict[str, Any]:
+    """What is measured on; with ``load``, also how busy it is before."""
+    import torch
+
+    found = {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    return found | ({"load_before": os.getloadavg()[0]} if load else {})
+
+
+def machine_and_versions() -> dict[str, dict]:
+    """What saving is measured on, and with which releases."""
+    return {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+def write_json(path: Path | None, told: Mapping) -> None:
+    """Writes a file, where one is named."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def say(held: Mapping[str, bool]) -> bool:
+    """Prints what holds and what does not; whether all does."""
+    for what, holds in held.items():
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {what}", flush=True)
+    return all(held.values())
+
+
+def met(value: float, sign: str, target: float) -> str:
+    """``met`` or ``missed``; the sign is ``<=`` or ``>=``."""
+    return "met" if (value <= target if sign == "<=" else value >= target) else "missed"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]):
+    """A table for a console, with figures in all columns but the first."""
+    from rich.table import Table
+
+    result = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        result.add_column(name, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def show(width: int, parts: Iterable[tuple[object, Iterable[str]]]) -> None:
+    """Prints tables, for which a console must have ``width`` columns, each with the lines below it."""
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, width)
+    for shown, lines in parts:
+        console.print(shown)
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def drawing(path: Path, rows: int = 1, columns: int = 1, dpi: int = 120, **how) -> Iterator[tuple[Any, Any]]:
+    """A figure and its panels, in two dimensions, written as PNG at the end; ``how`` is matplotlib's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(rows, columns, squeeze=False, **how)
+    yield figure, panels
+    with replacing(path) as name:
+        figure.savefig(name, format="png", dpi=dpi)
+    pyplot.close(figure)
