@@ -98,10 +98,8 @@ class EventLog:
         except OSError as error:
             self._forget_file()
             if self._trouble.failed():
-                self._tell(
-                    f"WARNING: {self._path} cannot be written ({error.strerror or error}). Training goes on, and what "
-                    "there is to tell waits in memory"
-                )
+                why = f"cannot be written ({error.strerror or error})"
+                self._tell(f"WARNING: {self._path} {why}. Training goes on, and events wait in memory")
             return
         if self._trouble:
             count, lasted = self._trouble.count, self._trouble.over()

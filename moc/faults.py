@@ -38,12 +38,10 @@ _listener: Listener | None = None
 
 
 def reach(point: str, iteration: int | None = None) -> None:
-    """Reports that this worker is at a point; thread-safe, and free without a listener.
+    """Reports that this worker is at one of the :data:`POINTS`; thread-safe, and free without a listener.
 
-    Args:
-        point: one of :data:`POINTS`.
-        iteration: iteration counted from 1: the one that begins at ``start``, the one replayed at ``replaying``,
-            otherwise the last that began.
+    The iteration counts from 1: the one that begins at ``start``, the one replayed at ``replaying``, otherwise the
+    last that began.
     """
     if _listener is not None:
         _listener(point, iteration)

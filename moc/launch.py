@@ -14,51 +14,19 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import moc
 from moc.runtime import children, hangs, job_token
-from moc.runtime.agent import Agent, LostError, Node
-from moc.runtime.controller_process import ControllerProcess, JobFlags
-from moc.runtime.election import BEGIN_S
+from moc.runtime.agent import Agent
+from moc.runtime.controller_link import LostError
+from moc.runtime.controller_process import ControllerProcess
+from moc.runtime.flags import Flags
 from moc.runtime.membership import LOST
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
 
 _log = logging.getLogger("moc")
-
-
-@dataclass(frozen=True)
-class Flags(JobFlags):
-    """The parsed command line.
-
-    Attributes:
-        nnodes: nodes of the job.
-        nproc_per_node: workers per node.
-        spares: nodes beyond ``nnodes``, which wait until one is lost.
-        node_rank: number of this node; spares come last.
-        endpoints: ``host:port`` of each controller candidate, the first on node 0, and so on; port 0 for any free one.
-        own_controllers: candidates run on nodes of the job; otherwise controllers are started separately.
-        alone: the job has this machine only, and spares are child processes of this launcher.
-        max_restarts: lost workers that are replaced before the job gives up.
-        log_dir: directory for the workers' output; None to inherit this process's streams.
-        silence_s: seconds of silence after which a worker or a node is lost.
-        hang_caps: most seconds that a worker may be in a section, by section.
-        max_wait_s: seconds to wait for missing nodes.
-        patience_s: seconds to wait for a lost controller, and for workers to exit.
-        own: the flags as given.
-        command: script and arguments.
-    """
-
-    own_controllers: bool
-    alone: bool
-    log_dir: Path | None
-    hang_caps: dict[str, float]
-    patience_s: float
-    own: list[str]
-    command: list[str]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,27 +69,14 @@ def parse(arguments: list[str]) -> Flags:
     """Parses the command line; exits with a message if it is invalid."""
     parser = build_parser()
     own = parser.parse_args(arguments)
-    if own.nnodes < 1 or own.nproc_per_node < 1 or own.spares < 0:
-        parser.error("--nnodes and --nproc-per-node must be at least 1, and --spares at least 0")
-    if not 0 <= own.node_rank < own.nnodes + own.spares:
-        parser.error(f"--node-rank must be from 0 to {own.nnodes + own.spares - 1}: --nnodes {own.nnodes}, then spares")
-    if not Path(own.script).is_file():
-        parser.error(f"{own.script} is not there: name the workers' program")
-    for name in ("silence_timeout", "patience", "max_wait"):
-        if getattr(own, name) < (0 if name == "max_wait" else 1):
-            parser.error(f"--{name.replace('_', '-')} {getattr(own, name):g} leaves no time: give more seconds")
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
-    if (own.nnodes > 1 or own.node_rank > 0) and (own.standalone or address is None):
-        parser.error("several nodes need --rdzv-endpoint HOST:PORT of the first one, the same everywhere")
+    endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
+    if mistake := _mistake(own, address, len(endpoints)):
+        parser.error(mistake)
     try:
         hang_caps = hangs.parse_caps(own.hang_timeout)
     except ValueError as error:
         parser.error(f"--hang-timeout: {error}")
-    endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
-    if len(endpoints) > own.nnodes + own.spares and not own.no_controller:
-        parser.error(f"--rdzv-endpoint names {len(endpoints)} nodes, and the job has {own.nnodes + own.spares}")
-    if own.no_controller and address is None:
-        parser.error("--no-controller needs --rdzv-endpoint HOST:PORT of the controllers")
     command = [own.script, *own.arguments]
     return Flags(
         nnodes=own.nnodes,
@@ -140,6 +95,27 @@ def parse(arguments: list[str]) -> Flags:
         own=[flag for flag in arguments[: len(arguments) - len(command)] if flag not in ("--", "--standalone")],
         command=command,
     )
+
+
+def _mistake(own: argparse.Namespace, address: str | None, candidates: int) -> str | None:
+    """What is wrong with the command line, in one sentence; None if nothing is."""
+    nodes = own.nnodes + own.spares
+    if own.nnodes < 1 or own.nproc_per_node < 1 or own.spares < 0:
+        return "--nnodes and --nproc-per-node must be at least 1, and --spares at least 0"
+    if not 0 <= own.node_rank < nodes:
+        return f"--node-rank must be from 0 to {nodes - 1}: --nnodes {own.nnodes}, then spares"
+    if not Path(own.script).is_file():
+        return f"{own.script} is not there: name the workers' program"
+    for name, least in (("silence_timeout", 1), ("patience", 1), ("max_wait", 0)):
+        if getattr(own, name) < least:
+            return f"--{name.replace('_', '-')} {getattr(own, name):g} leaves no time: give more seconds"
+    if (own.nnodes > 1 or own.node_rank > 0) and address is None:
+        return "several nodes need --rdzv-endpoint HOST:PORT of the first one, the same everywhere"
+    if candidates > nodes and not own.no_controller:
+        return f"--rdzv-endpoint names {candidates} nodes, and the job has {nodes}"
+    if own.no_controller and address is None:
+        return "--no-controller needs --rdzv-endpoint HOST:PORT of the controllers"
+    return None
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -166,7 +142,7 @@ def launch(flags: Flags) -> int:
 
 def _token(flags: Flags) -> bytes:
     given = job_token.FILE_VARIABLE in os.environ or job_token.VARIABLE in os.environ
-    if (flags.alone or flags.nnodes + flags.spares == 1) and not given:
+    if (flags.alone or not flags.has_other_nodes) and not given:
         os.environ[job_token.VARIABLE] = job_token.make_token().hex()  # not in a file, which might be cleaned up
     return job_token.token_from_environment()
 
@@ -176,15 +152,16 @@ async def _run(flags: Flags, token: bytes) -> int:
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)
     if not flags.own_controllers or flags.node_rank >= len(flags.endpoints):
-        return (await _run_agent(flags, flags.endpoints, token, signals))[0]
+        return (await _run_agent(flags, list(flags.endpoints), token, signals))[0]
     async with ControllerProcess(flags, token) as controller:
         await signals.unless_stopped(controller.start())
         endpoints = controller.endpoints
         keeping = asyncio.create_task(controller.keep())
-        spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in _spares_here(flags)]
+        here = range(1, flags.spares + 1) if flags.alone else ()
+        spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in here]
         try:
-            code, follows = await _run_again(flags, lambda: _run_agent(flags, endpoints, token, signals))
-            if follows == flags.node_rank:
+            code, led = await _run_agent(flags, endpoints, token, signals, again=flags.spares)
+            if led == flags.node_rank:
                 await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents know the end
             if spares and keeping.done():
                 await asyncio.wait(spares, timeout=flags.patience_s)
@@ -194,48 +171,25 @@ async def _run(flags: Flags, token: bytes) -> int:
             await asyncio.wait([keeping])
 
 
-async def _run_again(flags: Flags, run: Callable[[], Awaitable[tuple[int, int]]]) -> tuple[int, int]:
-    """Runs a node that hosts a controller; with spares, a lost node rejoins while the controller lives."""
-    for _ in range(flags.spares):
+async def _run_agent(
+    flags: Flags, endpoints: list[str], token: bytes, signals: Signals, again: int = 0
+) -> tuple[int, int]:
+    """Runs this node's agent, up to ``again`` times more if the node is lost; returns as :meth:`Agent.run`."""
+    while True:
+        agent = Agent(flags, endpoints, token)
         try:
-            return await run()
+            with signals.heard_by(agent.signal):
+                return await agent.run()
         except LostError as error:
+            if not again:
+                raise
+            again -= 1
             _log.error("node %d is lost, and comes back: %s", flags.node_rank, error)
-    return await run()
 
 
-async def _run_agent(flags: Flags, endpoints: Sequence[str], token: bytes, signals: Signals) -> tuple[int, int]:
-    """Runs the agent of this node.
-
-    Returns:
-        The exit code, and the number of the candidate that led at the end.
-    """
-    node = Node(
-        number=flags.node_rank,
-        per_node=flags.nproc_per_node,
-        size=flags.nnodes * flags.nproc_per_node,
-        alone=flags.nnodes + flags.spares == 1,
-        controllers=list(endpoints),
-        token=token,
-        logs=flags.log_dir,
-        silence_s=flags.silence_s,
-        hang_caps=flags.hang_caps,
-        patience_s=flags.patience_s,
-        begin_s=max(flags.max_wait_s, BEGIN_S),
-    )
-    agent = Agent(node, flags.command)
-    with signals.heard_by(agent.signal):
-        return await agent.run(), agent.follows
-
-
-def _spares_here(flags: Flags) -> range:
-    """Numbers of the spares that this launcher starts itself: all, if the job has this machine only."""
-    return range(1, flags.spares + 1) if flags.alone else range(0)
-
-
-async def _run_spare(flags: Flags, endpoints: Sequence[str], node: int, signals: Signals) -> None:
+async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Signals) -> None:
     """Runs another launcher on this machine, which dies with this one."""
-    place = ["--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)]
+    place = "--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)
     spare = await children.start("moc.launch", *flags.own, *place, *flags.command)
 
     def pass_on(number: int) -> None:

@@ -13,16 +13,7 @@ class ToolError(Exception):
 
 
 def refused(program: str, error: Exception, path: object = "") -> int:
-    """Prints to stderr why a program ends.
-
-    Args:
-        program: name of the program.
-        error: error that ended it.
-        path: file of an OSError that names none.
-
-    Returns:
-        The exit status.
-    """
+    """Prints to stderr why a program ends, and returns its exit status; ``path`` is of an OSError that names none."""
     said = f"{error.filename or path}: {error.strerror or error}." if isinstance(error, OSError) else error
     print(f"{program}: {said}", file=sys.stderr)
     return 1
@@ -52,12 +43,7 @@ def human(size: float) -> str:
 
 @contextmanager
 def progress(total: int, what: str = "") -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on a terminal; yields a function that advances it by a number of bytes.
-
-    Args:
-        total: total number of bytes.
-        what: label of the bar.
-    """
+    """Shows a progress bar of ``total`` bytes on a terminal; yields a function that advances it by some."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -5,16 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_SHARE = 20.0
-"""Minimum ratio of a pause to the duration of the attempt before it."""
+_SHARE = 20.0  # minimum ratio of a pause to the duration of the attempt before it
 
 
 class Trouble:
-    """Backoff of a failing operation: retries after 1 s to 1 min, warnings every 1 min to 1 h, both doubling.
-
-    Args:
-        clock: monotonic clock in seconds.
-    """
+    """Backoff of a failing operation: retries after 1 s to 1 min, warnings every 1 min to 1 h, both doubling."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -38,14 +33,7 @@ class Trouble:
         return self._since is not None and self._clock() < self._next_try
 
     def failed(self, took_s: float = 0.0) -> bool:
-        """Records a failed attempt.
-
-        Args:
-            took_s: seconds that the attempt took; expensive attempts are retried less often.
-
-        Returns:
-            Whether a warning is due.
-        """
+        """Records a failed attempt, retried less often if it took long; returns whether a warning is due."""
         now = self._clock()
         self.count += 1
         if self._since is None:

@@ -61,11 +61,11 @@ def events_page() -> str:
         + " and ".join(f"`{name}` ({text})" for name, text in EVERY.items())
         + ".\n",
     ]
-    for one in EVENTS.values():
+    for name, one in EVENTS.items():
         rows = [(f"`{name}`", text) for name, text in one.fields.items()]
         rows += [(f"`{name}` (optional)", text) for name, text in one.optional.items()]
         rows += [("...", one.open)] if one.open else []
-        parts += [f"## {one.name}\n", f"{one.when}\n", _table(("field", ""), rows)]
+        parts += [f"## {name}\n", f"{one.when}\n", _table(("field", ""), rows)]
     return "\n".join(parts)
 
 

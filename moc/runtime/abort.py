@@ -38,15 +38,12 @@ def open_sockets() -> set[int]:
 
 
 def shut_down(inodes: Iterable[int]) -> int:
-    """Shuts down the given connected TCP sockets; their users see a peer that has gone.
+    """Shuts down connected TCP sockets, so that their users see a peer that has gone; returns how many.
 
     Descriptors stay open: they belong to their owners.
 
     Args:
         inodes: from :func:`open_sockets`; sockets closed since are skipped.
-
-    Returns:
-        Number of sockets shut down.
     """
     wanted = set(inodes)
     return sum(_shut_down(descriptor, inode) for descriptor, inode in _sockets().items() if inode in wanted)
@@ -73,10 +70,8 @@ def abort_nccl(backends: list, patience: float) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
     failures += [f"no answer within {patience:g} s" for thread in threads if thread.is_alive()]
     if failures:
-        raise RuntimeError(
-            f"{len(failures)} of {len(backends)} NCCL groups could not be aborted, so this worker has to be "
-            f"replaced: {failures[0]}"
-        )
+        count = f"{len(failures)} of {len(backends)}"
+        raise RuntimeError(f"{count} NCCL groups could not be aborted, so this worker must be replaced: {failures[0]}")
 
 
 def _abort(backend, failures: list[str]) -> None:
@@ -88,12 +83,8 @@ def _abort(backend, failures: list[str]) -> None:
 
 def _sockets() -> dict[int, int]:
     """Socket inodes by file descriptor."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        inode = _inode(int(name))
-        if inode is not None:
-            found[int(name)] = inode
-    return found
+    inodes = {int(name): _inode(int(name)) for name in os.listdir("/proc/self/fd")}
+    return {descriptor: inode for descriptor, inode in inodes.items() if inode is not None}
 
 
 def _inode(descriptor: int) -> int | None:

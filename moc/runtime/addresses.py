@@ -46,9 +46,7 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
     """
     family, where = candidates(address)[0]
     if family != socket.AF_UNIX and not beyond_loopback and not ipaddress.ip_address(where[0]).is_loopback:
-        raise ValueError(
-            f"other machines could connect to {address}: listen on 127.0.0.1, or allow it with beyond_loopback"
-        )
+        raise ValueError(f"other machines could connect to {address}: listen on 127.0.0.1, or set beyond_loopback")
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if isinstance(where, str) and where.startswith("\0"):
@@ -72,8 +70,7 @@ def interface_towards(address: str) -> str:
     """The local address from which a route to ``address`` leaves; nothing is sent.
 
     Raises:
-        ValueError: the address is malformed.
-        OSError: the host is unknown or unreachable.
+        ValueError, OSError: as :func:`candidates`; also if the host is unreachable.
     """
     family, where = candidates(address)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -17,10 +17,11 @@ from moc.runtime import async_connections as wire
 from moc.runtime import children, environment
 from moc.runtime.addresses import new_name
 from moc.runtime.controller_link import ControllerLink, LostError, NoControllerError
-from moc.runtime.election import Times
+from moc.runtime.election import BEGIN_S, Times
+from moc.runtime.flags import Flags
 from moc.runtime.hangs import HangLimits
 from moc.runtime.lease import Lease
-from moc.runtime.membership import SAVED
+from moc.runtime.membership import SAVED, Worker
 from moc.runtime.message import Message
 from moc.runtime.replica_server import keep
 from moc.runtime.running_clock import RunningClock
@@ -36,19 +37,11 @@ DIES_S = 10.0
 
 _log = logging.getLogger("moc")
 
-__all__ = ["Agent", "LostError", "NoControllerError", "Node"]
-
 
 @dataclass
-class _Process:
-    """A worker of this node and its reported state; see :class:`moc.runtime.membership.Worker`."""
+class _Process(Worker):
+    """A worker of this node, with what only its agent knows."""
 
-    name: str
-    rank: int
-    together: bool
-    built: bool = False
-    here: int = -1
-    met: int = -1
     pid: int | None = None
     connection: wire.AsyncConnection | None = None
     heard: float = 0.0
@@ -59,84 +52,42 @@ class _Process:
     why_killed: str = ""
     dies_since: float | None = None
 
-    def told(self, node: int) -> dict:
-        """The worker's description for the controller."""
-        return {"name": self.name, "node": node, "rank": self.rank, "together": self.together, "built": self.built,
-                "here": self.here, "met": self.met}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Node:
-    """Settings of an agent.
-
-    Attributes:
-        number: of the node, from 0; its ranks follow from the place that it is assigned, not from this number.
-        per_node: workers per node.
-        size: workers of the job.
-        alone: the job has no other node, so no other worker can take these workers' places.
-        controllers: addresses of the controller candidates.
-        token: the job's.
-        logs: directory for the workers' output; None to inherit this process's streams.
-        silence_s: seconds of silence after which a worker is lost.
-        hang_caps: most seconds in a section, by section; see :mod:`moc.runtime.hangs`.
-        patience_s: seconds that the controller may be unreachable, and that workers may take to exit when the job ends.
-        begin_s: seconds within which a majority of the nodes must first be present.
-    """
-
-    number: int
-    per_node: int
-    size: int
-    alone: bool
-    controllers: list[str]
-    token: bytes
-    logs: Path | None
-    silence_s: float
-    hang_caps: dict[str, float]
-    patience_s: float
-    begin_s: float
-
 
 class Agent:
     """Runs a node's part of the job.
 
     Args:
-        node: its settings.
-        command: the workers' program and its arguments.
+        flags: of the launcher.
+        controllers: actual addresses of the controller candidates.
+        token: the job's secret.
     """
 
-    def __init__(self, node: Node, command: list[str]):
-        self._node, self._command = node, command
+    def __init__(self, flags: Flags, controllers: list[str], token: bytes):
+        self._flags, self._controllers, self._token = flags, controllers, token
         self._workers: dict[str, _Process] = {}
         self._clock = RunningClock(most_s=3 * WATCHES_S)
         self._generation, self._reason, self._news = 0, "", 0.0
-        self._limits = HangLimits(node.hang_caps)
+        self._limits = HangLimits(flags.hang_caps)
         self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers whose exit the controller may not know
         self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._address, self._replica_server = new_name(), new_name()
         self._lease = Lease.make()
-        self._zygote_said = 0.0
-        self._zygote_is_warm = False
-        limits = Times(node.silence_s), node.patience_s, node.begin_s
-        self._link = ControllerLink(
-            node.controllers, node.token, *limits, self._lease, not node.alone, self._hello, self._obey
-        )
+        self._zygote_said: float | None = None  # None until it is warm
+        times = Times(flags.silence_s), flags.patience_s, max(flags.max_wait_s, BEGIN_S)
+        lease = self._lease if flags.has_other_nodes else None
+        self._link = ControllerLink(controllers, token, *times, lease, self._hello, self._obey)
 
-    @property
-    def follows(self) -> int:
-        """Number of the controller candidate that leads, or led last."""
-        return self._link.follows
-
-    async def run(self) -> int:
-        """Runs until the job ends; returns its exit code.
+    async def run(self) -> tuple[int, int]:
+        """Runs until the job ends; returns its exit code, and the number of the controller candidate that led last.
 
         Raises:
             NoControllerError: no controller led for longer than its patience.
             LostError: the zygote has died or hangs, or the controller refused this node.
             StoppedError: the node was asked to stop before it had joined a controller.
         """
-        async with await wire.serve(self._address, self._node.token, self._serve_worker):
+        async with await wire.serve(self._address, self._token, self._serve_worker):
             self._zygote = await self._start_zygote()
-            keeping = keep(self._node.controllers, self._replica_server, self._node.token)
+            keeping = keep(self._controllers, self._replica_server, self._token)
             jobs = self._hear_zygote(), self._link.run(), self._watch(), keeping
             tasks = [asyncio.create_task(job) for job in jobs]
             try:
@@ -158,18 +109,15 @@ class Agent:
                     task.cancel()
                 await asyncio.wait(tasks, timeout=5.0)
         await self._give_memory_back()
-        return code
+        return code, self._link.follows
 
     async def _give_memory_back(self) -> None:
-        """Removes the run's snapshots from this node's memory, once all are in storage.
-
-        A spare may hold some, too, from a place that it had earlier.
-        """
+        """Removes the run's snapshots from this node's memory; a spare may hold some from an earlier place."""
         memory = self._ended.result()["gives_back"] if self._ended.done() else None
         if memory is None:
             return
         try:
-            await asyncio.to_thread(give_back, Path(memory), str(self._node.number))
+            await asyncio.to_thread(give_back, Path(memory), str(self._flags.node_rank))
         except (CheckpointError, OSError) as error:
             _log.warning("what the run has left in this node's memory stays there: %s", error)
 
@@ -178,7 +126,7 @@ class Agent:
         if not self._link.joined:
             raise error
         codes = [code for _, code in self._unnoted.values()]
-        if len(codes) == self._node.per_node and not any(codes) and not self._workers:
+        if len(codes) == self._flags.nproc_per_node and not any(codes) and not self._workers:
             _log.warning("%s: all workers of this node have ended well", error)
             return 0
         _log.error("%s: what was saved is kept; start the job again to go on from there", error)
@@ -194,7 +142,7 @@ class Agent:
     async def _start_zygote(self) -> asyncio.subprocess.Process:
         return await children.start(
             "moc.runtime.zygote",
-            *self._command,
+            *self._flags.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             limit=1 << 20,
@@ -207,7 +155,7 @@ class Agent:
         assert answers is not None  # a pipe
         while line := await answers.readline():
             said = json.loads(line)
-            self._zygote_said, self._zygote_is_warm = self._clock.now, True
+            self._zygote_said = self._clock.now
             if "started" in said:
                 worker = self._workers.get(said["started"])
                 if worker is None:  # killed before it had started
@@ -230,9 +178,9 @@ class Agent:
         """The state of this node for a controller, and messages that an earlier one may have missed."""
         there = {worker.rank for worker in self._workers.values()}  # a replaced worker's exit was known
         dead = [(worker, code) for worker, code in self._unnoted.values() if worker.rank not in there]
-        workers = [worker.told(self._node.number) for worker in [*self._workers.values(), *(w for w, _ in dead)]]
-        hello = {"node": self._node.number, "workers": workers, "generation": self._generation}
-        return hello | {"asked": self._link.asked}, [_end_of(worker, code) for worker, code in dead]
+        workers = [worker.told for worker in [*self._workers.values(), *(w for w, _ in dead)]]
+        hello = dict(node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.asked)
+        return hello, [_end_of(worker, code) for worker, code in dead]
 
     def _obey(self, order: dict) -> None:
         kind = order["kind"]
@@ -255,17 +203,17 @@ class Agent:
                 self._ended.set_result(order)
 
     def _start(self, order: dict) -> None:
-        worker = _Process(order["worker"], order["rank"], order["together"])
+        worker = _Process(order["worker"], self._flags.node_rank, order["rank"], order["together"])
         self._workers[worker.name] = worker
         self._generation = max(self._generation, order["generation"])
-        place, local = divmod(worker.rank, self._node.per_node)
+        place, local = divmod(worker.rank, self._flags.nproc_per_node)
         values = {
             "RANK": worker.rank,
             "LOCAL_RANK": local,
-            "WORLD_SIZE": self._node.size,
-            "LOCAL_WORLD_SIZE": self._node.per_node,
+            "WORLD_SIZE": self._flags.nnodes * self._flags.nproc_per_node,
+            "LOCAL_WORLD_SIZE": self._flags.nproc_per_node,
             "GROUP_RANK": place,
-            environment.NODE: self._node.number,
+            environment.NODE: self._flags.node_rank,
             environment.AGENT: self._address,
             environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,
@@ -273,11 +221,9 @@ class Agent:
             environment.TOGETHER: int(worker.together),
             environment.REPLICA_SERVER: self._replica_server,
         }
-        output = None
-        if self._node.logs is not None:
-            output = str(self._node.logs / f"rank_{worker.rank:05d}.log")
-        request = {"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}}
-        self._order(request)
+        logs = self._flags.log_dir
+        output = None if logs is None else str(logs / f"rank_{worker.rank:05d}.log")
+        self._order({"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}})
 
     def _order(self, request: dict) -> None:
         assert self._zygote.stdin is not None  # a pipe
@@ -295,10 +241,8 @@ class Agent:
             worker.heard = self._clock.now
             if said["kind"] == "built":
                 worker.built = True
-            elif said["kind"] == "here":
-                worker.here = said["generation"]
-            elif said["kind"] == "met":
-                worker.met = said["generation"]
+            elif said["kind"] in ("here", "met"):
+                setattr(worker, said["kind"], said["generation"])
             elif said["kind"] == "alive":
                 worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
                 self._limits.learn(said["longest"])
@@ -308,35 +252,36 @@ class Agent:
                 self._link.tell(**said, worker=worker.name)
 
     def _pass_on(self, worker: _Process, order: dict) -> None:
-        try:
-            if worker.connection is not None:
+        if worker.connection is not None:
+            with contextlib.suppress(WireError):  # its exit will be reported
                 worker.connection.post(Message(order))
-        except WireError:
-            pass  # its exit will be reported
 
     async def _watch(self) -> None:
+        silence_s = self._flags.silence_s
         while True:
             await asyncio.sleep(min(WATCHES_S, max(0.05, self._lease.left)))
             self._clock.tick()
             self._watch_zygote()
-            if self._workers and self._lease.left <= 0:
-                self._give_up_places()
+            if self._workers and self._lease.left <= 0:  # others may have taken their places
+                for worker in self._workers.values():
+                    self._kill(worker, f"had been without a controller for {Times(silence_s).runs_s:g} s")
             for worker in list(self._workers.values()):
                 silent = self._clock.now - worker.heard
                 if worker.pid is not None and children.is_dying(worker.pid):
                     self._wait_for_death(worker)
                 # building an index may hold the GIL for minutes
-                elif worker.built and silent > self._node.silence_s:
+                elif worker.built and silent > silence_s:
                     self._kill(worker, f"had said nothing for {silent:.0f} s")
                 elif worker.section is not None:
                     self._judge(worker, worker.section, worker.since + silent)
 
     def _watch_zygote(self) -> None:
         """Raises LostError if the zygote, once warm, has not answered for ``silence_s``."""
-        if not self._zygote_is_warm:
+        if self._zygote_said is None:
             return
-        if self._clock.now - self._zygote_said > self._node.silence_s:
-            raise LostError(f"the process that workers are forked from has not answered for {self._node.silence_s:g} s")
+        silence_s = self._flags.silence_s
+        if self._clock.now - self._zygote_said > silence_s:
+            raise LostError(f"the process that workers are forked from has not answered for {silence_s:g} s")
         self._order({"ask": True})
 
     def _wait_for_death(self, worker: _Process) -> None:
@@ -346,12 +291,6 @@ class Agent:
         elif self._clock.now - worker.dies_since > DIES_S:
             _log.warning("worker %d was killed and hangs in the kernel: it is not waited for", worker.rank)
             self._has_ended(worker, -signal.SIGKILL)
-
-    def _give_up_places(self) -> None:
-        """Kills all workers: the lease has expired, so others may have taken their places."""
-        why = f"had been without a controller for {Times(self._node.silence_s).runs_s:g} s"
-        for worker in self._workers.values():
-            self._kill(worker, why)
 
     def _judge(self, worker: _Process, section: str, seconds: float) -> None:
         """Checks how long a worker has been in its section.
@@ -365,7 +304,7 @@ class Agent:
         if met:
             how = f"has been in its {section} for {seconds:.0f} s"
             self._link.tell("hangs", worker=worker.name, generation=self._generation, how=how)
-        elif worker.here < 0 or self._clock.now - self._news > self._node.silence_s:
+        elif worker.here < 0 or self._clock.now - self._news > self._flags.silence_s:
             self._kill(worker, f"had been in its {section} for {seconds:.0f} s")
 
     def _kill(self, worker: _Process, why: str) -> None:
@@ -377,20 +316,18 @@ class Agent:
     async def _let_leave(self) -> int:
         """Gives workers that are about to exit time to do so, then returns the job's exit code."""
         end = self._ended.result()
-        deadline = time.monotonic() + (self._node.patience_s if end["leaving"] else 0.2)
+        deadline = time.monotonic() + (self._flags.patience_s if end["leaving"] else 0.2)
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return end["code"]
 
     def _signal(self, worker: _Process, number: int) -> None:
         if worker.pid is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, number)
-            except ProcessLookupError:
-                pass
 
 
 def _end_of(worker: _Process, code: int) -> dict:
     """The message that reports a worker's exit."""
-    told = {"worker": worker.name, "code": code, "why": worker.why_killed, "gives_back": worker.gives_back}
-    return {"kind": "ended"} | told
+    why, memory = worker.why_killed, worker.gives_back
+    return {"kind": "ended", "worker": worker.name, "code": code, "why": why, "gives_back": memory}

@@ -21,8 +21,7 @@ def run_on_rank0(action: Callable, what: str):
         what: prefix of the message if the file system fails.
 
     Raises:
-        CheckpointError: on all ranks, if the action raised it or an OSError.
-        TakenError: on all ranks, if the action raised it.
+        CheckpointError: on all ranks, if the action raised it (also as :class:`TakenError`) or an OSError.
     """
     outcome = [None, None, False]
     if dist.get_rank() == 0:
@@ -41,14 +40,9 @@ def run_on_rank0(action: Callable, what: str):
 
 
 def run_on_all(action: Callable[[], None], what: str) -> None:
-    """Runs ``action`` on every rank.  Collective.
+    """Runs ``action`` on every rank; raises CheckpointError on all if one does, or OSError.  Collective.
 
-    Args:
-        action: runs locally on each rank.
-        what: prefix of the message if the file system fails.
-
-    Raises:
-        CheckpointError: on all ranks, if the action raised it or an OSError on any of them.
+    ``what`` is as in :func:`run_on_rank0`.
     """
     problem = None
     try:

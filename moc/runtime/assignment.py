@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class NodeAssignment:
-    """Assignment of nodes to places.
-
-    Places are numbered from 0 and determine the ranks of workers; a node keeps its number in any place.
+    """The places, numbered from 0, that determine the ranks of workers; a node keeps its number in any place.
 
     Attributes:
         count: number of places.
@@ -51,8 +49,7 @@ class NodeAssignment:
         """Marks a node as lost.
 
         Returns:
-            The place it filled and the spare that fills it now; None for either if there is none, or if the node was
-            lost already.
+            The place that it filled and the spare that fills it now, each None if there is none, as for a lost node.
         """
         self.present.discard(node)
         place = self.of(node)

@@ -26,9 +26,6 @@ class AsyncConnection:
     """Messages over a connected socket, in one event loop; created by :func:`open` and :func:`serve`.
 
     Any task may send; one task receives. Computing a MAC blocks the event loop for about 0.6 ms per MiB of body.
-
-    Attributes:
-        peer: name of the peer, for messages.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, channel: Channel, peer: str):
@@ -49,11 +46,7 @@ class AsyncConnection:
         self._writer.write(b"".join(self._channel.send(message)))
 
     async def send(self, message: Message) -> None:
-        """Sends a message after all earlier ones, and waits until the kernel has all of it.
-
-        Raises:
-            WireError, ValueError, TypeError: as :meth:`post`.
-        """
+        """Like :meth:`post`, and waits until the kernel has all of the message."""
         self.post(message)
         try:
             async with self._draining:
@@ -119,6 +112,21 @@ async def open(
     return await _connection(sock, channel, address)
 
 
+async def ask(address: str, token: bytes, timeout: float) -> dict:
+    """Asks a process whether it is well; returns its answer.
+
+    Raises:
+        WireError: it cannot be reached, or is not of this job.
+        TimeoutError: it has not answered within ``timeout`` seconds.
+    """
+    connection = await open(address, token, timeout)
+    try:
+        await connection.send(Message({"kind": "ask"}))
+        return (await connection.recv(silence=timeout)).header
+    finally:
+        connection.abort()
+
+
 def log_refusal(peer: str, sentence: str) -> None:
     """Logs one line for a refused peer."""
     _log.warning("refused %s: %s", peer, sentence)
@@ -138,20 +146,15 @@ async def serve(
     """Listens for processes of the same job.
 
     Args:
-        address: ``host:port``, with port 0 for any free one, or ``unix:/path``.
+        address: see :func:`~moc.runtime.addresses.listening_socket`, whose errors it raises.
         token: the job's secret, 32 bytes.
         on_connection: called with every authenticated peer. The connection is closed when it returns. It may raise
             :class:`WireError`; any other exception goes to the event loop's handler.
-        on_refused: called with the name of a peer that was refused, or that violated the protocol later, and the reason
-            in one sentence.
+        on_refused: called with a peer that was refused or violated the protocol later, and why, in one sentence.
         body_limit: bytes of the largest body that is accepted.
         handshake_timeout: seconds for a peer to authenticate.
         beyond_loopback: allows an address that other machines can reach.
         listener: an existing listening socket, which replaces ``address``.
-
-    Raises:
-        ValueError: the address is malformed, or not on the loopback interface.
-        OSError: the address cannot be bound.
     """
     listener = listener or listening_socket(address, beyond_loopback)
     listener.setblocking(False)
@@ -159,11 +162,7 @@ async def serve(
 
 
 class Server:
-    """The result of :func:`serve`; an asynchronous context manager that closes itself.
-
-    Attributes:
-        address: where it listens, as clients connect to it.
-    """
+    """The result of :func:`serve`, listening at ``address``; an asynchronous context manager that closes itself."""
 
     def __init__(self, listener, token, on_connection, on_refused, body_limit, handshake_timeout):
         self.address = text_of(listener.family, listener.getsockname())

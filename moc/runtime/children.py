@@ -9,7 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
+from moc.runtime import async_connections as wire
 from moc.runtime.signals import STOPS
+from moc.runtime.wire import WireError
 
 PARENT = "MOC_PARENT"
 """Environment variable set by :func:`start`: process id of the parent."""
@@ -38,17 +40,35 @@ async def start(module: str, *arguments: str, env: dict[str, str] | None = None,
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
+async def until_over(
+    process: asyncio.subprocess.Process, address: str, token: bytes, every_s: float, hangs_s: float
+) -> str:
+    """Waits until a child that serves an address has died, or hangs and is killed; returns which.
+
+    It is asked every ``every_s`` seconds whether it is well, and hangs if it has not answered within ``hangs_s``.
+    """
+    died = asyncio.create_task(process.wait())
+    try:
+        while not (await asyncio.wait([died], timeout=every_s))[0]:
+            try:
+                await asyncio.wait_for(wire.ask(address, token, hangs_s), hangs_s)
+            except (WireError, TimeoutError, asyncio.TimeoutError):
+                if not died.done():
+                    process.kill()
+                    await died
+                    return f"has not answered for {hangs_s:g} s"
+    finally:
+        died.cancel()
+    return "has died"
+
+
 def belong() -> None:
-    """Ties this process's life to its parent's; exits immediately if the parent is dead already."""
+    """Ties this process's life to its parent's: see :func:`die_with_parent`."""
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies.
-
-    Args:
-        parent: process id; if it is no longer the parent, it is dead, and this process exits immediately.
-    """
+    """Has the kernel kill this process when process ``parent`` dies; exits if that is no longer the parent."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -23,8 +23,8 @@ class Connection:
     forked child must not use it: parent and child would reuse sequence numbers.
 
     Args:
-        sock: a connected, blocking socket, TCP or Unix; closed with the connection.
-        channel: an open channel, owned by this connection.
+        sock: connected and blocking, TCP or Unix; closed with the connection.
+        channel: open, owned by this connection.
         peer: name of the peer, for messages.
     """
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass
 class ControlState:
-    """One controller's copy.
+    """One controller's copy; JSON-serializable by ``vars()``.
 
     Attributes:
         epoch: of the controller that sent it.
@@ -30,29 +30,11 @@ class ControlState:
         """State of a new job."""
         return cls(epoch, 0, secrets.token_hex(8))
 
-    @classmethod
-    def from_told(cls, told: dict | None) -> ControlState | None:
-        """Parses an agent's copy; raises TypeError if it is malformed."""
-        return None if told is None else cls(**told)
-
-    def taken_over(self, epoch: int) -> ControlState:
-        """This state under the epoch of the new leader."""
-        return replace(self, epoch=epoch)
-
-    @property
-    def told(self) -> dict:
-        """The copy for agents, JSON-serializable."""
-        return dict(vars(self))
-
     @property
     def seated(self) -> set[int]:
         """Nodes that filled places and were not known to be lost."""
         places = self.membership
         return {node for place, node in places["places"] if place not in places["vacant"]}
-
-    def has_come(self, node: int, door: str | None) -> None:
-        """Records an agent's door."""
-        self.doors = self.doors | {str(node): door}
 
     def changes(self, membership: dict) -> bool:
         """Updates the membership; returns whether it changed."""

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moc.runtime import async_connections as wire
 from moc.runtime.children import belong
@@ -55,7 +55,7 @@ class Controller:
 
     Args:
         membership: of the job.
-        election: this candidate's side of the election.
+        election: this candidate's side of it.
         max_wait_s: seconds to wait for missing nodes.
     """
 
@@ -66,7 +66,8 @@ class Controller:
         self._agents: dict[int, Peer] = {}
         self._gone: dict[int, Gone] = {}  # disconnected nodes that may return
         self._probing: set[asyncio.Task] = set()
-        self._waiting: Waiting | None = None
+        self._waits_since: float | None = None  # for missing nodes
+        self._names_them_at = 0.0  # on the console
         self._state: ControlState | None = None  # None until this controller has taken over
         self._leads_since = math.inf
         self._store: MeetingStore | None = None
@@ -79,11 +80,7 @@ class Controller:
     ) -> int:
         """Serves agents until the job is over and every node that may return has heard so.
 
-        Args:
-            address: where to listen; port 0 for any free one.
-            token: the job's secret.
-            beyond_loopback: allows an address that other machines can reach.
-            listener: an existing listening socket.
+        The arguments are those of :func:`moc.runtime.async_connections.serve`.
 
         Returns:
             The exit code: 0, or :data:`STEPS_DOWN`.
@@ -121,7 +118,7 @@ class Controller:
                 self._hear(peer, peer.held.popleft())
         self._look_at_clock(now)
         if self._state is not None and self._has_news:  # one broadcast for all that joined in this tick
-            self._tell_all("state", **self._state.told)
+            self._tell_all("state", **vars(self._state))
             self._has_news = False
 
     @property
@@ -147,17 +144,18 @@ class Controller:
             membership.calm()
         missing = membership.waits_for()
         if not missing:
-            self._waiting = None
+            self._waits_since = None
             return
-        self._waiting = waiting = self._waiting or Waiting(now, now + TELL_FIRST_S)
+        if self._waits_since is None:
+            self._waits_since, self._names_them_at = now, now + TELL_FIRST_S
         most, limit = self._max_wait_s if membership.has_begun else max(self._max_wait_s, BEGIN_S), "--max-wait"
         if membership.asked is not None and most > self._times.lease_s:  # lost since then, or only its connection
             most, limit = self._times.lease_s, "--silence-timeout"
-        left = waiting.since + most - now
+        left = self._waits_since + most - now
         if left <= 0:
             self._obey(membership.gives_up(f"nobody has come for {most:g} s ({limit})"))
-        elif now >= waiting.tell_at:
-            waiting.tell_at = now + TELL_S
+        elif now >= self._names_them_at:
+            self._names_them_at = now + TELL_S
             _log.warning("%s", waiting_for(missing, left, limit))
 
     # connections
@@ -172,10 +170,9 @@ class Controller:
             return
         self._comes(peer)
         try:
-            while not peer.knows_end:
-                self._take(peer, await connection.recv())
-        except WireError:
-            pass  # disconnected: _goes() decides what follows
+            with contextlib.suppress(WireError):  # disconnected: _goes() decides what follows
+                while not peer.knows_end:
+                    self._take(peer, await connection.recv())
         finally:
             if self._agents.get(peer.node) is peer:
                 self._goes(peer)
@@ -200,7 +197,8 @@ class Controller:
             before.connection.abort()
         self._agents[peer.node] = peer
         self._gone.pop(peer.node, None)
-        self._election.comes(peer.node, peer.epoch, peer.free_in, peer.silent, time.monotonic())
+        hello = peer.hello
+        self._election.comes(peer.node, peer.epoch, hello["free_in"], hello["silent"], time.monotonic())
         if self._membership.end is not None:
             self._post(peer, "end", **_told(self._membership.end))
             peer.admitted = True
@@ -214,8 +212,8 @@ class Controller:
             return
         if peer.lost:
             self._obey(self._membership.left(peer.node))
-            return
-        self._is_gone(peer.node, Gone(peer.heard + self._times.lease_s, peer.instance), peer.door)
+        else:
+            self._is_gone(peer.node, Gone(peer.heard + self._times.lease_s, peer.instance), peer.door)
 
     def _is_gone(self, node: int, gone: Gone, door: str | None) -> None:
         """Marks a node as disconnected, and probes its door to lose it at once if its process has died."""
@@ -265,10 +263,7 @@ class Controller:
         self._post(peer, "elect", epoch=self._election.epoch, sure=self._election.sure)
 
     def _take_over_when_all_are_there(self, now: float) -> None:
-        """Takes over once all nodes that the predecessor knew follow, or after :data:`GATHER_S`.
-
-        The wait collects as much of their state as possible.
-        """
+        """Takes over once all nodes that the predecessor knew follow, with their state, or after :data:`GATHER_S`."""
         follow = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         known = newest(peer.state for peer in follow)
         expected = set() if known is None else known.seated
@@ -278,7 +273,7 @@ class Controller:
             return
         epoch = self._election.epoch
         assert epoch is not None  # it leads
-        self._state = ControlState.begun(epoch) if known is None else known.taken_over(epoch)
+        self._state = ControlState.begun(epoch) if known is None else replace(known, epoch=epoch)
         if known is not None:
             self._membership.load_state_dict(known.membership)
             self._over = self._membership.end is not None
@@ -294,8 +289,8 @@ class Controller:
     def _admit(self, peer: Peer, state: ControlState) -> None:
         peer.admitted = True
         hello = peer.hello
-        state.has_come(peer.node, peer.door)
-        self._post(peer, "state", **state.told)
+        state.doors = state.doors | {str(peer.node): peer.door}
+        self._post(peer, "state", **vars(state))
         self._beat(peer, hello["at"])  # so that the lease precedes its workers
         self._has_news = True
         self._obey(self._membership.joined(peer.node, peer.workers, hello["generation"], hello["asked"]))
@@ -360,7 +355,7 @@ class Controller:
         """Broadcasts changed state before any order, so that a successor knows what was ordered and counted."""
         assert self._state is not None  # only a controller that has taken over sends orders
         if self._state.changes(self._membership.state_dict()):
-            self._tell_all("state", **self._state.told)
+            self._tell_all("state", **vars(self._state))
 
     def _tell_all(self, kind: str, **what) -> None:
         for node in list(self._agents):
@@ -373,10 +368,8 @@ class Controller:
 
     @staticmethod
     def _post(peer: Peer, kind: str, **what) -> None:
-        try:
+        with contextlib.suppress(WireError):  # disconnected: its handler notices
             peer.connection.post(Message({"kind": kind} | what))
-        except WireError:
-            pass  # disconnected: its handler notices
 
 
 def _told(end: End) -> dict:
@@ -390,28 +383,10 @@ async def _end(task: asyncio.Task) -> None:
 
 @dataclass(eq=False)
 class Gone:
-    """A disconnected node.
+    """A disconnected node."""
 
-    Attributes:
-        lost_at: time by which its workers have certainly ended.
-        instance: of its agent; empty if unknown.
-    """
-
-    lost_at: float
-    instance: str = ""
-
-
-@dataclass
-class Waiting:
-    """A wait for missing nodes.
-
-    Attributes:
-        since: start of the wait.
-        tell_at: time of the next console message.
-    """
-
-    since: float
-    tell_at: float
+    lost_at: float  # by then its workers have certainly ended
+    instance: str = ""  # of its agent; empty if unknown
 
 
 def waiting_for(missing: list[int], left_s: float, limit: str) -> str:
@@ -444,13 +419,11 @@ def main() -> None:
         belong()
     logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr)
     index, candidates = map(int, own.candidate.split("/"))
-    size = own.nnodes * own.nproc_per_node
-    membership = Membership(size, own.nproc_per_node, own.max_restarts)
+    membership = Membership(own.nnodes * own.nproc_per_node, own.nproc_per_node, own.max_restarts)
     election = Election(index, candidates, own.nnodes + own.spares, Times(own.silence_timeout))
     controller = Controller(membership, election, own.max_wait)
     listener = None if own.listen_fd is None else socket.socket(fileno=own.listen_fd)
-    serving = controller.run(own.listen, token_from_environment(), own.beyond_loopback, listener)
-    sys.exit(asyncio.run(serving))
+    sys.exit(asyncio.run(controller.run(own.listen, token_from_environment(), own.beyond_loopback, listener)))
 
 
 if __name__ == "__main__":

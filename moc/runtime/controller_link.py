@@ -49,8 +49,7 @@ class ControllerLink:
         times: silence limits.
         patience_s: seconds that a controller may be gone.
         begin_s: seconds within which a majority of the nodes must first be present.
-        lease: of this node's workers.
-        leased: whether the lease expires; false if there is no other node.
+        lease: of this node's workers, to be renewed; None if there is no other node, so that it never ends.
         hello: returns the agent's hello and the messages to send after it, for each connection.
         obey: called with every order.
 
@@ -69,14 +68,13 @@ class ControllerLink:
         times: Times,
         patience_s: float,
         begin_s: float,
-        lease: Lease,
-        leased: bool,
+        lease: Lease | None,
         hello: Callable[[], tuple[dict, list[dict]]],
         obey: Callable[[dict], None],
     ):
         self._candidates, self._token, self._times = candidates, token, times
         self._patience_s, self._begin_s = patience_s, begin_s
-        self._lease, self._leased, self._hello, self._obey = lease, leased, hello, obey
+        self._lease, self._hello, self._obey = lease, hello, obey
         self._allegiance = Allegiance(len(candidates), times.promise_s, time.monotonic())
         self._connection: wire.AsyncConnection | None = None
         self._state: dict | None = None
@@ -86,7 +84,7 @@ class ControllerLink:
         self._promised_here = self._is_led = False
         self._clock, self._led = RunningClock(most_s=2 * self._most_s), 0.0  # when it was led last
         self.joined, self.over, self.follows, self.door = False, False, 0, None
-        self.asked: int | None = None  # the signal to stop
+        self.asked: int | None = None
 
     async def run(self) -> None:
         """Follows the leading controller until the job is over.
@@ -103,11 +101,9 @@ class ControllerLink:
 
     def tell(self, kind: str, **what) -> None:
         """Sends a message to the controller if connected; otherwise the next hello carries the current state."""
-        try:
-            if self._connection is not None:
+        if self._connection is not None:
+            with contextlib.suppress(WireError):
                 self._connection.post(Message({"kind": kind} | what))
-        except WireError:
-            pass
 
     def close(self) -> None:
         """Closes the connection once all messages are sent, and looks for no other."""
@@ -135,10 +131,10 @@ class ControllerLink:
         since = min(self._clock.now, self._gone_since) if self.joined else self._clock.now
         while not self.over:
             failed = ""
-            for index in self._in_turn():
-                address = self._candidates[index]
+            count = len(self._candidates)
+            for index in [(self._turn + further) % count for further in range(count)]:
                 try:
-                    connection = await wire.open(address, self._token, timeout=self._most_s)
+                    connection = await wire.open(self._candidates[index], self._token, timeout=self._most_s)
                     self._turn = 0
                     return index, connection
                 except PeerGoneError as error:
@@ -163,8 +159,7 @@ class ControllerLink:
     def _patience(self, found: bool = False) -> tuple[float, str]:
         """Seconds for which this node may be without a leader, and the flag that sets them.
 
-        Args:
-            found: a candidate is connected but lacks a majority: other nodes may be yet to join.
+        A candidate that is ``found`` but lacks a majority may have to wait for other nodes to join.
         """
         most, limit = self._patience_s, "--patience"
         if found and not self.joined:
@@ -177,22 +172,14 @@ class ControllerLink:
     def _most_s(self) -> float:
         return wire.HANDSHAKE_SECONDS if len(self._candidates) == 1 else min(2.0, self._times.promise_s / 2)
 
-    def _in_turn(self) -> list[int]:
-        count = len(self._candidates)
-        return [(self._turn + further) % count for further in range(count)]
-
     async def _follow(self, index: int, connection: wire.AsyncConnection) -> None:
         """Follows a candidate until it disconnects or falls silent, or another one leads."""
         begun, came, self._echo = time.monotonic(), self._clock.now, None
         self._promised_here = self._is_led = False
         hello, following = self._hello()
         who = {"instance": self._instance, "called": self._called, "door": self.door, "state": self._state}
-        vote = {
-            "epoch": self._allegiance.epoch,
-            "free_in": self._allegiance.free_in(index, begun),
-            "silent": begun - self._allegiance.heard,
-            "at": begun,
-        }
+        free_in, silent = self._allegiance.free_in(index, begun), begun - self._allegiance.heard
+        vote = {"epoch": self._allegiance.epoch, "free_in": free_in, "silent": silent, "at": begun}
         beside = []
         try:
             await connection.send(Message({"kind": "hello"} | hello | who | vote))
@@ -253,12 +240,12 @@ class ControllerLink:
             self._state = {name: value for name, value in said.items() if name != "kind"}
             if not self.joined:  # patience counts from the first admission
                 self._led = self._clock.now
-            self._promised_here, self.joined = True, True
+            self._promised_here = self.joined = True
         else:
             self._obey(said)
 
     def _renew(self, end: float) -> None:
-        if self._leased:
+        if self._lease is not None:
             before = self._lease.end
             self._lease.end = end if math.isinf(before) else max(before, end)
 
@@ -289,15 +276,8 @@ class ControllerLink:
     async def _leads(self, index: int) -> bool | None:
         """Whether a candidate leads; None if unreachable."""
         try:
-            connection = await wire.open(self._candidates[index], self._token, timeout=self._most_s)
-        except WireError as error:
+            return bool((await wire.ask(self._candidates[index], self._token, self._most_s))["leads"])
+        except (WireError, TimeoutError) as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 self._allegiance.died(index)
             return None
-        try:
-            await connection.send(Message({"kind": "ask"}))
-            return bool((await connection.recv(silence=self._most_s)).header["leads"])
-        except (WireError, TimeoutError):
-            return None
-        finally:
-            connection.abort()

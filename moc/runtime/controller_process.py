@@ -8,50 +8,28 @@ import logging
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
 
-from moc.runtime import async_connections as wire
 from moc.runtime import children
 from moc.runtime.addresses import listening_socket, text_of
 from moc.runtime.controller import STEPS_DOWN
 from moc.runtime.controller_link import LostError
 from moc.runtime.election import Times
-from moc.runtime.message import Message
-from moc.runtime.wire import WireError
+from moc.runtime.flags import Flags
 
 _LIVES_S, _MOST_S = 5.0, 10.0
 
 _log = logging.getLogger("moc")
 
 
-@dataclass(frozen=True)
-class JobFlags:
-    """The launcher's flags that a controller needs."""
-
-    nnodes: int
-    nproc_per_node: int
-    spares: int
-    node_rank: int
-    endpoints: tuple[str, ...]
-    max_restarts: int
-    silence_s: float
-    max_wait_s: float
-
-
 class ControllerProcess:
-    """An asynchronous context manager that runs the controller, and kills it on exit.
-
-    Args:
-        flags: of the job; ``node_rank`` is the candidate's index.
-        token: the job's secret.
+    """An asynchronous context manager that runs this node's controller candidate, and kills it on exit.
 
     Attributes:
         endpoints: of all candidates; this one's has its actual port.
     """
 
-    def __init__(self, flags: JobFlags, token: bytes):
+    def __init__(self, flags: Flags, token: bytes):
         self._flags, self._token = flags, token
-        self._times = Times(flags.silence_s)
         self._process: asyncio.subprocess.Process | None = None
         self._listener: socket.socket | None = None
         self.endpoints = list(flags.endpoints)
@@ -118,33 +96,9 @@ class ControllerProcess:
                 _log.error("%s", error)
 
     async def _end(self) -> str | None:
-        """Waits until the process has died or hangs.
-
-        Returns:
-            The reason; empty if the controller stepped down, None if the job is over.
-        """
-        process = self._process
-        assert process is not None  # it was started
-        died = asyncio.create_task(process.wait())
-        try:
-            while not (await asyncio.wait([died], timeout=self._times.hangs_s / 2))[0]:
-                try:
-                    await asyncio.wait_for(self._is_well(), self._times.hangs_s)
-                except (WireError, TimeoutError, asyncio.TimeoutError):
-                    if not died.done():
-                        process.kill()
-                        await died
-                        return f"has not answered for {self._times.hangs_s:g} s"
-            code = await died
-        finally:
-            died.cancel()
-        return None if code == 0 else "" if code == STEPS_DOWN else "has died"
-
-    async def _is_well(self) -> None:
-        """Raises if the controller does not answer."""
-        connection = await wire.open(self._address, self._token, timeout=self._times.hangs_s)
-        try:
-            await connection.send(Message({"kind": "ask"}))
-            await connection.recv()
-        finally:
-            connection.abort()
+        """Waits until the process is over; returns why, empty if it stepped down, and None if the job is over."""
+        assert self._process is not None  # it was started
+        hangs_s = Times(self._flags.silence_s).hangs_s
+        why = await children.until_over(self._process, self._address, self._token, hangs_s / 2, hangs_s)
+        code = self._process.returncode
+        return None if code == 0 else "" if code == STEPS_DOWN else why

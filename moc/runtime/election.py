@@ -27,11 +27,7 @@ BEGIN_S = 600.0
 
 @dataclass(frozen=True)
 class Times:
-    """Silence limits.
-
-    Attributes:
-        lease_s: seconds of silence after which a node is lost (``--silence-timeout``).
-    """
+    """Silence limits; ``lease_s`` are the seconds after which a node is lost (``--silence-timeout``)."""
 
     lease_s: float
 
@@ -79,11 +75,9 @@ class Allegiance:
         return max(self._heard.values(), default=self.born)
 
     def free_in(self, index: int, now: float) -> float:
-        """Seconds until a candidate may count on this agent, because no other one may any more.
+        """Seconds until candidate ``index`` may count on this agent, because no other one may any more.
 
-        Args:
-            index: of the candidate; only one process listens at its address.
-            now: of a monotonic clock.
+        ``now`` is of a monotonic clock.  Only one process listens at a candidate's address.
         """
         if self.candidates == 1:
             return 0.0
@@ -91,12 +85,9 @@ class Allegiance:
         return max(0.0, max([self.born, *others]) + self.promise_s - now)
 
     def asked(self, epoch: int, sure: bool, now: float) -> float | None:
-        """Handles the request of a candidate that stands for election or leads.
+        """Handles the request of a candidate that stands for election or leads in an epoch.
 
-        Args:
-            epoch: of the candidate.
-            sure: it leads already, or will lead only if all nodes of the job promise.
-            now: as in :meth:`free_in`.
+        ``sure`` says that it leads already, or will lead only if all nodes of the job promise.
 
         Returns:
             Seconds until it may count on this agent, which from now on obeys no older epoch; None if the agent refuses.
@@ -119,21 +110,13 @@ class Allegiance:
 
 @dataclass
 class _Voter:
-    """A connected agent.
+    """A connected agent."""
 
-    Attributes:
-        free_at: when this candidate may count on it.
-        silent_since: when it last heard a beat of any candidate.
-        promised: it has promised the current epoch.
-        echoed: send time of the newest beat that it has echoed; minus infinity if none.
-        there: it is still connected.
-    """
-
-    free_at: float
-    silent_since: float
-    promised: bool = False
-    echoed: float = -math.inf
-    there: bool = True
+    free_at: float  # from then on, this candidate may count on it
+    silent_since: float  # it last heard a beat of any candidate
+    promised: bool = False  # the current epoch
+    echoed: float = -math.inf  # send time of the newest beat that it has echoed
+    there: bool = True  # it is still connected
 
 
 @dataclass
@@ -220,11 +203,7 @@ class Election:
     def promised(self, node: int, epoch: int, free_in: float, now: float) -> bool:
         """Handles an agent's answer; returns whether it makes this candidate the leader.
 
-        Args:
-            node: its number.
-            epoch: that it has promised; differs from the requested one if it refuses.
-            free_in: seconds until this candidate may count on it.
-            now: see :meth:`comes`.
+        ``epoch`` is the one that it has promised, another than the requested one if it refuses.
         """
         self._known = max(self._known, epoch)
         voter = self._there.get(node)

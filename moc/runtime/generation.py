@@ -36,7 +36,7 @@ DROP_PATIENCE = 0.05  # seconds for freeing connections that are not stuck
 ABORT_PATIENCE = 60.0  # seconds; ncclCommAbort takes well under one if CUDA still works
 
 
-class Connectable(Protocol):
+class _Group(Protocol):
     """A group that a generation connects: :class:`moc.runtime.group.Group`."""
 
     ranks: list[int]
@@ -45,32 +45,24 @@ class Connectable(Protocol):
     options: Any
 
     @property
-    def group_name(self) -> Any:
-        """Name of the group, equal on all of its ranks; a string."""
-        ...
+    def group_name(self) -> Any: ...
 
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        ...
+    def rank(self) -> int: ...
 
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        ...
+    def size(self) -> int: ...
 
 
 class GenerationGroup:
     """A group's connection in one generation, to which the group forwards.
 
     Attributes:
-        generation: to which it belongs.
-        group: that it connects.
         store: for the rendezvous of its ranks, with the group's prefix.
         backend: ``ProcessGroupGloo`` or ``ProcessGroupNCCL``.
         inner: a plain ``ProcessGroup`` around the backend, so that operations take their usual path through torch's
             dispatcher; None once dropped.
     """
 
-    def __init__(self, generation: Generation, group: Connectable, store: Store, backend: Backend):
+    def __init__(self, generation: Generation, group: _Group, store: Store, backend: Backend):
         self.generation, self.group = generation, group
         self.store: Store | None = store
         self.backend: Backend | None = backend
@@ -110,7 +102,7 @@ class Generation:
         self._cutting, self._cut = threading.Lock(), False
 
     def connect(
-        self, groups: Sequence[Connectable], key: str, ranks: list[int], timeout: timedelta
+        self, groups: Sequence[_Group], key: str, ranks: list[int], timeout: timedelta
     ) -> list[GenerationGroup]:
         """Waits until all ranks have arrived, then connects the groups one after the other.
 
@@ -122,14 +114,11 @@ class Generation:
             ranks: that call this.
             timeout: for their arrival.
 
-        Returns:
-            A connection for each group.
-
         Raises:
             RuntimeError: a peer or the store could not be reached, or this generation is over.
         """
         self._arrive(key, ranks, timeout)
-        made: dict[Connectable, GenerationGroup] = {}
+        made: dict[_Group, GenerationGroup] = {}
         before = open_sockets()
         devices = _gloo_devices() if any(group.backend == "gloo" for group in groups) else []
         for group in (group for group in groups if group.backend == "gloo"):
@@ -163,7 +152,7 @@ class Generation:
         if self.over:
             raise RuntimeError(f"generation {self.number} ended while it began")
 
-    def _connected(self, group: Connectable, build, *arguments) -> GenerationGroup:
+    def _connected(self, group: _Group, build, *arguments) -> GenerationGroup:
         self._check()
         # a group of one rank needs no rendezvous
         assert self._store is not None  # all have arrived
@@ -175,10 +164,7 @@ class Generation:
         self._connections += connections
 
     def end(self) -> None:
-        """Marks the generation as over and wakes threads that wait for peers.
-
-        Any thread may call it; only the first call has an effect.
-        """
+        """Marks the generation as over and wakes threads that wait for peers; thread-safe and idempotent."""
         self.over = True
         self.deputy.leave()
         with self._cutting:
@@ -214,7 +200,7 @@ def _drop_all(connections: queue.SimpleQueue) -> None:
 
 
 def device_types(backend: str) -> list[str]:
-    """Device types whose tensors a backend takes, as torch defines them: ``cpu``, ``cuda``."""
+    """Device types whose tensors a backend takes: ``cpu``, ``cuda``."""
     return list(backend_config(backend).get_device_backend_map())
 
 
@@ -235,7 +221,7 @@ def _gloo_devices() -> list:
     return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces]
 
 
-def _gloo(group: Connectable, store: Store, devices: list) -> Backend:
+def _gloo(group: _Group, store: Store, devices: list) -> Backend:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = devices
@@ -247,7 +233,7 @@ def _gloo(group: Connectable, store: Store, devices: list) -> Backend:
     return backend
 
 
-def _nccl(group: Connectable, store: Store, device: torch.device, made: list) -> Backend:
+def _nccl(group: _Group, store: Store, device: torch.device, made: list) -> Backend:
     torch.cuda.set_device(device)  # per-thread state
     nccl: Any = dist.ProcessGroupNCCL  # absent without CUDA
     options = group.options or nccl.Options()

@@ -28,11 +28,10 @@ class Suspicion(RuntimeError):
 
 
 class Group(dist.ProcessGroup):
-    """A process group that is reconnected in each generation.
+    """A process group that is reconnected in each generation; made by :meth:`moc.runtime.groups.Groups.new_group`.
 
-    Made by :meth:`moc.runtime.groups.Groups.new_group`.  Operations of ``dist.ProcessGroup`` are forwarded to the
-    current connection.  They, and ``wait()`` of the handles that they return, raise :class:`Aborted` if the generation
-    is over, and :class:`Suspicion` if they fail otherwise.
+    Operations of ``dist.ProcessGroup`` are forwarded to the current connection.  They, and ``wait()`` of the handles
+    that they return, raise :class:`Aborted` if the generation is over, and :class:`Suspicion` if they fail otherwise.
 
     Attributes:
         ranks: global ranks of its members, by group rank.
@@ -86,11 +85,7 @@ class Group(dist.ProcessGroup):
         return connection.inner
 
     def abort(self) -> None:
-        """Refused: a generation ends as a whole, by :meth:`moc.runtime.groups.Groups.abort`.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raises RuntimeError: a generation ends as a whole, by :meth:`moc.runtime.groups.Groups.abort`."""
         raise RuntimeError(f"{self} cannot be aborted by itself: call Groups.abort()")
 
     def shutdown(self) -> None:

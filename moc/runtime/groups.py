@@ -104,11 +104,7 @@ class Groups:
         return self._generation.number if self._generation else None
 
     def check(self) -> None:
-        """Raises unless the current generation is live.
-
-        Raises:
-            Aborted: the current generation is over, or none has begun.
-        """
+        """Raises Aborted if the current generation is over, or none has begun."""
         if self._generation is None or self._generation.over:
             raise Aborted(f"generation {self.generation} is over: unwind and begin the next one")
 
@@ -236,10 +232,7 @@ class Groups:
 
 
 def settled(device: torch.device) -> None:
-    """Waits until all work enqueued on a device is complete, and checks that it is valid.
-
-    Args:
-        device: of this process.
+    """Waits until all work enqueued on this process's device is complete, and checks that it is valid.
 
     Raises:
         Aborted: the generation of our groups is over, so results are undefined.

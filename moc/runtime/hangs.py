@@ -24,9 +24,8 @@ def parse_caps(text: str) -> dict[str, float]:
     for part in filter(None, text.split(",")):
         section, _, seconds = part.partition("=")
         if section not in CAPS:
-            raise ValueError(
-                f"there is no section {section!r}: name some of {', '.join(CAPS)}, as in step=600,save=1800"
-            )
+            known = f"{', '.join(CAPS)}, as in step=600,save=1800"
+            raise ValueError(f"there is no section {section!r}: name some of {known}")
         try:
             caps[section] = float(seconds)
         except ValueError:
@@ -36,27 +35,12 @@ def parse_caps(text: str) -> dict[str, float]:
     return caps
 
 
-def limit(longest: float | None, cap: float) -> float:
-    """Seconds that a section may take.
-
-    Args:
-        longest: seconds of its longest measured duration; None if none was measured.
-        cap: upper bound, in seconds.
-    """
-    return cap if longest is None else min(cap, max(FLOOR_S, FACTOR * longest))
-
-
 @dataclass
 class HangLimits:
-    """Limits of all sections, learned from workers' reports.
-
-    Attributes:
-        caps: seconds, by section.
-        longest: longest duration that any worker of this node has measured, in seconds, by section.
-    """
+    """Limits of all sections, learned from workers' reports; in seconds, by section."""
 
     caps: dict[str, float]
-    longest: dict[str, float] = field(default_factory=dict)
+    longest: dict[str, float] = field(default_factory=dict)  # that any worker of this node has measured
 
     def learn(self, longest: dict[str, float]) -> None:
         """Merges a worker's measured durations."""
@@ -68,4 +52,5 @@ class HangLimits:
         """Seconds that a worker may be in a section; one that waits for others gets the largest cap."""
         if waits or section not in self.caps:
             return max(self.caps.values())
-        return limit(self.longest.get(section), self.caps[section])
+        cap, longest = self.caps[section], self.longest.get(section)
+        return cap if longest is None else min(cap, max(FLOOR_S, FACTOR * longest))

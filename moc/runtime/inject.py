@@ -6,6 +6,7 @@ across recoveries and restarts: the worker creates a marker file before each str
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -143,16 +144,10 @@ def _read(name: str, value: str):
 
 
 def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[Fault, ...]:
-    """Kills a few workers at random points; deterministic in its arguments.
+    """Kills a few of ``size`` workers at random points of a job's iterations; deterministic in its arguments.
 
-    Gaps between faults are exponentially distributed.  A fault within recovery comes with another that triggers a
-    recovery.
-
-    Args:
-        mean: mean number of iterations between faults.
-        seed: of the random numbers.
-        size: workers of the job.
-        iterations: of the job.
+    Gaps between faults are exponentially distributed, ``mean`` iterations on average.  A fault within recovery comes
+    with another that triggers a recovery.
     """
     chance, faults, at = random.Random(f"{seed} {size} {mean:g}"), [], 1.0
     while (at := at + chance.expovariate(1 / mean)) < iterations:
@@ -206,12 +201,9 @@ class Injector:
         """Whether the fault is to strike now; if so, it counts as executed on return."""
         name = f"{fault.iteration}.{fault.point}.{hashlib.sha256(str(fault).encode()).hexdigest()[:8]}"
         for number in range(fault.times):
-            path = self._directory / f"{name}.rank_{self._rank:05d}.{number}"
-            try:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            with contextlib.suppress(FileExistsError):
+                (self._directory / f"{name}.rank_{self._rank:05d}.{number}").touch(0o644, exist_ok=False)
                 return True
-            except FileExistsError:
-                continue
         return False
 
     def _do(self, fault: Fault, iteration: int) -> None:

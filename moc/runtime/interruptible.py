@@ -12,10 +12,7 @@ class CalledAway(Exception):
 
 
 class InterruptibleThread:
-    """Runs calls that may block where no exception reaches them.
-
-    The thread starts with the first task; once left behind, it ends after its current task.
-    """
+    """Runs calls that may block where no exception reaches them; once left behind, it ends after its current task."""
 
     def __init__(self):
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
@@ -23,14 +20,10 @@ class InterruptibleThread:
         self._started = self._left = False
 
     def do(self, task: Callable):
-        """Runs a task in the deputy thread, and waits for it.
-
-        Returns:
-            The task's result.
+        """Runs a task in the deputy thread, and returns its result, or raises its exception.
 
         Raises:
             CalledAway: :meth:`leave` was called; the task continues, and its result is lost.
-            BaseException: any exception of the task.
         """
         answers: list[tuple] = []
         with self._changed:

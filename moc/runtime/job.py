@@ -50,13 +50,7 @@ class Job:
         self.id, self.term = "", (0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:
-        """Initializes ``torch.distributed``.
-
-        Args:
-            backend: ``gloo`` or ``nccl``.
-            timeout: of each collective.
-            device: of this worker.
-        """
+        """Initializes ``torch.distributed`` with a backend, ``gloo`` or ``nccl``, and the timeout of a collective."""
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         device_id, store, mine = device if backend == "nccl" else None, None, secrets.token_hex(8)
@@ -83,29 +77,17 @@ class Job:
         return None
 
     def go_on_after(self, error: Exception) -> Interruption:
-        """Waits until the job is whole again, if the error was caused by a lost worker.
-
-        Returns:
-            The interruption.
-
-        Raises:
-            Exception: the error, if no loss caused it.
-        """
+        """Waits until the job is whole again, if a lost worker caused the error; otherwise raises the error."""
         raise error
 
     def start_over(self) -> NoReturn:
-        """Ends this process; another one replaces it.
-
-        Raises:
-            RuntimeError: the launcher does not replace workers.
-        """
+        """Ends this process, for another one to replace it; raises RuntimeError if the launcher replaces none."""
         raise RuntimeError("only a worker of a job that replaces workers can start over")
 
     def gives_back(self, memory: Path) -> None:
         """Allows nodes to free the run's memory when the job ends, since all of it is in storage.
 
-        Args:
-            memory: of the run, named alike on all nodes (:func:`moc.store.tiers.memory_of_run`).
+        All nodes name it alike: :func:`moc.store.tiers.memory_of_run`.
         """
 
     def leave(self) -> None:

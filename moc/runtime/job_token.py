@@ -26,14 +26,10 @@ def make_token() -> bytes:
 
 
 def make_token_file(path: Path | str) -> bytes:
-    """Writes a new token, in hex, to a new file that only its owner can read.
-
-    Returns:
-        The token, 32 bytes.
+    """Writes a new token, in hex, to a new file that only its owner can read; returns its 32 bytes.
 
     Raises:
         TokenError: the file exists already.
-        OSError: the file cannot be written.
     """
     token = make_token()
     try:
@@ -47,9 +43,6 @@ def make_token_file(path: Path | str) -> bytes:
 
 def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes:
     """The job's token, from the file named by ``MOC_TOKEN_FILE``, else from ``MOC_TOKEN``; both hold 64 hex digits.
-
-    Returns:
-        The token, 32 bytes.
 
     Raises:
         TokenError: neither variable is set, the file is unreadable or accessible to others, or the token is malformed.

@@ -22,8 +22,7 @@ _BYTES = 8
 class Lease:
     """Expiry time, in seconds of the machine's monotonic clock; infinite if no other worker can take the places.
 
-    Args:
-        descriptor: of the shared memory; it stays open.
+    The descriptor of the shared memory stays open.
     """
 
     def __init__(self, descriptor: int):
@@ -62,10 +61,7 @@ class Lease:
     def enforce(self) -> None:
         """Kills this process if the lease has expired: another worker may have its place."""
         if self.left <= 0:
-            print(
-                f"mocrun: worker {os.environ.get('RANK')} has heard of no controller for too long, and ends itself: "
-                "another one may have its place",
-                file=sys.stderr,
-                flush=True,
-            )
+            who = f"worker {os.environ.get('RANK')}"
+            why = "has heard of no controller for too long, and ends itself: another one may have its place"
+            print(f"mocrun: {who} {why}", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed

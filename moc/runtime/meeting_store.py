@@ -23,12 +23,7 @@ _AGAIN_S = 1.0
 class MeetingStore:
     """A ``TCPStore`` in a child process, restarted when it dies.
 
-    Args:
-        host: the interface to listen on.
-        on_opened: called whenever the store becomes available.
-
-    Attributes:
-        address: ``host:port``; empty while unavailable.
+    Its ``address`` is empty while it is unavailable; ``on_opened`` is called whenever it becomes available.
     """
 
     def __init__(self, host: str, on_opened: Callable[[], None]):

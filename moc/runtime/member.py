@@ -41,19 +41,14 @@ def _gather_alone(gathered: list, own, group=None) -> None:
 
 
 _ALONE = {"barrier": lambda *_, **__: None, "all_reduce": lambda *_, **__: None, "all_gather_object": _gather_alone}
-"""Local stand-ins for the collectives by which workers that build together synchronize and compare their state.
+"""Stand-ins, for a replacement that builds alone, for the collectives by which workers compare what they build.
 
-They serve a replacement, which builds alone.  megatron-core's optimizer gathers the kinds of parameters, so that a kind
-which a rank lacks is an empty group there.
+megatron-core's optimizer gathers the kinds of parameters, so that a kind which a rank lacks is an empty group there.
 """
 
 
 class JobMember(Job):
-    """A job of our launcher: when a worker is lost, the others survive, and another one replaces it.
-
-    Args:
-        connection: to the agent of this node.
-    """
+    """A job of our launcher, connected to this node's agent: lost workers are replaced, and the others survive."""
 
     def __init__(self, connection: Connection):
         super().__init__()
@@ -133,10 +128,7 @@ class JobMember(Job):
         self._groups.destroy()
 
     def _suspect(self) -> None:
-        """Reports lost connections without a known loss, until the next generation begins.
-
-        If no controller answers for too long, the agent ends this worker.
-        """
+        """Reports lost connections until the next generation; without a controller, the agent ends this worker."""
         while not self._hears_of_loss():
             self._say("suspects", generation=self._generation)
 

@@ -12,7 +12,7 @@ places, and the node that fills a place may change: see :mod:`moc.runtime.assign
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from moc.runtime.assignment import NodeAssignment
 
@@ -31,21 +31,13 @@ START_OVER = 76
 
 @dataclass(frozen=True)
 class StartWorker:
-    """To a node: start a worker.
-
-    Attributes:
-        node: its number.
-        worker: unique name.
-        rank: of the worker.
-        generation: that it is started for.
-        together: all workers start now; otherwise it replaces a lost one, and builds alone.
-    """
+    """To a node: start a worker for a generation."""
 
     node: int
-    worker: str
+    worker: str  # unique name
     rank: int
     generation: int
-    together: bool
+    together: bool  # all workers start now; otherwise it replaces a lost one, and builds alone
 
 
 @dataclass(frozen=True)
@@ -73,19 +65,12 @@ class Go:
 
 @dataclass(frozen=True)
 class End:
-    """To all nodes: the job is over.
+    """To all nodes: the job is over."""
 
-    Attributes:
-        code: exit code of the job.
-        reason: one sentence; empty on success.
-        leaving: workers are about to exit by themselves, and get time to do so.
-        gives_back: the run's memory on each node, if workers have released it.
-    """
-
-    code: int
-    reason: str
-    leaving: bool
-    gives_back: str | None = None
+    code: int  # exit code of the job
+    reason: str  # one sentence; empty on success
+    leaving: bool  # workers are about to exit by themselves, and get time to do so
+    gives_back: str | None = None  # the run's memory on each node, if workers have released it
 
 
 Order = StartWorker | Kill | Abort | Go | End
@@ -93,25 +78,20 @@ Order = StartWorker | Kill | Abort | Go | End
 
 @dataclass
 class Worker:
-    """A live worker.
+    """A live worker."""
 
-    Attributes:
-        name: of the process.
-        node: its node.
-        rank: its rank.
-        together: it was started with all others.
-        built: it is ready to train, and so can survive the loss of others.
-        here: the generation in which it last reported.
-        met: the generation in which it last connected with the others.
-    """
-
-    name: str
+    name: str  # of the process
     node: int
     rank: int
-    together: bool
-    built: bool = False
-    here: int = -1
-    met: int = -1
+    together: bool  # it was started with all others
+    built: bool = False  # it is ready to train, and so can survive the loss of others
+    here: int = -1  # the generation in which it last reported
+    met: int = -1  # the generation in which it last connected with the others
+
+    @property
+    def told(self) -> dict:
+        """The description that an agent sends to its controller."""
+        return {each.name: getattr(self, each.name) for each in fields(Worker)}
 
 
 @dataclass
@@ -267,13 +247,7 @@ class Membership:
         return []
 
     def suspected(self, name: str, generation: int, how: str = "has lost connections") -> list[Order]:
-        """A worker cannot continue although no loss is known: connections are lost, or a worker hangs.
-
-        Args:
-            name: of the worker.
-            generation: that it is in.
-            how: the symptom.
-        """
+        """A worker of a generation cannot continue although no loss is known: connections are lost, or it hangs."""
         if name not in self.workers or generation != self.generation or self.end:
             return []
         what = f"worker {self.workers[name].rank} {how}"
@@ -287,11 +261,7 @@ class Membership:
         self.suspicions = 0
 
     def stopping(self, number: int) -> list[Order]:
-        """The job was asked to stop: lost workers are no longer replaced, and missing nodes no longer awaited.
-
-        Args:
-            number: of the signal.
-        """
+        """A signal asks the job to stop: lost workers are no longer replaced, and missing nodes no longer awaited."""
         self.asked = number
         why = f"the job was asked to stop (signal {number})"
         return self.gives_up(why) if self.has_begun else self._over(128 + number, f"{why}: nothing has begun")
@@ -301,11 +271,7 @@ class Membership:
         return [] if self.end else self.places.missing()
 
     def gives_up(self, why: str) -> list[Order]:
-        """Ends the job if nodes are missing.
-
-        Args:
-            why: in words.
-        """
+        """Ends the job if nodes are missing."""
         if self.end or not (missing := self.waits_for()):
             return []
         what = f"{nodes(missing)} missing, and {why}"

@@ -18,48 +18,29 @@ _PROBE_S = 1.0
 
 @dataclass(eq=False)
 class Peer:
-    """A connected agent.
-
-    Attributes:
-        node: its number.
-        connection: to it.
-        hello: header of its first message.
-        workers: its workers as of that message.
-        state: its copy of an earlier controller's state.
-        heard: when it last sent anything, by the controller's clock.
-        epoch: that it has promised.
-        asked: the epoch in which its promise was last requested.
-        admitted: it belongs to the job; its earlier messages are held.
-        held: messages to be handled later.
-        knows_end: it has acknowledged the end of the job.
-        lost: it has itself reported its workers dead.
-    """
+    """A connected agent."""
 
     node: int
     connection: wire.AsyncConnection
-    hello: dict
-    workers: list[Worker]
-    state: ControlState | None
-    heard: float
-    epoch: int
-    asked: int | None = None
-    admitted: bool = False
-    held: collections.deque[Message] = field(default_factory=collections.deque)
-    knows_end: bool = False
-    lost: bool = False
+    hello: dict  # header of its first message
+    workers: list[Worker]  # as of that message
+    state: ControlState | None  # its copy of an earlier controller's
+    heard: float  # when it last sent anything, by the controller's clock
+    epoch: int  # that it has promised
+    asked: int | None = None  # the epoch in which its promise was last requested
+    admitted: bool = False  # it belongs to the job; its earlier messages are held
+    held: collections.deque[Message] = field(default_factory=collections.deque)  # to be handled later
+    knows_end: bool = False  # it has acknowledged the end of the job
+    lost: bool = False  # it has itself reported its workers dead
 
     @classmethod
     def from_hello(cls, hello: dict, connection: wire.AsyncConnection, now: float) -> Peer:
-        """Parses an agent's hello.
-
-        Raises:
-            WireError: the hello is malformed.
-        """
+        """Parses an agent's hello; raises WireError if it is malformed."""
         for name in ("generation", "asked", "instance", "called", "door", "free_in", "silent", "at"):
             hello[name]
         try:
             workers = [Worker(**worker) for worker in hello["workers"]]
-            state = ControlState.from_told(hello["state"])
+            state = None if hello["state"] is None else ControlState(**hello["state"])
         except TypeError as error:
             raise WireError(f"what its hello says cannot be understood ({error})") from None
         return cls(hello["node"], connection, hello, workers, state, now, hello["epoch"])
@@ -78,16 +59,6 @@ class Peer:
     def door(self) -> str | None:
         """Address at which its process listens while it lives."""
         return self.hello["door"]
-
-    @property
-    def free_in(self) -> float:
-        """Seconds until it may promise this candidate something, as of its hello."""
-        return self.hello["free_in"]
-
-    @property
-    def silent(self) -> float:
-        """Seconds since it last heard a leading controller, as of its hello."""
-        return self.hello["silent"]
 
 
 async def process_has_died(door: str) -> bool:

@@ -42,23 +42,14 @@ class AbsentError(RuntimeError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A snapshot of one node, to be copied here.
+    """A snapshot of one node, to be copied here."""
 
-    Attributes:
-        iteration: iterations completed when it was taken.
-        of: the node whose part of the snapshot it is.
-        held_by: the node that has it in memory.
-        address: ``host:port`` of that node's replica server.
-        rate: most bytes per second; None for no limit.
-        patient: retry while the snapshot is absent or its holder does not answer.
-    """
-
-    iteration: int
-    of: str
-    held_by: str
-    address: str
-    rate: float | None = None
-    patient: bool = False
+    iteration: int  # iterations completed when it was taken
+    of: str  # the node whose part of the snapshot it is
+    held_by: str  # the node that has it in memory
+    address: str  # ``host:port`` of that node's replica server
+    rate: float | None = None  # most bytes per second; None for no limit
+    patient: bool = False  # retry while the snapshot is absent or its holder does not answer
 
 
 def part_of(root: Path, node: str, of: str) -> Path:
@@ -73,26 +64,19 @@ def part_of(root: Path, node: str, of: str) -> Path:
 
 
 def file_in(root: Path, node: str, of: str, iteration: int, file: str) -> Path:
-    """Path of a snapshot file in a node's memory; no other file has a name here.
-
-    Raises:
-        ValueError: the iteration, the file or a node name is invalid.
-    """
+    """Path of a snapshot file in a node's memory; raises ValueError for the name of any other file."""
     if type(iteration) is not int or iteration < 0 or not _FILE.fullmatch(file):
         raise ValueError(f"{file!r} of iteration {iteration!r} is no file of a snapshot")
     return part_of(root, node, of) / directory_of(iteration) / file
 
 
 async def pull(wanted: Wanted, token: bytes, into: Path) -> int:
-    """Copies a snapshot, unless an identical one is present.
+    """Copies a snapshot, unless an identical one is present; returns the bytes copied.
 
     Args:
         wanted: the snapshot.
         token: the job's secret.
         into: directory of that node's snapshots in this node's memory.
-
-    Returns:
-        The bytes copied.
 
     Raises:
         AbsentError: the holder does not have it.
@@ -100,9 +84,8 @@ async def pull(wanted: Wanted, token: bytes, into: Path) -> int:
         DamagedRegionError, CheckpointError: its contents contradict its manifest, or this node lacks room.
     """
     async with _Remote(wanted, await wire.open(wanted.address, token)) as remote:
-        text = b"".join(
-            [bytes(data) async for _, data in remote.read(manifests.NAME, await remote.size(manifests.NAME))]
-        )
+        size = await remote.size(manifests.NAME)
+        text = b"".join([bytes(data) async for _, data in remote.read(manifests.NAME, size)])
         name = f"{manifests.NAME} of iteration {wanted.iteration} in the memory of node {wanted.held_by}"
         manifest = Manifest.from_json(text.decode(errors="replace"), name)
         if manifest.iteration != wanted.iteration or not all(map(_FILE.fullmatch, manifest.files)):

@@ -20,12 +20,12 @@ PATIENCE_S = 60.0
 
 
 class ReplicaClient:
-    """Sends orders for one node, from one thread at a time.  Closing it cancels pending orders.
+    """Sends orders for the node that this worker leads, from one thread at a time; closing it cancels pending ones.
 
     Args:
         connection: to the replica server.
-        node: name of the node that this worker leads.
-        root: the node's memory.
+        node: name of the node.
+        root: its memory.
 
     Attributes:
         address: where other nodes' replica servers read.
@@ -53,10 +53,7 @@ class ReplicaClient:
                 time.sleep(0.05)
 
     def pull(self, wanted: Wanted) -> tuple[int, float]:
-        """Has a snapshot copied here.
-
-        Returns:
-            Bytes copied, and the seconds it took.
+        """Has a snapshot copied here; returns the bytes copied, and the seconds it took.
 
         Raises:
             CheckpointError: the copy failed.

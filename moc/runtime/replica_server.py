@@ -37,12 +37,7 @@ _log = logging.getLogger("moc")
 
 
 class ReplicaServer:
-    """Answers reads, and executes orders, one at a time for each node.
-
-    Args:
-        token: the job's secret.
-        address: where reads are answered, sent to workers that offer memory.
-    """
+    """Answers reads at its ``address``, and executes orders, one at a time for each node."""
 
     def __init__(self, token: bytes, address: str = ""):
         self._token, self.address = token, address
@@ -62,7 +57,7 @@ class ReplicaServer:
         try:
             while True:
                 order = (await connection.recv()).header
-                if order["kind"] == "ask":
+                if order["kind"] == "ask":  # answered at once, also while copies are in progress
                     connection.post(Message({"kind": "well"}))
                 elif order["kind"] == "offer":
                     node = order["node"]
@@ -135,7 +130,7 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
 
 
 async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float = _HANGS_S) -> None:
-    """Runs a replica server as a child process, restarted at the same address when it dies.
+    """Runs a replica server as a child process, restarted at the same address when it dies or hangs.
 
     Args:
         controllers: addresses; reads are served on the interface that routes to the first one that resolves.
@@ -155,7 +150,7 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
             address = (await process.stdout.readline()).decode().strip()
             if address:
                 listen = address
-                why = await _end(process, orders, token, hangs_s)
+                why = await children.until_over(process, orders, token, min(_ASK_S, hangs_s), hangs_s)
             elif listen.endswith(":0"):
                 raise OSError(f"what keeps copies of snapshots does not start at {listen}: see what it wrote above")
             else:  # another process has taken its port
@@ -165,27 +160,6 @@ async def keep(controllers: list[str], orders: str, token: bytes, hangs_s: float
                 process.kill()
             await process.wait()
         _log.warning("what keeps copies of snapshots %s: started again", why)
-
-
-async def _end(process: asyncio.subprocess.Process, orders: str, token: bytes, hangs_s: float) -> str:
-    """Waits until a replica server has died or hangs; returns which."""
-    died = asyncio.create_task(process.wait())
-    while not (await asyncio.wait([died], timeout=min(_ASK_S, hangs_s)))[0]:
-        try:
-            await asyncio.wait_for(_is_well(orders, token, hangs_s), hangs_s)
-        except (WireError, TimeoutError, asyncio.TimeoutError):
-            return "has died" if died.done() else f"has not answered for {hangs_s:g} s"
-    return "has died"
-
-
-async def _is_well(orders: str, token: bytes, hangs_s: float) -> None:
-    """Raises if the replica server does not answer; copies in progress do not delay its answer."""
-    connection = await wire.open(orders, token, timeout=hangs_s)
-    try:
-        await connection.send(Message({"kind": "ask"}))
-        await connection.recv()
-    finally:
-        connection.close()
 
 
 async def _interface_towards(controllers: list[str]) -> str:

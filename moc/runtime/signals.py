@@ -15,11 +15,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StoppedError(Exception):
-    """The job was asked to stop before anything had begun.
-
-    Attributes:
-        number: of the signal.
-    """
+    """The job was asked to stop, by the signal ``number``, before anything had begun."""
 
     def __init__(self, number: int):
         super().__init__(f"asked to stop (signal {number}): nothing has begun")
@@ -50,11 +46,7 @@ class Signals:
             self._listeners.remove(listener)
 
     async def unless_stopped(self, beginning: Coroutine[Any, Any, T]) -> T:
-        """Awaits a coroutine, and cancels it if the job is asked to stop.
-
-        Raises:
-            StoppedError: the job was asked to stop.
-        """
+        """Awaits a coroutine; if the job is asked to stop, cancels it and raises StoppedError."""
         task = asyncio.create_task(beginning)
         with self.heard_by(lambda _: task.cancel()):
             try:

@@ -127,11 +127,7 @@ class Channel:
         return messages
 
     def end(self) -> None:
-        """Handles the end of the peer's stream; between two messages, sending stays possible.
-
-        Raises:
-            PeerGoneError: always; it says where the stream ended.
-        """
+        """Handles the end of the peer's stream: raises PeerGoneError; between two messages, sending stays possible."""
         self._check_alive()
         if self._state is not _State.OPEN:
             reason = "before it proved that it knows the job's token: have both the same one?"

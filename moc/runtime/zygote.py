@@ -62,14 +62,7 @@ def _is_guarded(source: str) -> bool:
 
 
 class Zygote:
-    """Forks workers, and reaps them.
-
-    Args:
-        script: the program of the workers.
-        arguments: its command line.
-        orders: descriptor to read orders from.
-        tell: descriptor to write events to.
-    """
+    """Forks workers, and reaps them; reads orders from one descriptor, and tells events to another."""
 
     def __init__(self, script: str, arguments: list[str], orders: int, tell: int):
         self._script, self._arguments, self._orders, self._tell = script, arguments, orders, tell

@@ -21,7 +21,7 @@ def test_an_address_is_written_as_it_was_read(address):
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
 def test_other_interfaces_than_loopback_have_to_be_asked_for(address):
-    with pytest.raises(ValueError, match="other machines could connect to .* allow it with beyond_loopback"):
+    with pytest.raises(ValueError, match="other machines could connect to .* set beyond_loopback"):
         listening_socket(address, beyond_loopback=False)
 
 

@@ -68,9 +68,7 @@ class Agent:
     def __init__(self, node, addresses, times, patience_s, begin_s):
         self.node, self.orders, self.generation, self.workers = node, [], 0, {}
         self.lease = Lease.make()
-        self.link = ControllerLink(
-            addresses, TOKEN, times, patience_s, begin_s, self.lease, True, self.hello, self.obey
-        )
+        self.link = ControllerLink(addresses, TOKEN, times, patience_s, begin_s, self.lease, self.hello, self.obey)
         self.following = asyncio.create_task(self.link.run())
 
     def hello(self):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.runtime.hangs import CAPS, FACTOR, FLOOR_S, HangLimits, limit, parse_caps
+from moc.runtime.hangs import CAPS, FACTOR, FLOOR_S, HangLimits, parse_caps
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,8 @@ from moc.runtime.hangs import CAPS, FACTOR, FLOOR_S, HangLimits, limit, parse_ca
     ],
 )
 def test_the_limit_follows_from_what_was_measured_and_from_the_cap(longest, cap, seconds):
-    assert limit(longest, cap) == seconds
+    limits = HangLimits({"step": cap}, {} if longest is None else {"step": longest})
+    assert limits.of("step", waits=False) == seconds
 
 
 def test_caps_of_some_sections():
