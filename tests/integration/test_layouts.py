@@ -2,9 +2,15 @@
 
 import pytest
 
-from tests.integration.tiny import DEEP, EXPERT_BIAS, LAYOUTS, known, train
+from tests.integration.tiny import DEEP, EXPERT_BIAS, FOUR, LAYOUTS, known, train
 
 CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, with batches that four workers can share."""
+    return data | FOUR
 
 
 def assert_alike(trained, reference):

@@ -23,7 +23,7 @@ from tests.integration.snapshot_files import (
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import EXPERT_BIAS, known
+from tests.integration.tiny import EXPERT_BIAS, FOUR, known
 from tests.shared import once
 
 REPLICATED = dict(use_distributed_optimizer=False)
@@ -82,7 +82,7 @@ def test_resume_is_bit_identical(run, data, flags):
 
 MOVES = [  # from a layout with flags, to another with flags
     ("PP2xEP2", {}, "1", {}),
-    ("EP4", REPLICATED, "TP2", {}),
+    ("EP4", REPLICATED | FOUR, "TP2", FOUR),
     ("TP2xEP2", {}, "PP2", REPLICATED),
 ]
 
