@@ -7,16 +7,17 @@
 #   --no-venv  use the active environment instead of .venv
 #   --help     this text
 #
-# Everything else goes to pytest; without any, the whole suite runs. Three workers share it, since tests of worker
-# processes wait as much as they compute: slow tests first, and what shares a fixture in one worker (tests/conftest.py);
-# -n 0 runs one test after the other. Examples:
+# Everything else goes to pytest; without any, the whole suite runs. Two workers for each core, but at most 16, share
+# it, since tests of worker processes wait as much as they compute: slow tests first, and what shares a fixture in one
+# worker (tests/conftest.py); -n 0 runs one test after the other. Examples:
 #
 #   ./scripts/test.sh tests/unit
 #   ./scripts/test.sh --quick -x
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-arguments=(-n 3 --dist loadfile)
+cores=$(nproc)
+arguments=(-n "$((cores < 8 ? 2 * cores : 16))" --dist loadfile)
 while (($#)); do
     case $1 in
         --quick) arguments+=(-m "not slow") ;;

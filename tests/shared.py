@@ -9,6 +9,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+ALL = bool(os.environ.get("MOC_TESTS_ALL"))
+"""Whether to test every case where a part of them has to do."""
+
 VARIABLE = "MOC_TESTS_SHARED"  # directory of this run of pytest: see tests/conftest.py
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 PADDING = " " * 4096
 """An argument of the server, in whose place its forks have their command lines."""
 
-STARTERS = ("moc.launch", "moc.runtime.controller")
+STARTERS = ("moc.launch", "moc.runtime.controller", "torch.distributed.run")
 """Programs that start others."""
 
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -44,29 +44,33 @@ _cold = getattr(subprocess, "_fork_exec", None)  # from Python 3.11 on; before, 
 
 
 @contextlib.contextmanager
-def starts() -> Iterator[None]:
-    """Inside, ``subprocess`` forks Python programs that get a session of their own from the warm process of worlds."""
+def starts(any_session: bool = False) -> Iterator[None]:
+    """Inside, ``subprocess`` forks Python programs that get a session of their own from the warm process of worlds.
+
+    Args:
+        any_session: also others, which get one nevertheless.
+    """
     from tests import worlds
 
     if _cold is None:
         yield
         return
-    _fork_at(worlds.server_path)
+    _fork_at(worlds.server_path, any_session)
     try:
         yield
     finally:
         subprocess._fork_exec = _cold
 
 
-def _fork_at(address: Callable[[], str]) -> None:
+def _fork_at(address: Callable[[], str], any_session: bool = False) -> None:
     """From now on, ``subprocess`` has programs forked by the server at an address."""
-    subprocess._fork_exec = lambda *how: _fork(address(), how) if _can_be_forked(how) else _cold(*how)
+    subprocess._fork_exec = lambda *how: _fork(address(), how) if _can_be_forked(how, any_session) else _cold(*how)
 
 
-def _can_be_forked(how: tuple) -> bool:
+def _can_be_forked(how: tuple, any_session: bool) -> bool:
     """Whether it is Python, in a session of its own and with nothing unusual."""
-    executable, start_new_session, rest = how[1][0], how[15], how[16:-1]
-    return executable == os.fsencode(sys.executable) and start_new_session and rest == (-1, None, None, None, -1, None)
+    executable, own_session, rest = how[1][0], how[15] or any_session, how[16:-1]
+    return executable == os.fsencode(sys.executable) and own_session and rest == (-1, None, None, None, -1, None)
 
 
 def _fork(address: str, how: tuple) -> int:
@@ -132,6 +136,8 @@ def start(request: dict, connection: socket.socket, serve_forks) -> None:
 
 def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     _, *options = request["arguments_of_program"]
+    if options[0] == "-u":  # as torchrun says: its output comes at its end
+        options = options[1:]
     if options[:2] == ["-W", "ignore"]:
         warnings.simplefilter("ignore")
         options = options[2:]

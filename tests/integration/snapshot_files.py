@@ -88,8 +88,16 @@ def whole(flags: dict) -> dict[str, list[int]]:
 
 
 def newest_whole(flags: dict) -> int:
-    """Iteration of the newest snapshot in any tier, of which all must be whole; 0 if there is none."""
-    return max((max(iterations, default=0) for iterations in whole(flags).values()), default=0)
+    """Iteration of the newest snapshot in any tier, after a kill; 0 if there is none.
+
+    All that storage has must be whole, and the newest one that memory has.  An older one may still have its name there,
+    which one worker takes away, while another has begun to write to its buffer.
+    """
+    found = {tier: store.iterations() for tier, store in stores(flags).items()}
+    for tier, iterations in found.items():
+        for iteration in iterations if tier == "storage" else iterations[-1:]:
+            assert (wrong := damage(stores(flags)[tier], iteration)) is None, (tier, iteration, wrong)
+    return max((max(iterations, default=0) for iterations in found.values()), default=0)
 
 
 def events(flags: dict, kind: str) -> list[dict]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.tiny import FLAGS, LAYOUTS, known, train
+from tests.integration.tiny import FLAGS, FOUR, LAYOUTS, known, train
 from tests.worlds import run_world, start_world
 
 
@@ -37,7 +37,7 @@ def test_any_data_parallel_size_sees_the_same_samples(source):
 
 
 def test_too_few_samples_are_refused(small):
-    flags = FLAGS | dict(train_data_path=[str(small / "a"), str(small / "b")], train_iters=100)
+    flags = FLAGS | dict(train_data_path=[str(small / "a"), str(small / "b")], train_iters=200)
     (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()
     assert result.exit == 2 and "give each a weight" in result.output and "Traceback" not in result.output
 
@@ -56,7 +56,7 @@ def test_an_empty_split_is_refused_by_all_workers(small):
 def test_resume_skips_without_reading(data, tmp_path):
     """Going on from a checkpoint, or after a kill: nothing is read of what was before, nor worked out anew."""
     size, parallel = LAYOUTS["DP2"]
-    body, flags = "tests.integration.bodies:train_counting_reads", FLAGS | parallel | data
+    body, flags = "tests.integration.bodies:train_counting_reads", FLAGS | parallel | data | FOUR
     first = run_world(size, body, flags=flags | dict(save=str(tmp_path / "dense"), exit_interval=4))
     built = indices_of(data)
     second = run_world(size, body, flags=flags | dict(load=str(tmp_path / "dense")))

@@ -180,7 +180,8 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(flag
 
 def test_the_first_node_is_lost_like_any_other(flags, undisturbed, tmp_path):
     flags = flags | dict(ckpt_tier="disk")
-    with Launched("EP2", flags, tmp_path / "job", nodes=2, spares=1, candidates=3) as job:
+    own = ["--silence-timeout", "10"]
+    with Launched("EP2", flags, tmp_path / "job", *own, nodes=2, spares=1, candidates=3) as job:
         job.reach(4)
         job.tells("node 2 is there, and waits as a spare")
         job.lose(0)
@@ -238,7 +239,7 @@ def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_pat
 
 def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
     own = ["--standalone", "--max-restarts", "1"]
-    with Launched("EP2", flags, tmp_path / "job", *own, launcher="torch.distributed.run", cold=True) as job:
+    with Launched("EP2", flags, tmp_path / "job", *own, launcher="torch.distributed.run") as job:
         job.reach(5)
         os.kill(job.children("pretrain_gpt_moe.py")[1], signal.SIGKILL)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))

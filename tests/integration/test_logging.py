@@ -6,7 +6,7 @@ import re
 import pytest
 
 from moc.event_types import problems
-from tests.integration.tiny import FLAGS, LAYOUTS
+from tests.integration.tiny import FLAGS, FOUR, LAYOUTS
 from tests.worlds import start_world
 
 
@@ -15,7 +15,7 @@ def logged(data, tmp_path_factory):
     """A run that evaluates, saves and logs, its output and its directory."""
     directory = tmp_path_factory.mktemp("logged")
     size, parallel = LAYOUTS["PP2xEP2"]
-    flags = FLAGS | parallel | data | dict(
+    flags = FLAGS | parallel | data | FOUR | dict(
         train_iters=4, log_interval=2, eval_interval=2, eval_iters=1, save=str(directory / "saved"), save_interval=3,
         log_dir=str(directory), tensorboard_dir=str(directory / "tensorboard"), log_throughput=True,
         log_num_zeros_in_grad=True, moe_z_loss_coeff=0.001, timing_log_level=2, log_timers_to_tensorboard=True,

@@ -1,11 +1,9 @@
 """Weights in 16 bits that are their own masters, moments in 8 and 16: smaller snapshots, and the same promises."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from megatron.pretraining.convert import program
 from moc.store.regions import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
@@ -14,7 +12,7 @@ from tests.integration.snapshot_files import contents, events, start
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_refusal import refused_by_program
 from tests.integration.tiny import FLAGS, known, train
-from tests.worlds import REPOSITORY, start_world
+from tests.worlds import start_world
 
 BF16 = dict(bf16=True, main_params_dtype="bf16", use_distributed_optimizer=False)
 EIGHT = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
@@ -138,11 +136,10 @@ def test_conversion_keeps_them(data, tmp_path):
     straight = train("1", flags)
     saved = dict(ckpt_policy="full", snapshot_interval=3, ckpt_dir=str(tmp_path / "snapshots"), exit_interval=3)
     train("1", flags | saved)
-    convert = [sys.executable, str(REPOSITORY / "tools/convert_checkpoint.py")]
     there = [str(tmp_path / "snapshots"), str(tmp_path / "dense")]
     back = [str(tmp_path / "dense" / "iter_0000003"), str(tmp_path / "back"), "--to", "snapshot"]
     for places in (there, back):
-        subprocess.run([*convert, *places], check=True, capture_output=True)
+        assert program.main(places) == 0
     said = refused_by_program(flags | dict(load=there[1], exp_avg_dtype=None))
     assert "holds moments in fp8 and fp16, not in fp32 and fp16: pass --exp-avg-dtype fp8 --exp-avg-sq-dtype" in said
     for source in (dict(load=there[1]), dict(ckpt_policy="full", snapshot_interval=9, ckpt_dir=back[1])):

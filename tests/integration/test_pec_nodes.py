@@ -25,7 +25,7 @@ from moc.store.store import Store
 from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import events, node_memory
 from tests.integration.test_atomic_save import wait_for
-from tests.integration.tiny import FLAGS, LAYOUTS
+from tests.integration.tiny import FLAGS, FOUR, LAYOUTS
 from tests.worlds import run_world, start_world
 
 NODES = ["0", "1", "2", "3"]
@@ -190,7 +190,7 @@ SCENES = {
     "a node is behind": Scene(LAYOUTS["EP4"][1], {}, dict(hold_from=8, late=[3, 10]), 10, behind="3"),
     # nodes 0 and 2 share the same experts, and so do 1 and 3; storage has the newest snapshot too, with fewer experts
     "storage is level": Scene(
-        LAYOUTS["EP2"][1],
+        LAYOUTS["EP2"][1] | FOUR,
         dict(snapshot_interval=4, persist_interval=4, ckpt_blocking=True),
         dict(stop_at=9),
         8,

@@ -13,7 +13,7 @@ from moc.store.tiers import memory_found
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_sparse import SMALL
-from tests.integration.tiny import SHALLOW
+from tests.integration.tiny import SHALLOW, known
 from tests.worlds import run_world
 
 pytestmark = [pytest.mark.recovery, pytest.mark.timeout(300)]
@@ -139,7 +139,7 @@ def test_each_expert_comes_back_from_memory_in_its_newest_version(flags, data, t
 
 
 def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp_path):
-    straight = train("PP2xEP2", data | SMALL)
+    straight = known("PP2xEP2", data | SMALL)
     sparse |= dict(ckpt_blocking=False, max_snapshot_lag=1)
     slow = dict(nodes=2, spares=1, program="tests/integration/slow_peers_pretrain_gpt_moe.py")
     with Launched("PP2xEP2", sparse, tmp_path / "job", **slow) as job:
@@ -161,7 +161,7 @@ def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp
 def test_nodes_are_lost_whose_replicas_are_on_others_and_their_stage_alone_computes(
     nodes, replicas, stage, sparse, data, tmp_path
 ):
-    straight = train("PP2xDP2", data | SMALL)
+    straight = known("PP2xDP2", data | SMALL)
     logging = dict(upstream_logging=True, replicas=replicas)
     with Launched("PP2xDP2", sparse | logging, tmp_path / "job", nodes=4) as job:
         job.reach(9)

@@ -16,7 +16,7 @@ from tests import warm
 from tests.worlds import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "pure_torch.py"
-ITERATIONS = 400
+ITERATIONS = 240
 
 
 class Run:
@@ -84,7 +84,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.recovery
 def test_workers_are_killed_one_after_the_other_and_nobody_can_tell(undisturbed, tmp_path):
     with running(tmp_path / "run") as run:
-        for generation, (rank, iteration) in enumerate([(1, 20), (0, 60), (1, 100)], 1):
+        for generation, (rank, iteration) in enumerate([(1, 10), (0, 30), (1, 50)], 1):
             run.reach(iteration)
             run.kill(rank)
             run.generation(generation)

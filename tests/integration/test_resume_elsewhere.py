@@ -3,7 +3,7 @@
 import pytest
 
 from tests.integration.test_layouts import CLOSE
-from tests.integration.tiny import DEEP, train
+from tests.integration.tiny import DEEP, FOUR, train
 
 REPLICATED = dict(use_distributed_optimizer=False)
 SMALL_MOMENTS = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
@@ -26,6 +26,12 @@ MOVES = [  # from a layout with flags, to another with flags, losses as close as
 
 def name(move):
     return f"{move[0]}{'' if move[1] == {} else '*'} to {move[2]}{'' if move[3] == {} else '*'}"
+
+
+@pytest.fixture(scope="module")
+def data(data):
+    """Of the dataset, with batches that four workers can share."""
+    return data | FOUR
 
 
 @pytest.fixture(scope="module")

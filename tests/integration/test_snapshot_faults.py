@@ -11,6 +11,7 @@ import pytest
 from tests.integration.snapshot_files import EVERY, events, newest_whole, node_memory, start, stores, train
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import known
+from tests.shared import ALL
 
 SMALL = dict(global_batch_size=2)
 
@@ -47,7 +48,8 @@ def newest_published(flags: dict) -> int:
 
 @pytest.mark.recovery
 @pytest.mark.parametrize(
-    ("tier", "layout", "times"), [("disk", "plain DP2", 15), ("memory", "plain DP2", 15), ("memory", "EP2", 6)]
+    ("tier", "layout", "times"),
+    [("disk", "plain DP2", 30 if ALL else 9), ("memory", "plain DP2", 30 if ALL else 9), ("memory", "EP2", 6)],
 )
 def test_a_job_that_is_killed_at_random_moments(tier, layout, times, flags, data):
     chance, reached = random.Random(tier), [0]
@@ -111,14 +113,14 @@ class Scene:
 @pytest.mark.recovery
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("tier", "layout", "rank", "every"),  # every call of one worker; of two, and of Megatron's engine, some
-    [("disk", "plain", 0, 1), ("memory", "plain", 0, 1)]
-    + [("disk", "plain DP2", 0, 6), ("memory", "plain DP2", 0, 6)]
-    + [("disk", "plain DP2", 1, 5), ("memory", "plain DP2", 1, 5)]
-    + [("disk", "EP2", 1, 10), ("memory", "EP2", 0, 10)],
+    ("tier", "layout", "rank", "every"),  # every call of one worker with memory; of other jobs, some
+    [("disk", "plain", 0, 3), ("memory", "plain", 0, 1)]
+    + [("disk", "plain DP2", 0, 9), ("memory", "plain DP2", 0, 12)]
+    + [("disk", "plain DP2", 1, 5), ("memory", "plain DP2", 1, 7)]
+    + [("disk", "EP2", 1, 15), ("memory", "EP2", 0, 20)],
 )
 def test_killed_before_calls_that_change_something(tier, layout, rank, every, flags, data, tmp_path):
-    undisturbed = straight(layout, data, 4)
+    undisturbed, every = straight(layout, data, 4), 1 if ALL else every
 
     def kill_at(scene: Scene, calls: list[str]) -> None:
         for call in calls:

@@ -11,7 +11,7 @@ from tests.integration.launched import Launched
 from tests.integration.snapshot_files import events, node_memory, start, stores, train, whole
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import DEEP, EXPERT_BIAS
+from tests.integration.tiny import DEEP, EXPERT_BIAS, known
 
 HARD = DROPOUT | dict(clip_grad=0.3, lr=1e-2, weight_decay=0.1, train_iters=9)
 SPARSE = dict(ckpt_policy="sparse", ckpt_blocking=True)
@@ -66,7 +66,7 @@ def test_recovery_is_bit_identical(run, data, flags):
 @pytest.mark.recovery
 def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, flags):
     flags = flags | SMALL
-    straight = train("1", data | SMALL)
+    straight = known("1", data | SMALL)
     start("1", flags | dict(sparse_window=3, ckpt_keep=2), "sparse_bodies:die_after", iteration=11).wait()
     store = stores(flags)["storage"]
     assert store.iterations() == [5, 6, 7, 8, 9, 10, 11]
@@ -93,7 +93,7 @@ def in_memory(flags):
 @pytest.mark.recovery
 def test_a_window_in_memory_outlives_its_workers(data, in_memory):
     flags = in_memory | dict(sparse_window=3, persist_interval=4)
-    straight = train("PP2xEP2", data | SMALL)
+    straight = known("PP2xEP2", data | SMALL)
     start("PP2xEP2", flags, "sparse_bodies:die_after", iteration=9).wait()
     there = whole(flags)
     assert there["memory"] == [5, 6, 7, 8, 9] and set(there["storage"]) <= {5, 6, 7, 8, 9}
@@ -128,7 +128,7 @@ def test_memory_that_ends_is_named_by_all_and_what_is_safe_stays(in_memory):
 @pytest.mark.timeout(300)
 def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
     flags = in_memory | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
-    straight = train("EP2", data | SMALL | dict(train_iters=20))
+    straight = known("EP2", data | SMALL | dict(train_iters=20))
     with Launched("EP2", flags, tmp_path / "job") as job:
         for iteration, rank in ((9, 1), (15, 0)):
             job.reach(iteration)
@@ -145,7 +145,7 @@ def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
 def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_memory, tmp_path):
     midway = dict(inject="kill rank=1 iteration=7 point=snapshot_copying")  # of a window that goes from 6 to 9
     flags = in_memory | REPLICATED | midway | dict(sparse_window=4)
-    straight = train("DP2", data | SMALL | REPLICATED)
+    straight = known("DP2", data | SMALL | REPLICATED)
     with Launched("DP2", flags, tmp_path / "job") as job:
         job.reach(11)
         job.kill(0, 1)
@@ -159,7 +159,7 @@ def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_me
 def test_a_window_that_finds_itself(data, flags):
     flags = flags | SMALL | dict(train_iters=20, ckpt_blocking=False)
     slow = train("EP2", flags, "pec_bodies:train_with_slow_copies", bytes_per_s=7e5)
-    assert slow.records == train("EP2", data | SMALL | dict(train_iters=20)).records
+    assert slow.records == known("EP2", data | SMALL | dict(train_iters=20)).records
     taken = {event["iteration"]: event["bytes"] for event in events(flags, "snapshot")}
     assert min(taken) == WARM_UP + BLOCK + 1  # of everything, which shows how slow copies are
     chosen = [event for event in events(flags, "choice") if event["sparse_window"] > 1]

@@ -5,7 +5,7 @@ import pytest
 from tests.integration.snapshot_files import events
 from tests.integration.test_determinism import DROPOUT
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import FLAGS, LAYOUTS, train
+from tests.integration.tiny import FLAGS, FOUR, LAYOUTS, train
 from tests.worlds import run_world
 
 LOGGING = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
@@ -21,7 +21,7 @@ RUNS = {
 def flags(data, tmp_path):
     """Of a run with upstream logs."""
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path), log_dir=str(tmp_path / "log"))
-    return data | LOGGING | places
+    return data | FOUR | LOGGING | places
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -43,7 +43,7 @@ def test_a_stage_computes_again_by_itself(run, flags):
 
 def test_logs_are_given_back_and_training_is_the_same(data, flags, tmp_path):
     long = dict(train_iters=14)
-    assert train("PP2", flags | long).records == train("PP2", data | long).records
+    assert train("PP2", flags | long).records == train("PP2", data | FOUR | long).records
     told = events(flags, "iteration")
     most = max(event["upstream_log_iterations"] for event in told)
     assert 0 < most <= 2 * 3 + 3  # two windows, and what storage lags behind

@@ -29,7 +29,7 @@ FLAGS = dict(
     transformer_impl="local",
     use_distributed_optimizer=True,
     micro_batch_size=1,
-    global_batch_size=4,
+    global_batch_size=2,
     train_iters=6,
     lr=3e-3,
     min_lr=3e-4,
@@ -44,6 +44,7 @@ FLAGS = dict(
 )
 
 SHALLOW = dict(num_layers=2)
+FOUR = dict(global_batch_size=4)  # where layouts with four data-parallel workers are compared with others
 DEEP = dict(num_layers=4)  # where there are four stages, or chunks of them
 EXPERT_BIAS = dict(
     moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.1
@@ -53,13 +54,13 @@ _TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LAYOUTS = {  # name: (workers, flags)
     "1": (1, {}),
     "DP2": (2, {}),
-    "DP4": (4, {}),
+    "DP4": (4, FOUR),
     "PP2": (2, dict(pipeline_model_parallel_size=2)),
     "PP2xEP2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),
     "PP2xDP2": (4, dict(pipeline_model_parallel_size=2)),
     "PP2xTP2": (4, _TP2 | dict(pipeline_model_parallel_size=2)),
     "EP2": (2, dict(expert_model_parallel_size=2)),
-    "EP4": (4, dict(expert_model_parallel_size=4)),
+    "EP4": (4, FOUR | dict(expert_model_parallel_size=4)),
     "TP2": (2, _TP2),
     "TP2xEP2": (4, _TP2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
     "PP4": (4, DEEP | dict(pipeline_model_parallel_size=4)),
