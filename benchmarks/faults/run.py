@@ -40,6 +40,7 @@ LAYOUTS = {  # name: (workers, flags)
 }
 SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging --max-snapshot-lag 1"
 PEC = "--ckpt-policy pec --pec-k 2"
+SELECTIVE = "--ckpt-policy selective --selective-experts 2"
 TIERS = {
     "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",
@@ -49,9 +50,12 @@ TIERS = {
     "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
     "pec": f"{PEC} --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "pec, peers": f"{PEC} --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
+    "selective": f"{SELECTIVE} --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
+    "selective, disk": f"{SELECTIVE} --ckpt-tier disk --snapshot-interval 2",
+    "selective, peers": f"{SELECTIVE} --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
 }
 """Tiers of snapshots: of everything, sparse, and partial."""
-LOSSY = ("pec", "pec, peers")
+LOSSY = ("pec", "pec, peers", "selective", "selective, disk", "selective, peers")
 """Those after which a run goes on with experts of different iterations, and ends with other bits."""
 STOPPED_S = 3.0  # for which a replica server is stopped: its sockets stay open, and nothing comes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.selection import sequential_experts
+from moc.policy.pec_selection import sequential_experts
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
 from moc.simulate.cluster import CLUSTERS, Cluster
 from moc.simulate.cost import Work, estimate

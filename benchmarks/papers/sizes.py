@@ -9,7 +9,7 @@ from benchmarks.papers.reproduction import Reproduction, Row
 from megatron.pretraining.planning.model import config_of, operators_of
 from moc.policy.adaptive import uniform_plt
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moc.policy.selection import sequential_experts
+from moc.policy.pec_selection import sequential_experts
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
 from moc.state.operators import Operator
 

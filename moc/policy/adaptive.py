@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
-from moc.policy.selection import ages
+from moc.policy.pec_selection import ages
 
 _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"

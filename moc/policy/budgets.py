@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from moc.policy.by_popularity import Limit, Place
+from moc.policy.selection import Limit, Place
 
 
 @dataclass(frozen=True)

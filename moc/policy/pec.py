@@ -16,12 +16,12 @@ from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every
 from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
+from moc.policy.pec_selection import Ages, ages, load_aware_experts, persist_selection, sequential_experts, turn
 from moc.policy.pec_state import PecState
 from moc.policy.pec_tuner import PecTuner
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
-from moc.policy.selection import Ages, ages, load_aware_experts, persist_selection, sequential_experts, turn
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 

@@ -1,159 +1,195 @@
-"""Selection of the experts of partial checkpoints, and the age at which a fault finds the others."""
+"""Selection of the experts of a snapshot by popularity, within budgets (MoEtion, sections 4.2 and 4.3).
+
+Pure functions of counts that all ranks share, so all ranks choose alike.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Counts = Mapping[int, Sequence[int]]
+"""By layer and expert: tokens, or iterations."""
+
+Place = tuple[int, int]
+"""Layer and number of an expert."""
+
+Experts = dict[int, list[int]]
+"""Chosen experts by layer, ascending."""
+
+RULES = ("per-byte", "proportional")
+
+SCORES = ("tokens", "tokens-age")
 
 
-def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int, ep: int) -> list[int]:
-    """The k experts of one layer that a checkpoint saves (MoC, section 3.2, Figure 4): a function of position alone.
+@dataclass(frozen=True)
+class Limit:
+    """One limit on a snapshot: bytes of each rank or node, or a number of experts.
 
-    The experts of a layer form a circle in which neighbours belong to different expert-parallel ranks.  Each checkpoint
-    takes the next k of them, and each layer starts where the previous one stops, so the experts taken from consecutive
-    layers form one arc over ranks 0, 1, ... in turn.  Hence no rank saves more than one expert more than any other, in
-    the whole model and in each pipeline stage, and every expert is saved at least once in any ceil(num_experts / k)
-    checkpoints.
+    Attributes:
+        room: what each bin takes, such as bytes by rank; at least 0.
+        cost: by expert, what it takes of each bin.
+    """
+
+    room: Mapping[int, float]
+    cost: Mapping[Place, Mapping[int, float]]
+
+    def total(self) -> int:
+        """S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
+        mean = sum(sum(bins.values()) for bins in self.cost.values()) / max(1, len(self.cost))
+        return math.floor(sum(self.room.values()) / mean + 1e-9) if mean else len(self.cost)
+
+
+def number_of_experts(places: Iterable[Place], number: int) -> Limit:
+    """The limit of a fixed number of experts, over all layers."""
+    return Limit({0: number}, {place: {0: 1} for place in places})
+
+
+class _Rooms:
+    """What is left of limits while experts are chosen."""
+
+    def __init__(self, limits: Sequence[Limit], share: float = 1.0):
+        self._limits = limits
+        self._left = [{key: share * room for key, room in limit.room.items()} for limit in limits]
+
+    def take(self, place: Place) -> bool:
+        """Takes an expert if it fits."""
+        costs = [limit.cost[place] for limit in self._limits]
+        if any(left[key] < cost for left, bins in zip(self._left, costs, strict=True) for key, cost in bins.items()):
+            return False
+        for left, bins in zip(self._left, costs, strict=True):
+            for key, cost in bins.items():
+                left[key] -= cost
+        return True
+
+    def give(self, rest: float) -> None:
+        """Adds a share of the limits."""
+        for left, limit in zip(self._left, self._limits, strict=True):
+            for key, room in limit.room.items():
+                left[key] += rest * room
+
+
+def allocate(unsaved: Counts, total: int) -> dict[int, int]:
+    """S[l] of Algorithm 1: S_total experts over layers in proportion to the tokens at risk of each.
+
+    The paper "adjusts" the rounded-down shares to sum to S_total without saying how: here the largest remainders are
+    rounded up, ties to the lower layer; a layer saves at most all its experts, and what it leaves goes to the others.
+    If no tokens are at risk, layers share equally.
 
     Args:
-        checkpoint: index of the checkpoint, from 0.
-        moe_layer: index of the layer among those with experts, from 0.
-        k: K_pec, number of experts to save.
-        num_experts: experts of the layer.
-        ep: expert-parallel ranks, each holding num_experts / ep consecutive experts.
+        unsaved: P, tokens of each expert since it was last saved.
+        total: S_total.
 
     Returns:
-        Global expert numbers, ascending.
+        Number of experts by layer; their sum is S_total, or the number of all experts if that is smaller.
     """
-    if not 1 <= k <= num_experts:
-        raise ValueError(f"K must be from 1 to {num_experts}, the experts of a layer, not {k}")
-    first = (checkpoint + moe_layer) * k
-    places = ((first + i) % num_experts for i in range(k))
-    return sorted(place % ep * (num_experts // ep) + place // ep for place in places)
+    given = dict.fromkeys(unsaved, 0)
+    total = min(total, sum(map(len, unsaved.values())))
+    while (rest := total - sum(given.values())) > 0:
+        open_ = [layer for layer in unsaved if given[layer] < len(unsaved[layer])]
+        risk = {layer: sum(unsaved[layer]) for layer in open_}
+        if not any(risk.values()):
+            risk = dict.fromkeys(open_, 1)
+        whole = sum(risk.values())
+        shares = {layer: divmod(risk[layer] * rest, whole) for layer in open_}
+        for layer, (share, _) in shares.items():
+            given[layer] = min(len(unsaved[layer]), given[layer] + share)
+        left = total - sum(given.values())
+        by_remainder = sorted(open_, key=lambda layer: (-shares[layer][1], layer))
+        for layer in [layer for layer in by_remainder if given[layer] < len(unsaved[layer])][:left]:
+            given[layer] += 1
+    return given
 
 
-def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) -> dict[int, list[int]]:
-    """Selects the k experts of every layer that a checkpoint saves (PEC, section 3.1, Algorithm 1).
+def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
+    """Algorithm 1: the S[l] experts of each layer with the most tokens since they were last saved.
 
-    From the last layer to the first, the k experts with the most unsaved tokens are taken (ties: lowest number), except
-    those whose expert-parallel rank has already contributed ceil(layers * k / ep).  Where that leaves a layer with
-    fewer than k, Algorithm 1 would save fewer; here exactly k are saved: the rest comes from full ranks, each time from
-    the rank with the fewest contributed so far, its expert with the most unsaved tokens (ties: lowest number).  So the
-    capacity is exceeded only where a layer leaves no other choice.
+    S_total counts all bytes of the budget alike, so the chosen experts of a busy rank may exceed its own: such experts
+    are passed over.
 
     Args:
-        unsaved: tokens given to each expert since it was last saved, by layer; identical on all ranks.
-        k: K_pec, number of experts to save in each layer.
-        ep: expert-parallel ranks (N_rank), each holding an equal number of consecutive experts of a layer.
-
-    Returns:
-        Expert numbers, ascending, by layer in the order of ``unsaved``.
-
-    Raises:
-        ValueError: k or ep does not fit a layer's experts.
+        unsaved: P, tokens of each expert since it was last saved.
+        limits: the budget; S_total is the smallest of theirs.
     """
-    for layer, tokens in unsaved.items():
-        if not 1 <= k <= len(tokens):
-            raise ValueError(f"K must be from 1 to {len(tokens)}, the experts of layer {layer}, not {k}")
-        if ep < 1 or len(tokens) % ep:
-            raise ValueError(f"the {len(tokens)} experts of layer {layer} are not a multiple of ep = {ep}")
-    capacity = -(-len(unsaved) * k // ep)
-    given = [0] * ep
-    chosen = {layer: _of_layer(unsaved[layer], k, given, capacity) for layer in sorted(unsaved, reverse=True)}
-    return {layer: chosen[layer] for layer in unsaved}
-
-
-def _of_layer(tokens: Sequence[int], k: int, given: list[int], capacity: int) -> list[int]:
-    """Selects k experts, and adds them to ``given``, the count by rank."""
-    per_rank = len(tokens) // len(given)
-    waiting = sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))
-    chosen = []
-    for expert in waiting:
-        if len(chosen) < k and given[expert // per_rank] < capacity:
-            chosen.append(expert)
-            given[expert // per_rank] += 1
-    while len(chosen) < k:
-        left = (expert for expert in waiting if expert not in chosen)
-        expert = min(left, key=lambda e: (given[e // per_rank], -tokens[e], e))
-        chosen.append(expert)
-        given[expert // per_rank] += 1
-    return sorted(chosen)
-
-
-def persist_selection(
-    candidates: Mapping[int, Sequence[int]], persisted: Mapping[int, Sequence[int]], k: int, ep: int
-) -> dict[int, list[int]]:
-    """Selects K_persist experts of every layer to persist, of the K_snapshot in a snapshot (MoC, section 5.1).
-
-    The least recently persisted experts come first; ties go to the expert-parallel rank with the fewest selected so
-    far, then to the lowest number.  Thus no recurring candidate starves, and ranks write about equally as long as
-    experts are saved in turn.  The paper does not specify the selection.
-
-    Args:
-        candidates: experts in the snapshot, by layer.
-        persisted: by layer and expert, a growing number that marks when the expert was last persisted.
-        k: K_persist; a layer with at most k candidates persists all of them.
-        ep: expert-parallel ranks, each holding an equal number of consecutive experts of a layer.
-
-    Returns:
-        Expert numbers by layer, ascending.
-    """
-    given, chosen = [0] * ep, {}
-    for layer, waiting in candidates.items():
-        when, per_rank = persisted[layer], len(persisted[layer]) // ep
-        left, taken = list(waiting), []
-        while left and len(taken) < k:
-            expert = min(left, key=lambda e: (when[e], given[e // per_rank], e))
-            left.remove(expert)
-            taken.append(expert)
-            given[expert // per_rank] += 1
-        chosen[layer] = sorted(taken)
+    rooms, chosen = _Rooms(limits), {}
+    for layer, number in allocate(unsaved, min(limit.total() for limit in limits)).items():
+        fitting = (expert for expert in _descending(unsaved[layer]) if rooms.take((layer, expert)))
+        chosen[layer] = sorted(itertools.islice(fitting, number))
     return chosen
 
 
-def turn(partial: int, period: int, persist_every: int) -> int:
-    """The position in the rotation after some partial snapshots.
-
-    If every ``persist_every``-th snapshot is persisted and ``persist_every`` shares a divisor with ``period``, the
-    partial snapshots after which the same experts are saved again, storage would receive the same experts for ever.  So
-    each time storage has seen its cycle, the rotation pauses for one snapshot, which shifts the cycle.
-    """
-    together = math.lcm(period, persist_every)
-    return partial - partial // together if together < period * persist_every else partial
+def _descending(row: Sequence[int]) -> list[int]:
+    return sorted(range(len(row)), key=lambda expert: (-row[expert], expert))
 
 
-class Ages(NamedTuple):
-    """Mean and maximum age of a layer's experts at a fault, relative to the newest checkpoint."""
-
-    mean: float
-    oldest: int
-
-    def times(self, iterations: int) -> Ages:
-        """The ages in iterations, for checkpoints that many iterations apart."""
-        return Ages(self.mean * iterations, self.oldest * iterations)
-
-
-@cache
-def ages(num_experts: int, k_snapshot: int, k_kept: int, every: int = 1, persist_every: int = 1) -> Ages:
-    """Ages in checkpoints of equally busy experts that are saved in turn (MoC-System, sections 3.2 and 5.1).
+def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: int, limits: Sequence[Limit]) -> Experts:
+    """The experts with the highest scores that fit, of all layers together; the oldest first where they are too old.
 
     Args:
-        num_experts: N.
-        k_snapshot: experts of each layer in a snapshot.
-        k_kept: those of them that are kept: K_persist in storage, K_snapshot in memory.
-        every: snapshots per kept one: 1 in memory.
-        persist_every: snapshots per persisted one, which :func:`turn` compensates for.
+        scores: by layer and expert, per byte that saving it costs.
+        ages: iterations since each expert was last saved.
+        max_age: experts older than this come first, oldest first, on at most half of the limits.
+        limits: the budget.
     """
-    period, kept = num_experts // math.gcd(num_experts, k_snapshot), [0] * num_experts
-    rounds, total, oldest = 4 * num_experts, 0, 0
-    for checkpoint in range(1, 2 * rounds + 1):
-        number = turn(checkpoint * every, period, persist_every)
-        snapshot = sequential_experts(number, 0, k_snapshot, num_experts, 1)
-        for expert in persist_selection({0: snapshot}, {0: kept}, k_kept, 1)[0]:
-            kept[expert] = checkpoint
-        if checkpoint > rounds:
-            total += sum(checkpoint - when for when in kept)
-            oldest = max(oldest, checkpoint - min(kept))
-    return Ages(total / rounds / num_experts, oldest)
+    places = [(layer, expert) for layer, row in scores.items() for expert in range(len(row))]
+    old = sorted((place for place in places if _at(ages, place) > max_age), key=lambda place: -_at(ages, place))
+    rooms = _Rooms(limits, 0.5)
+    chosen = {place for place in old if rooms.take(place)}
+    rooms.give(0.5)
+    # ties: model order
+    waiting = sorted((place for place in places if place not in chosen), key=lambda place: -_at(scores, place))
+    chosen |= {place for place in waiting if rooms.take(place)}
+    return {layer: [expert for expert in range(len(row)) if (layer, expert) in chosen] for layer, row in scores.items()}
+
+
+def _at(table: Mapping[int, Sequence[float]], place: Place) -> float:
+    return table[place[0]][place[1]]
+
+
+def scores(unsaved: Counts, ages: Counts, kind: str) -> dict[int, list[float]]:
+    """The scores of experts: tokens since they were last saved, or these times the iterations since then.
+
+    An expert with rate r saved every n iterations has r (n - 1) / 2 tokens at risk on average.  Under the constraint
+    that S are saved in each iteration, the sum over experts is least for n proportional to r to the power -1/2, which
+    is where tokens times age tends to; tokens alone, as in Algorithm 1, tend to n proportional to 1/r.
+
+    Args:
+        unsaved: tokens of each expert since it was last saved.
+        ages: iterations since then.
+        kind: ``tokens`` or ``tokens-age``.
+    """
+    if kind == "tokens":
+        return {layer: list(map(float, row)) for layer, row in unsaved.items()}
+    return {
+        layer: [float(tokens * (age + 1)) for tokens, age in zip(row, ages[layer], strict=True)]
+        for layer, row in unsaved.items()
+    }
+
+
+def steady_risk(rates: Iterable[float], number: float) -> float:
+    """Tokens at risk right after a snapshot if popularity stays as it is, for the best intervals of each expert.
+
+    The minimum of the sum of r (n - 1) / 2 over experts, with 1/n summing to the number saved and no n below 1: the
+    busiest experts are saved in every snapshot, and n is proportional to r to the power -1/2 for the others.
+
+    Args:
+        rates: tokens of each expert per snapshot.
+        number: experts in a snapshot.
+
+    Returns:
+        Tokens; infinite if nothing is saved and any expert receives tokens.
+    """
+    roots = sorted((math.sqrt(rate) for rate in rates if rate > 0), reverse=True)
+    if number >= len(roots):
+        return 0.0
+    rest = sum(roots)
+    for always, root in enumerate(roots):
+        if number <= always:
+            break
+        scale = rest / (number - always)  # n = scale / root
+        if scale >= root:
+            return sum(one * (scale - one) for one in roots[always:]) / 2
+        rest -= root
+    return math.inf

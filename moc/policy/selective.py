@@ -9,7 +9,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.policy.budgets import Sizes
-from moc.policy.by_popularity import (
+from moc.policy.flags import Asked, JobShape, PolicyFlag
+from moc.policy.interval import Every, Interval
+from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.prices import Machine, Price, Settings
+from moc.policy.registry import policy
+from moc.policy.selection import (
     RULES,
     SCORES,
     Experts,
@@ -20,11 +25,6 @@ from moc.policy.by_popularity import (
     proportional,
     scores,
 )
-from moc.policy.flags import Asked, JobShape, PolicyFlag
-from moc.policy.interval import Every, Interval
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings
-from moc.policy.registry import policy
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from moc.policy.pec_selection import sequential_experts
 from moc.policy.prices import Sizes
-from moc.policy.selection import sequential_experts
 from moc.policy.window import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
 from moc.simulate.stages import split_stages

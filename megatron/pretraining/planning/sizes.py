@@ -12,7 +12,7 @@ from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.presets import PRESETS
 from moc.output import ToolError, refused
 from moc.policy.adaptive import TuningLimits, candidates, choose
-from moc.policy.selection import sequential_experts
+from moc.policy.pec_selection import sequential_experts
 from moc.sharding import (
     RULES,
     SCHEMES,

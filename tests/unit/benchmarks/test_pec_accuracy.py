@@ -15,7 +15,7 @@ from benchmarks.accuracy.cells import EXPERTS, QUICK, Cell, Plan, cells, expecte
 from megatron.pretraining.arguments import parse_config
 from moc.policy.adaptive import uniform_plt
 from moc.policy.ledger import Ledger
-from moc.policy.selection import sequential_experts
+from moc.policy.pec_selection import sequential_experts
 
 PLAN = Plan()
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moc.policy.dynamic_k import DynamicK
 from moc.policy.ledger import Ledger
-from moc.policy.selection import sequential_experts
+from moc.policy.pec_selection import sequential_experts
 from tests.unit.policy.routing import RECORDED, made_up, recorded
 
 FAULTS, LIMIT = 32, 0.0375

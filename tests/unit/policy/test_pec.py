@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moc.policy import Every, IntervalTuner, policy_named
 from moc.policy.pec import NOT_CHOSEN, Pec
-from moc.policy.selection import load_aware_experts, persist_selection
+from moc.policy.pec_selection import load_aware_experts, persist_selection
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.unit.policy.clock import Clock

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy.by_popularity import Limit, allocate, number_of_experts, per_byte, proportional, scores, steady_risk
+from moc.policy.selection import Limit, allocate, number_of_experts, per_byte, proportional, scores, steady_risk
 from tests.unit.policy.routing import RECORDED
 
 MANY = 10**9

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy.selection import sequential_experts
+from moc.policy.pec_selection import sequential_experts
 
 
 @st.composite

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.equations import TARGETS, pec_size
-from moc.policy.selection import sequential_experts
+from moc.policy.pec_selection import sequential_experts
 from moc.sharding import Layout, StateBytes, contents
 from moc.state.shape import ModelShape, model_operators
 
