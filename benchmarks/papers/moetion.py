@@ -117,8 +117,8 @@ def figure_7() -> Reproduction:
         f"Gemini's {_SNAPSHOT_GBS:.1f} GB/s (Figure 9).  MoEtion's are Figure 10's: with all techniques to save,",
         "and with none of section 5 to retrieve, since these save nothing there.  T_iteration is never stated.",
         f"Gemini's figures contradict these: half of 16.7 iterations are {often['Gemini'] / 2 * large_s:.0f} s, and a",
-        f"full checkpoint takes {full_s:.0f} s each way.  12 times less wasted work (section 9) follows from no pair: it",
-        f"is {printed / 11.9:.0f} times less than CheckFreq, and {27.4 / 14.9:.1f} times less than Gemini.",
+        f"full checkpoint takes {full_s:.0f} s each way.  12 times less wasted work (section 9) follows from no pair:",
+        f"it is {printed / 11.9:.0f} times less than CheckFreq, and {27.4 / 14.9:.1f} times less than Gemini.",
     )
     fitted = (
         f"{small_s:.1f} s an iteration of GPT-1.6B-64E: CheckFreq's figure",
