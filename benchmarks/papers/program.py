@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks.papers import lazarus, moc_system, moevement, sizes
+from benchmarks.papers import lazarus, moc_system, moetion, moevement, sizes
 from benchmarks.papers.reproduction import Reproduction
 from moc.simulate.tables import aligned
 
@@ -19,19 +20,38 @@ REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
     "moc-fig10": sizes.figure_10,
     "moc-fig13": moc_system.figure_13,
     "moc-fig15": sizes.figure_15,
-    "moetion-fig9": sizes.figure_9,
+    "moetion-fig4": moetion.figure_4,
+    "moetion-fig7": moetion.figure_7,
+    "moetion-fig9": moetion.figure_9,
     "lazarus-fig8": lazarus.figure_8,
 }
 """By the name that the command takes."""
+
+OF_LOADS: dict[str, Callable[[moetion.Loads], Reproduction]] = {"moetion-fig11": moetion.figure_11}
+"""Those that need recorded loads of experts."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks.papers", description="Print a paper's figures beside ours.")
-    parser.add_argument("name", choices=REPRODUCTIONS, metavar="NAME", help=f"one of {', '.join(REPRODUCTIONS)}")
+    names = [*REPRODUCTIONS, *OF_LOADS]
+    parser.add_argument("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
+    parser.add_argument(
+        "--routing", type=Path, metavar="FILE", help="recorded loads: an .npz file, tokens[iterations, layers, experts]"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    found = REPRODUCTIONS[args.name]()
+    if (args.routing is None) == (args.name in OF_LOADS):
+        parser.error(
+            f"{args.name} needs recorded loads of experts: give them by --routing FILE, an .npz file with "
+            "tokens[iterations, layers, experts]"
+            if args.name in OF_LOADS
+            else f"{args.name} takes no recorded loads: drop --routing"
+        )
+    try:
+        found = OF_LOADS[args.name](moetion.read_loads(args.routing)) if args.routing else REPRODUCTIONS[args.name]()
+    except ValueError as error:
+        parser.error(str(error))
     if args.json:
         print(json.dumps(dataclasses.asdict(found) | {"summary": found.summary()}, indent=2))
         return 0

@@ -1,4 +1,4 @@
-"""Figures of sizes and lost tokens: MoC-System's 10 and 15, MoEtion's 9."""
+"""Figures of sizes and lost tokens: MoC-System's 10 and 15."""
 
 from __future__ import annotations
 
@@ -93,21 +93,3 @@ def _range(values: Iterable) -> str:
 
 def _age(k: int) -> float:
     return uniform_plt(_EXPERTS, 1.0, 1.0, k, k, 1)
-
-
-def figure_9() -> Reproduction:
-    """MoEtion's Figure 9, as section 7.4 has it in numbers."""
-    experts, popular = 32, 32 * 6 / 64
-    full_gb, full_s = 1820.0, 74.9
-    feed_forward = 2 / 3  # of a GPT block's weights: 8 of 12 hidden^2
-    share = (1 - feed_forward + popular * feed_forward) / (1 - feed_forward + experts * feed_forward)
-    rows = (
-        Row("MoEtion, 32 experts, GB", 195, share * full_gb, "factor"),
-        Row("MoEtion, 32 experts, s", 8.5, share * full_s, "factor"),
-    )
-    notes = (
-        "Inputs: Gemini's 1820 GB and 74.9 s with 32 experts; 6 of 64 experts are popular (section 7.2), which makes 3",
-        "of 32; all of what is no expert is saved.  Gemini's time by its size is the bandwidth.",
-    )
-    fitted = ("GB/s: Gemini's time by its size", "experts have 2/3 of a block's weights, as in a plain GPT")
-    return Reproduction("MoEtion, Figure 9: checkpoints of GPT-3.8B with 32 experts", rows, notes, fitted=fitted)

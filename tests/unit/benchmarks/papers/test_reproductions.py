@@ -1,9 +1,11 @@
 """How near the figures of the papers ours come."""
 
+import numpy as np
 import pytest
 
-from benchmarks.papers import moevement
-from benchmarks.papers.program import REPRODUCTIONS, main
+from benchmarks.papers import moetion, moevement
+from benchmarks.papers.program import OF_LOADS, REPRODUCTIONS, main
+from tests.unit.policy.routing import RECORDED
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,24 @@ def test_sizes_and_lost_tokens():
     assert all(row.error <= 1.1 for row in partial.rows)
 
 
+def test_figure_4_of_moetion():
+    """587 to 61 GB, and the reduction of section 4.1 by its own share of experts."""
+    everything, some, *_, reduction = moetion.figure_4().rows
+    assert (everything.paper, some.paper) == (587, 61) and max(everything.error, some.error) < 1.02
+    assert reduction.ours == pytest.approx(74.4, abs=0.05) and reduction.ours == pytest.approx(75, rel=0.02)
+    assert reduction.excluded  # two experts were chosen for it
+
+
+def test_figure_11_of_moetion():
+    if not RECORDED.exists():
+        pytest.skip("the recorded loads are not at hand")
+    *rows, most = moetion.figure_11(moetion.read_loads(RECORDED)).rows
+    assert [row.ours for row in rows[::2]] == pytest.approx([1.55, 1.80, 3.06, 7.36], rel=0.01)
+    assert [row.ours for row in rows[1::2]] == pytest.approx([2.74, 3.12, 4.74, 11.99], rel=0.01)
+    assert [bool(row.excluded) for row in rows[::2]] == [True, True, False, False]
+    assert all(row.excluded for row in (*rows[1::2], most))
+
+
 def test_what_is_further_off_than_the_paper_s_figure_is_no_bound_that_holds():
     """59 % where the paper has 29 % is an error of 30 points, though the paper's reduction is reached."""
     worst = max(REPRODUCTIONS["moc-fig10"]().rows, key=lambda row: abs(row.error))
@@ -74,4 +94,18 @@ def test_the_command(capsys):
     with pytest.raises(SystemExit):
         main(["moevement-fig2"])
     said = capsys.readouterr().err
-    assert all(name in said for name in REPRODUCTIONS)
+    assert all(name in said for name in (*REPRODUCTIONS, *OF_LOADS))
+
+
+def test_recorded_loads_are_asked_for(tmp_path, capsys):
+    for command, sentence in (
+        (["moetion-fig11"], "moetion-fig11 needs recorded loads of experts: give them by --routing FILE"),
+        (["moetion-fig11", "--routing", str(tmp_path / "none")], "cannot read tokens"),
+        (["moetion-fig4", "--routing", str(tmp_path)], "moetion-fig4 takes no recorded loads: drop --routing"),
+    ):
+        with pytest.raises(SystemExit):
+            main(command)
+        assert sentence in capsys.readouterr().err
+    np.savez(tmp_path / "loads.npz", tokens=np.array([[[9, 3, 0, 0, 5, 1, 1, 1]] * 2] * 12))
+    assert main(["moetion-fig11", "--routing", str(tmp_path / "loads.npz")]) == 0
+    assert "loads of 2 layers with 8 experts, 12 iterations" in capsys.readouterr().out
