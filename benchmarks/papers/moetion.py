@@ -13,8 +13,16 @@ import numpy as np
 
 from benchmarks.papers.equations import pec_size
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.by_popularity import Counts, Experts, Limit, number_of_experts, per_byte, proportional, scores
-from moc.policy.selection import sequential_experts
+from moc.policy.selection import (
+    Counts,
+    Experts,
+    Limit,
+    number_of_experts,
+    per_byte,
+    proportional,
+    scores,
+    sequential_experts,
+)
 from moc.sharding import StateBytes
 
 _STATE = StateBytes(weights=2, master=0, moments=8)  # section 2.3

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moc.policy.selection import Limit, Place
+from moc.policy.selection import Limit, Place, per_byte
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class Sizes:
         return max((self.dense.get(rank, 0) + most for rank, (most, _) in self._largest.items()), default=0)
 
     @cached_property
+    def busiest(self) -> tuple[int, int]:
+        """The rank whose dense operators and largest expert have the most bytes; its bytes of that expert."""
+        largest: dict[int, int] = {}
+        for ranks in self.experts.values():
+            for rank, amount in ranks.items():
+                largest[rank] = max(largest.get(rank, 0), amount)
+        rank = max(largest, key=lambda rank: self.dense.get(rank, 0) + largest[rank])
+        return rank, largest[rank]
+
+    @cached_property
     def least_of_node(self) -> int:
         """The smallest budget of a node, in bytes received, that leaves every node room for an expert."""
         largest = max((amount for nodes in self._of_nodes.values() for amount in nodes.values()), default=0)
@@ -74,6 +84,17 @@ class Sizes:
         for rank, amount in ranks.items():
             found[self.nodes[rank]] = found.get(self.nodes[rank], 0) + amount
         return found
+
+
+def fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
+    """Equally popular experts that fit, which may be fewer than S_total: ranks do not save for one another.
+
+    Args:
+        numbers: experts of each layer.
+        limits: the budget.
+    """
+    ages = {layer: [0] * number for layer, number in numbers.items()}
+    return sum(map(len, per_byte(ages, ages, 0, limits).values()))
 
 
 def _from_0(room: Mapping[int, float]) -> dict[int, float]:

@@ -124,7 +124,7 @@ def _descending(row: Sequence[int]) -> list[int]:
     return sorted(range(len(row)), key=lambda expert: (-row[expert], expert))
 
 
-def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: int, limits: Sequence[Limit]) -> Experts:
+def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float, limits: Sequence[Limit]) -> Experts:
     """The experts with the highest scores that fit, of all layers together; the oldest first where they are too old.
 
     Args:

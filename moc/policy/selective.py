@@ -14,6 +14,7 @@ from moc.policy.interval import Every, Interval
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
+from moc.policy.risk import lost_by_layer
 from moc.policy.selection import (
     RULES,
     SCORES,
@@ -160,15 +161,16 @@ class Selective(Policy):
         for name, value, choices in (("rule", self.rule, RULES), ("score", self.score, SCORES)):
             if value not in choices:
                 raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
-        fewest = min(self._num_experts.values(), default=0)
+        fewest = min(self.num_experts.values(), default=0)
         if self.experts is not None and not 1 <= self.experts <= fewest:
             raise ValueError(
                 f"{self.experts} experts of each layer cannot be in a snapshot, of {fewest}: set --selective-experts "
                 "to at most that, or choose --ckpt-policy full for a model without experts"
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
-        interval: Interval = Every(every) if self.experts else SelectiveTuner(every)
-        object.__setattr__(self, "interval", interval)
+        if self.experts or not isinstance(self.interval, SelectiveTuner):
+            interval: Interval = Every(every) if self.experts else SelectiveTuner(every)
+            object.__setattr__(self, "interval", interval)
 
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[str]:
@@ -215,7 +217,7 @@ class Selective(Policy):
         Raises:
             ValueError: a budget leaves no room for an expert.
         """
-        if self.experts or not self._num_experts:
+        if self.experts or not self.num_experts:
             return
         dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
         experts = {one.place: one.name for one in self.operators if one.place is not None}
@@ -238,7 +240,7 @@ class Selective(Policy):
         """
         if not self.interval.due(iteration):
             return None
-        if not self.told.based or not self._num_experts:
+        if not self.told.based or not self.num_experts:
             return self.everything(iteration)
         if iteration % self.iterations_apart:
             return None
@@ -300,6 +302,37 @@ class Selective(Policy):
             apart = max(apart, math.ceil(least / remote))
         return seen.every * -(-apart // seen.every)
 
+    @property
+    def oldest(self) -> int:
+        """Iterations after which an expert is saved first, whatever its score."""
+        if self.max_age is not None:
+            return self.max_age
+        fitting = min(limit.total() for limit in self.limits().values())
+        return 4 * self.iterations_apart * -(-len(self._places) // max(1, fitting))
+
+    def limits(self) -> dict[str, Limit]:
+        """The limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the budgets that are known.
+
+        Snapshots are further apart where a budget would leave no room for an expert.
+        """
+        layers, seen = len(self.num_experts), self.interval
+        if self.experts is not None:
+            return {"experts": number_of_experts(self._places, self.experts * layers)}
+        limits = {"experts": number_of_experts(self._places, len(self._places))}
+        if not self.sizes or not isinstance(seen, SelectiveTuner):
+            return limits
+        sizes, apart = self.sizes[0], self.iterations_apart
+        local = seen.local if self.local_gb is None else self.local_gb * 1e9
+        if local is not None:
+            limits["local"] = sizes.by_rank(max(local, sizes.least_of_rank))
+        remote = seen.remote(self.tier)
+        if self.tier == "peers" and (self.remote_gb is not None or remote is not None):
+            received = (remote or 0) * apart if self.remote_gb is None else self.remote_gb * 1e9
+            limits["remote"] = sizes.by_node(received)
+        elif remote is not None:
+            limits["remote"] = sizes.by_rank(max(remote * apart, sizes.least_of_rank))
+        return limits
+
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.
 
@@ -314,7 +347,7 @@ class Selective(Policy):
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
-        number = min(limit.total() for limit in self._limits()) / max(1, len(self._num_experts))
+        number = min(limit.total() for limit in self.limits().values()) / max(1, len(self.num_experts))
         return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
 
     def reason(self) -> str | None:
@@ -348,34 +381,11 @@ class Selective(Policy):
         told, never, apart = self.told, self._zeros(), self.iterations_apart
         to_storage = self.persist_interval is not None and told.due <= iteration < told.due + apart
         saved, saved_at = (told.persisted, told.persisted_at) if to_storage else (told.saved, told.saved_at)
-        unsaved, limits = _minus(load, never | saved), self._limits()
+        unsaved, limits = _minus(load, never | saved), list(self.limits().values())
         if self.rule == "proportional":
             return proportional(unsaved, limits)
         ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved_at)
-        max_age = self.max_age
-        if max_age is None:
-            max_age = 4 * apart * -(-len(self._places) // max(1, min(limit.total() for limit in limits)))
-        return per_byte(scores(unsaved, ages, self.score), ages, max_age, limits)
-
-    def _limits(self) -> list[Limit]:
-        """The budgets; snapshots are further apart where one would leave no room for an expert."""
-        layers, seen = len(self._num_experts), self.interval
-        if self.experts is not None:
-            return [number_of_experts(self._places, self.experts * layers)]
-        limits = [number_of_experts(self._places, len(self._places))]
-        if not self.sizes or not isinstance(seen, SelectiveTuner):
-            return limits
-        sizes, apart = self.sizes[0], self.iterations_apart
-        local = seen.local if self.local_gb is None else self.local_gb * 1e9
-        if local is not None:
-            limits.append(sizes.by_rank(max(local, sizes.least_of_rank)))
-        remote = seen.remote(self.tier)
-        if self.tier == "peers" and (self.remote_gb is not None or remote is not None):
-            received = (remote or 0) * apart if self.remote_gb is None else self.remote_gb * 1e9
-            limits.append(sizes.by_node(received))
-        elif remote is not None:
-            limits.append(sizes.by_rank(max(remote * apart, sizes.least_of_rank)))
-        return limits
+        return per_byte(scores(unsaved, ages, self.score), ages, self.oldest, limits)
 
     def _note(self, plan: SnapshotPlan, tokens: Load, saved: Table, saved_at: Table) -> None:
         """Records which experts a plan saves, and the tokens that they have been given."""
@@ -395,8 +405,7 @@ class Selective(Policy):
         each = {
             layer: (given[layer] - told.given.get(layer, 0)) / max(1, iteration - told.iteration) for layer in given
         }
-        unsaved = _minus(load, told.saved)
-        risks = [sum(unsaved[layer]) / each[layer] for layer in unsaved if each[layer] > 0]
+        risks = lost_by_layer(_minus(load, told.saved), each)
         told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
 
     def _planned(self, iteration: int, experts: Experts) -> SnapshotPlan:
@@ -405,14 +414,14 @@ class Selective(Policy):
         return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete)
 
     def _zeros(self) -> Table:
-        return {layer: [0] * number for layer, number in self._num_experts.items()}
+        return {layer: [0] * number for layer, number in self.num_experts.items()}
 
     @cached_property
     def _places(self) -> list[Place]:
         return [one.place for one in self.operators if one.place is not None]
 
     @cached_property
-    def _num_experts(self) -> dict[int, int]:
+    def num_experts(self) -> dict[int, int]:
         """Number of experts by layer, ascending, of layers with experts."""
         numbers: dict[int, int] = {}
         for layer, _ in self._places:

@@ -26,12 +26,13 @@ class SelectiveTuner(Interval):
 
     Args:
         every: iterations between snapshots.
+        figures: measured before, named as in :attr:`Measurements.figures`; budgets follow them until others are known.
     """
 
-    def __init__(self, every: int = 1):
+    def __init__(self, every: int = 1, figures: Mapping[str, float] | None = None):
         self.every = every
         self._seen = Measurements()
-        self._used: dict[str, float] = {}
+        self._used: dict[str, float] = dict(figures or {})
         self._started = self._busy = False
 
     def observe(self, seen: Observed) -> None:

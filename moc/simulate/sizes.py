@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moc.policy.pec_selection import sequential_experts
@@ -13,6 +13,7 @@ from moc.policy.prices import Sizes
 from moc.policy.window import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
 from moc.simulate.stages import split_stages
+from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 MIXED = StateBytes()
@@ -68,10 +69,58 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
     return busiest
 
 
+class SizesByRules:
+    """As :class:`moc.policy.plan.Busiest`, of a model that is not loaded; operators are in full.
+
+    Args:
+        operators: operators of the unpartitioned model.
+        layout: the parallel layout.
+        state: bytes of each parameter.
+        nodes: node of each rank.
+        replicas: other nodes that keep a copy of each node's snapshots; 0 without peers.
+        zero: optimizer state is partitioned over data-parallel ranks.
+
+    Raises:
+        ValueError: layers or experts cannot be distributed over the ranks.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[Operator],
+        layout: Layout,
+        state: StateBytes = MIXED,
+        nodes: tuple[int, ...] = (),
+        replicas: int = 0,
+        zero: bool = True,
+    ):
+        self.nodes, self.replicas = nodes, replicas
+        self._items: dict[str, list[Item]] = defaultdict(list)
+        for item in contents(operators, layout, _saved(state), zero=zero):
+            self._items[item.operator].append(item)
+
+    def __call__(self, operators: Mapping[str, Detail]) -> int:
+        """Bytes of the rank that saves the most of operators."""
+        return max(self._loads(operators).values(), default=0)
+
+    def by_rank(self, plans: Mapping[str, Mapping[str, Detail]]) -> dict[str, dict[int, int]]:
+        """Bytes of each rank by plan, where any."""
+        return {name: self._loads(plan) for name, plan in plans.items()}
+
+    def _loads(self, operators: Collection[str]) -> dict[int, int]:
+        items = cut_large([item for name in operators for item in self._items[name]])
+        found: Counter[int] = Counter()
+        for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
+            found[rank] += item.nbytes
+        return dict(found)
+
+
+def _saved(state: StateBytes) -> StateBytes:
+    """Bytes of a snapshot in full: without compute weights, which follow from master weights."""
+    return dataclasses.replace(state, weights=0) if state.master else state
+
+
 def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:
-    if state.master:
-        state = dataclasses.replace(state, weights=0)
-    busiest = total = 0
+    state, busiest, total = _saved(state), 0, 0
     for stage, times in _distinct_stages(operators, layout):
         alone, fewer = _stage_layout(layout)
         loads = [sum(share.values()) for share in _shares(stage, alone, state, chosen).values()]

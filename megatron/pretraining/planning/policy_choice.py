@@ -15,6 +15,15 @@ from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of
 from moc.simulate.sizes import StateBytes
 from moc.state.operators import Operator
 
+_FLAGS = {
+    "iteration_s": ("iteration_s", 1.0),
+    "forward_backward_s": ("forward_backward_s", 1.0),
+    "copy_rate": ("snapshot_gbs", 1e9),
+    "write_rate": ("persist_gbs", 1e9),
+    "replicate_rate": ("replicate_gbs", 1e9),
+}
+"""Flag and unit of each figure."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--explain-policy`` and the flags that it needs beside those of ``--explain-k``."""
@@ -98,26 +107,45 @@ def _figures(found: Candidate) -> str:
 def _running(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
 ) -> Running:
+    names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
+    found, nodes = figures("--explain-policy", names, args, config, operators, layout)
+    tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
+    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
+    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
+
+
+def figures(
+    asking: str,
+    names: Sequence[str],
+    args: argparse.Namespace,
+    config: Config,
+    operators: Sequence[Operator],
+    layout: Layout,
+) -> tuple[dict[str, float], int]:
+    """What was measured or stands on the cluster's sheet, in seconds and bytes per second; and the number of nodes.
+
+    Args:
+        asking: the flag that needs it.
+        names: figures that are needed.
+        args: the parsed flags.
+        config: the model's configuration.
+        operators: the model's operators.
+        layout: the parallel layout.
+
+    Raises:
+        ValueError: a figure is missing, or there are more nodes than ranks.
+    """
     cluster = cluster_named(f"{args.cluster}:{layout.world}") if args.cluster else None
     found = {} if cluster is None else _by_sheet(args, config, operators, layout, cluster)
-    for name, flag, unit in (
-        ("iteration_s", "iteration_s", 1.0),
-        ("forward_backward_s", "forward_backward_s", 1.0),
-        ("copy_rate", "snapshot_gbs", 1e9),
-        ("write_rate", "persist_gbs", 1e9),
-        ("replicate_rate", "replicate_gbs", 1e9),
-    ):
+    for name, (flag, unit) in _FLAGS.items():
         if getattr(args, flag) is not None:
             found[name] = unit * getattr(args, flag)
-        elif name not in found and (name != "replicate_rate" or args.tier == "peers"):
-            raise ValueError(
-                f"--explain-policy needs --{flag.replace('_', '-')}, or a --cluster: add what was measured"
-            )
+        elif name not in found and name in names:
+            raise ValueError(f"{asking} needs --{flag.replace('_', '-')}, or a --cluster: add what was measured")
     nodes = args.nodes or (cluster.nodes if cluster else max(1, layout.world // 8))
     if not 0 < nodes <= layout.world:
         raise ValueError(f"--nodes {nodes} is not possible with {layout.world} ranks: give 1 or more, one rank each")
-    tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
-    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
+    return found, nodes
 
 
 def _by_sheet(

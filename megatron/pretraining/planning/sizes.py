@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.planning import policy_choice
+from megatron.pretraining.planning import policy_choice, selective_choice
 from megatron.pretraining.planning.model import config_of, operators_of
 from megatron.pretraining.presets import PRESETS
 from moc.output import ToolError, refused
@@ -46,6 +46,8 @@ examples:
       --snapshot-gbs 1 --persist-gbs 0.1 --restart-s 120 --mtbf-hours 24 --plt-limit 0.0375
   python tools/plan_checkpoint.py --model qwen-moe-14b --world 96 --pp 6 --ep 8 --explain-policy \\
       --cluster a100-80gb --tier peers --mtbf-hours 1 --exact-only --host-memory-gb 400
+  python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --explain-selective \
+      --cluster a100-80gb --tier peers --iteration-s 3 --forward-backward-s 2.7 --snapshot-gbs 1
 
 Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage, "forced" the most that
 some rank is the only holder of; no rule can go below either, and "over" says how far above the larger of them the best
@@ -81,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     add_flags(parser)
     policy_choice.add_flags(parser)
+    selective_choice.add_flags(parser)
     return parser
 
 
@@ -94,15 +97,17 @@ def main(argv: list[str] | None = None) -> int:
         busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
         choice = choose(measured(args, busiest), TuningLimits(plt=args.plt_limit)) if args.explain_k else None
         policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
+        selective = selective_choice.chosen(args, *plan.shape, zero=plan.zero)
     except (ToolError, ValueError) as error:
         return refused("plan_checkpoint", error)
     if args.json:
         told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
-        told |= {"policy": policy and policy_choice.told(*policy)}
+        told |= {"policy": policy and policy_choice.told(*policy), "selective": selective and asdict(selective)}
         print(json.dumps(plan.facts() | told, indent=2))
     else:
         more = ([_rank_table(plan, ranks)] if ranks else []) + ([explained(choice)] if choice else [])
         more += [policy_choice.explained(*policy)] if policy else []
+        more += [selective_choice.explained(selective)] if selective else []
         print(_title(plan), _table(rows), *more, sep="\n\n")
     return 0
 

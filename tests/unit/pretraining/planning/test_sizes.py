@@ -176,7 +176,8 @@ def test_a_policy_is_chosen_and_explained(capsys):
     policy = plan(capsys, *EXPLAIN_POLICY, *MEASURED)["policy"]
     best, *others = policy["policies"]
     assert best.startswith("pec") and policy["flags"].items() >= {"ckpt_policy": "pec", "ckpt_tier": "disk"}.items()
-    assert policy["policies"][best]["ettr"] >= max(policy["policies"][other]["ettr"] for other in others)
+    most = max(policy["policies"][other]["ettr"] for other in others)
+    assert policy["policies"][best]["ettr"] >= most - 0.001  # within a tenth of a point, fewer lost tokens win
     assert 0 < policy["policies"][best]["plt"] <= 0.0375 and policy["reason"].startswith(best)
     exact = plan(capsys, *EXPLAIN_POLICY, *MEASURED, "--exact-only")["policy"]
     assert exact["flags"]["ckpt_policy"] in ("full", "sparse") and not any("pec" in name for name in exact["policies"])

@@ -1,0 +1,322 @@
+"""The part of plan_checkpoint.py that says what selective snapshots hold, and which tokens are at risk meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.planning.policy_choice import figures
+from moc.output import ToolError
+from moc.policy.budgets import fitting
+from moc.policy.risk import Risk, replay, rules, steady
+from moc.policy.selection import Counts, number_of_experts
+from moc.policy.selective import Selective
+from moc.policy.selective_tuner import SelectiveTuner
+from moc.sharding import Layout
+from moc.simulate.sizes import SizesByRules, StateBytes
+from moc.state.operators import Operator
+
+_SKIPPED = 10
+"""First iterations of a recording that do not count: right after the full snapshot little is at risk."""
+
+_EXPECTED = "tokens[iterations, layers, experts] in .npz"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget of a snapshot.
+
+    Attributes:
+        nbytes: bytes of a rank or node.
+        experts: S, experts of each layer that fit, in the mean over layers.
+    """
+
+    nbytes: float
+    experts: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Recorded loads, replayed.
+
+    Attributes:
+        shape: iterations, layers and experts of the recording.
+        experts: experts of each of its layers in a snapshot, in the mean over layers.
+        scaled: the model has another shape, and the same share of experts is saved.
+        rules: tokens at risk by rule.
+        steady_risk: tokens at risk, in iterations and the mean over layers, if loads stayed what they are.
+    """
+
+    shape: tuple[int, int, int]
+    experts: float
+    scaled: bool
+    rules: dict[str, Risk]
+    steady_risk: float
+
+
+@dataclass(frozen=True)
+class SelectiveChoice:
+    """What the policy ``selective`` would do.
+
+    Attributes:
+        tier: where snapshots are safe.
+        replicas: nodes that keep a copy of each node's snapshots; 0 without peers.
+        local: B_local, which a rank copies during forward and backward.
+        remote: B_remote until the next snapshot: what a node receives, or with tier ``disk`` a rank writes; None with
+            tier ``memory``.
+        dense_bytes: of dense operators on the busiest rank.
+        expert_bytes: of the largest expert on that rank.
+        num_experts: E, experts of each layer.
+        layers: layers with experts.
+        experts: S by both budgets, in the mean over layers.
+        interval: iterations between snapshots.
+        stall_s: seconds that training waits for a snapshot.
+        snapshot_bytes: of a snapshot, all ranks together.
+        full_bytes: of a full one.
+        max_age: iterations after which an expert is saved first.
+        equally_busy: tokens at risk, in iterations and the mean over layers, if experts were equally busy.
+        routing: recorded loads, replayed; None without a recording.
+    """
+
+    tier: str
+    replicas: int
+    local: Budget
+    remote: Budget | None
+    dense_bytes: int
+    expert_bytes: int
+    num_experts: int
+    layers: int
+    experts: float
+    interval: int
+    stall_s: float
+    snapshot_bytes: float
+    full_bytes: int
+    max_age: int
+    equally_busy: float
+    routing: Replayed | None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--explain-selective`` and the flag that it needs beside those of the other choices."""
+    group = parser.add_argument_group(
+        "--explain-selective: what --ckpt-policy selective would save (MoEtion, sections 4.1 to 4.3), from "
+        "--iteration-s, --forward-backward-s, --snapshot-gbs, --persist-gbs, --replicate-gbs, --tier, --nodes and "
+        "--replicas above, or a cluster's sheet"
+    )
+    group.add_argument("--explain-selective", action="store_true", help="print budgets, experts and tokens at risk")
+    group.add_argument(
+        "--routing", metavar="FILE.npz", help="recorded loads of experts: tokens[iterations, layers, experts]"
+    )
+
+
+def chosen(
+    args: argparse.Namespace,
+    config: Config,
+    operators: Sequence[Operator],
+    layout: Layout,
+    state: StateBytes,
+    *,
+    zero: bool = True,
+) -> SelectiveChoice | None:
+    """What the policy would do, told what was measured; None if nobody asks.
+
+    Args:
+        args: the parsed flags.
+        config: the model's configuration.
+        operators: the model's operators.
+        layout: the parallel layout.
+        state: bytes of each parameter.
+        zero: optimizer state is partitioned over data-parallel ranks.
+
+    Raises:
+        ToolError: a flag is missing or does not belong here, or the recording is of no use.
+    """
+    for refusal in _refusals(args):
+        raise ToolError(refusal)
+    if not args.explain_selective:
+        return None
+    if not any(one.place for one in operators):
+        raise ToolError("--explain-selective chooses among experts: take a model that has some")
+    needed = ["iteration_s", "forward_backward_s", "copy_rate", *_RATES.get(args.tier, ())]
+    found, nodes = figures("--explain-selective", needed, args, config, operators, layout)
+    replicas = _replicas(args, nodes)
+    found = {name: found[name] for name in needed}
+    if not min(found.values()) > 0 or found["forward_backward_s"] > found["iteration_s"]:
+        raise ToolError("rates and seconds must be above 0, and --forward-backward-s at most --iteration-s")
+    policy = Selective(operators, SelectiveTuner(figures=found), tier=args.tier)
+    of_rank = tuple(rank * nodes // layout.world for rank in range(layout.world))
+    policy.on_sizes(SizesByRules(operators, layout, state, of_rank, replicas, zero))
+    loads = None if args.routing is None else read_routing(args.routing)
+    return _choice(policy, found["copy_rate"], loads)
+
+
+_RATES = {"peers": ("replicate_rate",), "disk": ("write_rate",)}
+
+
+def _refusals(args: argparse.Namespace) -> Iterator[str]:
+    if not args.explain_selective:
+        if args.routing is not None:
+            yield "--routing belongs to --explain-selective: add it, or drop --routing"
+        return
+    if args.keep_master:
+        yield "--keep-master belongs to partial experts checkpointing (--pec-k): drop it, or --explain-selective"
+    if args.tier != "peers" and (args.replicate_gbs is not None or args.replicas is not None):
+        yield "--replicate-gbs and --replicas are of copies on other nodes: add --tier peers, or drop them"
+    if args.tier != "disk" and args.persist_gbs is not None and not (args.explain_k or args.explain_policy):
+        yield "--persist-gbs is a budget only with --tier disk: drop one of them"
+
+
+def _replicas(args: argparse.Namespace, nodes: int) -> int:
+    if args.tier != "peers":
+        return 0
+    if nodes < 2:
+        raise ToolError("--tier peers needs 2 nodes or more: give --nodes, or another --tier")
+    replicas = 1 if args.replicas is None else args.replicas
+    if not 1 <= replicas < nodes:
+        raise ToolError(f"--replicas must be from 1 to the {nodes - 1} other nodes, not {replicas}")
+    return replicas
+
+
+def _choice(policy: Selective, copy_rate: float, loads: list[Counts] | None) -> SelectiveChoice:
+    """Asks the policy, which knows the sizes."""
+    sizes, limits, apart = policy.sizes[0], policy.limits(), policy.iterations_apart
+    numbers = policy.num_experts
+    layers, num_experts = len(numbers), max(numbers.values())
+
+    def experts(*names: str) -> float:
+        return fitting(numbers, [limits[name] for name in ("experts", *names)]) / layers
+
+    number = experts(*limits)
+    dense, all_experts = sum(sizes.dense.values()), sum(sum(ranks.values()) for ranks in sizes.experts.values())
+    busiest, expert = sizes.busiest
+    tuner = policy.interval
+    assert isinstance(tuner, SelectiveTuner) and tuner.local is not None
+    remote = tuner.remote(policy.tier)
+    equal = {layer: [1] * count for layer, count in numbers.items()}
+    return SelectiveChoice(
+        tier=policy.tier,
+        replicas=sizes.replicas,
+        local=Budget(tuner.local, experts("local")),
+        remote=None if remote is None else Budget(remote * apart, experts("remote")),
+        dense_bytes=sizes.dense.get(busiest, 0),
+        expert_bytes=expert,
+        num_experts=num_experts,
+        layers=layers,
+        experts=number,
+        interval=apart,
+        stall_s=max(0.0, sizes.least_of_rank - tuner.local) / copy_rate,
+        snapshot_bytes=dense + number / num_experts * all_experts,
+        full_bytes=dense + all_experts,
+        max_age=policy.oldest,
+        equally_busy=steady([equal], number * layers, apart),
+        routing=None if loads is None else _replayed(policy, loads, number / num_experts),
+    )
+
+
+def _replayed(policy: Selective, loads: list[Counts], share: float) -> Replayed:
+    """Replays a recording within the policy's limits, or where shapes differ, with the same share of experts."""
+    layers, num_experts, numbers = len(loads[0]), len(loads[0][0]), policy.num_experts
+    scaled = [num_experts] * layers != list(numbers.values())
+    if scaled:
+        places = [(layer, expert) for layer in range(layers) for expert in range(num_experts)]
+        total = max(1, round(share * len(places)))
+        limits = [number_of_experts(places, total)]
+    else:
+        loads = [dict(zip(numbers, row.values(), strict=True)) for row in loads]
+        total, limits = round(share * layers * num_experts), list(policy.limits().values())
+    apart = policy.iterations_apart
+    risks = {name: replay(loads, choose, apart, _SKIPPED) for name, choose in rules(limits, policy.oldest).items()}
+    return Replayed(
+        shape=(len(loads), layers, num_experts),
+        experts=total / layers,
+        scaled=scaled,
+        rules=risks,
+        steady_risk=steady(loads[_SKIPPED:], total, apart),
+    )
+
+
+def read_routing(path: str) -> list[Counts]:
+    """Recorded loads: by iteration and layer from 0, the tokens of each expert.
+
+    Args:
+        path: an .npz file with ``tokens[iterations, layers, experts]``, integers.
+
+    Raises:
+        ToolError: the file is missing, or is no such recording.
+    """
+    import numpy  # noqa: PLC0415
+
+    try:
+        with numpy.load(path, allow_pickle=False) as file:
+            tokens = file["tokens"]
+    except OSError as error:
+        raise ToolError(f"--routing {path} cannot be read: {error.strerror or error}") from error
+    except KeyError as error:
+        raise ToolError(f"--routing {path} has no array called tokens: give {_EXPECTED}") from error
+    except (AttributeError, EOFError, IndexError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ToolError(f"--routing {path} holds no numbers: give {_EXPECTED}") from error
+    shape = "x".join(map(str, tokens.shape))
+    if tokens.ndim != 3 or 0 in tokens.shape or tokens.dtype.kind not in "iu":
+        raise ToolError(
+            f"--routing {path}: tokens is {shape} of {tokens.dtype}, not integers by iteration, layer and expert"
+        )
+    if len(tokens) <= _SKIPPED:
+        raise ToolError(f"--routing {path}: {len(tokens)} iterations are too few, the first {_SKIPPED} do not count")
+    if tokens.min() < 0:
+        raise ToolError(f"--routing {path}: tokens has negative numbers: give counts")
+    return [dict(enumerate(row)) for row in tokens.tolist()]
+
+
+def explained(choice: SelectiveChoice) -> str:
+    """The choice, as text."""
+    every = "in every iteration" if choice.interval == 1 else f"every {choice.interval} iterations"
+    share = choice.snapshot_bytes / choice.full_bytes
+    lines = [
+        f"selective: S {_of(choice.experts, choice)}, {every}",
+        f"B_local {_gb(choice.local.nbytes)} of a rank during forward and backward: S {choice.local.experts:.3g}",
+    ]
+    if choice.remote is not None:
+        until = "an iteration" if choice.interval == 1 else f"{choice.interval} iterations"
+        who = f"received by a node ({choice.replicas} copies of each)" if choice.replicas else "written by a rank"
+        who = who.replace("(1 copies", "(1 copy")
+        lines.append(f"B_remote {_gb(choice.remote.nbytes)} {who} in {until}: S {choice.remote.experts:.3g}")
+    lines.append(
+        f"The busiest rank saves {choice.dense_bytes / 1e6:,.1f} MB of dense operators, "
+        f"and {choice.expert_bytes / 1e6:,.1f} MB for an expert."
+    )
+    if choice.interval > 1:
+        waits = f"; training waits {choice.stall_s:.3g} s for it" if choice.stall_s else ""
+        lines.append(f"Not even one expert hides in an iteration: a snapshot {every}{waits}.")
+    lines += [
+        f"A snapshot has {_gb(choice.snapshot_bytes)}, {100 * share:.1f} % of the {_gb(choice.full_bytes)} of a full "
+        "one (eq. 5).",
+        f"An expert comes first after {choice.max_age} iterations without a snapshot of it.",
+        f"Equally busy experts: {choice.equally_busy:.3g} iterations of tokens at risk (MLT "
+        f"{choice.equally_busy * choice.layers:.3g} over {choice.layers} layers).",
+    ]
+    return "\n".join([*lines, *(["", *_routing_lines(choice.routing)] if choice.routing else [])])
+
+
+def _routing_lines(routing: Replayed) -> Iterator[str]:
+    iterations, layers, experts = routing.shape
+    yield f"Recorded loads of {iterations} iterations, {layers} layers and {experts} experts, S {routing.experts:.3g}:"
+    if routing.scaled:
+        yield "(the model has another shape: S is the same share of the recording's experts)"
+    width = max(map(len, routing.rules))
+    yield f"{'rule':<{width}}  at risk (MLT / L)  MLT (eq. 6)  oldest"
+    for name, risk in routing.rules.items():
+        yield f"{name:<{width}}  {risk.mlt_per_layer:17.3f}  {risk.mlt:11.2f}  {risk.oldest:6d}"
+    at_best, whole = routing.steady_risk, routing.steady_risk * layers
+    yield f"{'steady state, at best':<{width}}  {at_best:17.3f}  {whole:11.2f}"
+    yield f"In iterations, right after a snapshot, the mean over all but the first {_SKIPPED} iterations."
+
+
+def _of(experts: float, choice: SelectiveChoice) -> str:
+    return f"{experts:.3g} of {choice.num_experts} experts of each layer"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.3g} GB"

@@ -1,0 +1,126 @@
+"""Tokens at risk under selective snapshots: loads of experts, replayed through the rules that select them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moc.policy.selection import Counts, Experts, Limit, per_byte, proportional, scores, sequential_experts, steady_risk
+
+Choose = Callable[[Counts, Counts, int], Experts]
+"""The experts of a snapshot, from tokens and iterations since each was last saved, and the snapshot's index from 0."""
+
+
+@dataclass(frozen=True)
+class Risk:
+    """Momentary lost tokens (MoEtion, eq. 6), which a fault right after a snapshot would lose: the mean over snapshots.
+
+    Attributes:
+        mlt: the sum over layers, each in units of its tokens of an iteration.
+        mlt_per_layer: the mean over layers: tokens at risk, in iterations.
+        oldest: the most iterations between two snapshots of an expert.
+    """
+
+    mlt: float
+    mlt_per_layer: float
+    oldest: int
+
+
+def lost_by_layer(unsaved: Counts, each: Mapping[int, float]) -> list[float]:
+    """Momentary lost tokens of each layer that receives tokens, in iterations.
+
+    Args:
+        unsaved: tokens of each expert since it was last saved.
+        each: tokens of an iteration by layer, over all its experts.
+    """
+    return [sum(row) / each[layer] for layer, row in unsaved.items() if each[layer] > 0]
+
+
+def of_iteration(loads: Sequence[Counts]) -> dict[int, float]:
+    """Tokens of an iteration by layer: the mean over iterations, of which there is at least one."""
+    return {layer: sum(sum(row[layer]) for row in loads) / len(loads) for layer in loads[0]}
+
+
+def rules(limits: Sequence[Limit], max_age: int) -> dict[str, Choose]:
+    """The rules by name: per byte with either score, also regardless of ages, Algorithm 1, and as many in turn.
+
+    Args:
+        limits: the budget; in turn, it counts as S_total alone.
+        max_age: as in :func:`per_byte`.
+    """
+
+    def by_score(kind: str, max_age: float) -> Choose:
+        return lambda unsaved, ages, _: per_byte(scores(unsaved, ages, kind), ages, max_age, limits)
+
+    total = min(limit.total() for limit in limits)
+    return {
+        "per-byte, tokens-age": by_score("tokens-age", max_age),
+        "per-byte, tokens-age, any age": by_score("tokens-age", math.inf),
+        "per-byte, tokens": by_score("tokens", max_age),
+        "proportional (Algorithm 1)": lambda unsaved, ages, _: proportional(unsaved, limits),
+        "in turn": lambda unsaved, ages, snapshot: in_turn(unsaved, total, snapshot),
+    }
+
+
+def in_turn(table: Counts, total: int, snapshot: int) -> Experts:
+    """As many experts of all layers as fit, in a circle on which neighbours belong to different layers.
+
+    Args:
+        table: has the layers and experts; its values do not matter.
+        total: experts in a snapshot.
+        snapshot: its index, from 0.
+    """
+    circle = sorted(((layer, expert) for layer, row in table.items() for expert in range(len(row))), key=lambda p: p[1])
+    number = min(total, len(circle))
+    chosen = {circle[place] for place in sequential_experts(snapshot, 0, number, len(circle), 1)} if number else set()
+    return {layer: [expert for expert in range(len(row)) if (layer, expert) in chosen] for layer, row in table.items()}
+
+
+def replay(loads: Sequence[Counts], choose: Choose, apart: int = 1, skipped: int = 0) -> Risk:
+    """Takes a snapshot of selected experts every so many iterations; all are saved before the first one.
+
+    Args:
+        loads: by iteration, tokens of each expert by layer.
+        choose: the rule.
+        apart: iterations between snapshots.
+        skipped: first iterations, whose snapshots do not count.
+
+    Raises:
+        ValueError: no snapshot is left to count.
+    """
+    if len(loads) // apart * apart <= skipped:
+        raise ValueError(f"of {len(loads)} iterations, no snapshot counts with one every {apart} after {skipped}")
+    each = of_iteration(loads)
+    unsaved = {layer: [0] * len(row) for layer, row in loads[0].items()}
+    ages = {layer: list(row) for layer, row in unsaved.items()}
+    found, oldest = [], 0
+    for iteration, now in enumerate(loads, 1):
+        for layer, row in now.items():
+            unsaved[layer] = [before + tokens for before, tokens in zip(unsaved[layer], row, strict=True)]
+            ages[layer] = [age + 1 for age in ages[layer]]
+        oldest = max(oldest, max(map(max, ages.values())))
+        if iteration % apart:
+            continue
+        for layer, experts in choose(unsaved, ages, iteration // apart - 1).items():
+            for expert in experts:
+                unsaved[layer][expert] = ages[layer][expert] = 0
+        if iteration > skipped:
+            found.append(lost_by_layer(unsaved, each))
+    mlt = sum(map(sum, found)) / len(found)
+    return Risk(mlt, mlt / max(1, len(found[0])), oldest)
+
+
+def steady(loads: Sequence[Counts], total: float, apart: int = 1) -> float:
+    """:func:`steady_risk` per layer, in iterations: the mean over iterations, each as if its loads never changed.
+
+    Args:
+        loads: by iteration, tokens of each expert by layer.
+        total: experts in a snapshot, over all layers.
+        apart: iterations between snapshots.
+    """
+    each = {layer: tokens for layer, tokens in of_iteration(loads).items() if tokens > 0}
+    risks = [
+        steady_risk([apart * tokens / each[layer] for layer in each for tokens in now[layer]], total) for now in loads
+    ]
+    return sum(risks) / len(risks) / max(1, len(each))
