@@ -56,6 +56,8 @@ EVENTS = {
         {
             "plt": "proportion of the experts' tokens that recoveries have lost so far",
             "k_snapshot": "experts of each layer in a snapshot in memory",
+            "selective_experts": "experts of each layer in a snapshot, in the mean over layers",
+            "mlt": "momentary lost tokens, in iterations: what a fault right after the newest snapshot would lose",
             "k_persist": "experts of each layer in a snapshot in storage",
             "snapshot_interval": "iterations from one snapshot to the next, as the tuner has chosen it",
             "sparse_window": "iterations of a window",

@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.papers.equations import pec_size
 from benchmarks.papers.reproduction import Reproduction, Row
+from moc.policy.pec_selection import sequential_experts
 from moc.policy.selection import (
     Counts,
     Experts,
@@ -21,7 +22,6 @@ from moc.policy.selection import (
     per_byte,
     proportional,
     scores,
-    sequential_experts,
 )
 from moc.sharding import StateBytes
 

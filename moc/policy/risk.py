@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moc.policy.selection import Counts, Experts, Limit, per_byte, proportional, scores, sequential_experts, steady_risk
+from moc.policy.pec_selection import sequential_experts
+from moc.policy.selection import Counts, Experts, Limit, per_byte, proportional, scores, steady_risk
 
 Choose = Callable[[Counts, Counts, int], Experts]
 """The experts of a snapshot, from tokens and iterations since each was last saved, and the snapshot's index from 0."""

@@ -48,6 +48,7 @@ FLAGS = (
         "Budget of a rank's copy to host memory, in GB per snapshot; by default what it copies during forward and "
         "backward, as measured.",
         above=0.0,
+        chosen=True,
     ),
     PolicyFlag(
         "selective_remote_gb",
@@ -56,6 +57,7 @@ FLAGS = (
         "Budget of what a node receives from others with --ckpt-tier peers, in GB per snapshot; by default what it "
         "receives during an iteration, as measured.",
         above=0.0,
+        chosen=True,
     ),
     PolicyFlag(
         "selective_rule",
@@ -272,7 +274,8 @@ class Selective(Policy):
         """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
         self.told.stored |= plan.complete
         self._note(plan, self.told.saved, self.told.persisted, self.told.persisted_at)
-        self.told.due = plan.iteration + (self.persist_interval or 0)
+        every = self.persist_interval or 1
+        self.told.due = (plan.iteration // every + 1) * every  # as storage itself counts
 
     def stores(self, plan: SnapshotPlan) -> bool:
         """As :meth:`Policy.stores`: a full snapshot if storage lacks one, since partial ones depend on it."""

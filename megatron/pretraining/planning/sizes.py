@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         return refused("plan_checkpoint", error)
     if args.json:
         told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
-        told |= {"policy": policy and policy_choice.told(*policy), "selective": selective and asdict(selective)}
+        told |= {"policy": policy and policy_choice.told(*policy), "explain_selective": selective and asdict(selective)}
         print(json.dumps(plan.facts() | told, indent=2))
     else:
         more = ([_rank_table(plan, ranks)] if ranks else []) + ([explained(choice)] if choice else [])

@@ -179,11 +179,11 @@ def test_storage_gets_the_experts_that_it_lacks():
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
     assert saved(take(policy, 3, load)) == {0: [2, 3]}
     load = {0: [9, 5, 3, 2], 1: [1, 0, 0, 0]}
-    plan = take(policy, 5, load)  # goes to storage, which lacks nine tokens of the first
+    plan = take(policy, 4, load)  # goes to storage, which lacks nine tokens of the first
     assert saved(plan) == {0: [0, 1]} and policy.for_storage(plan) == plan
     policy.on_stored(plan)
-    assert saved(policy.plan(6, load)) == {0: [3], 1: [0]}
-    assert saved(policy.plan(9, load)) == {0: [2, 3]}
+    assert saved(policy.plan(5, load)) == {0: [3], 1: [0]}
+    assert saved(policy.plan(8, load)) == {0: [2, 3]}
 
 
 def test_partial_checkpoints_are_of_no_use_in_empty_storage():

@@ -42,7 +42,7 @@ def write(path, tokens, name="tokens"):
 
 def test_experts_and_bytes_of_a_snapshot(capsys, nbytes, budget):
     dense, expert = nbytes
-    found = plan(capsys, *MODEL, "--tier", "memory", *budget("--snapshot-gbs", 4))["selective"]
+    found = plan(capsys, *MODEL, "--tier", "memory", *budget("--snapshot-gbs", 4))["explain_selective"]
     assert found["local"] == {"nbytes": pytest.approx(dense + 4.1 * expert), "experts": 2.0}
     assert (found["remote"], found["experts"], found["interval"], found["stall_s"]) == (None, 2.0, 1, 0.0)
     assert (found["dense_bytes"], found["expert_bytes"]) == (dense, expert)
@@ -54,13 +54,13 @@ def test_experts_and_bytes_of_a_snapshot(capsys, nbytes, budget):
 def test_the_smaller_budget_rules(capsys, nbytes, budget):
     dense, expert = nbytes
     on_disk = [*MODEL, *budget("--snapshot-gbs", 6), "--tier", "disk"]
-    found = plan(capsys, *on_disk, "--persist-gbs", (dense + 2 * expert) / 2e9)["selective"]  # of 2 s
+    found = plan(capsys, *on_disk, "--persist-gbs", (dense + 2 * expert) / 2e9)["explain_selective"]  # of 2 s
     assert (found["local"]["experts"], found["remote"]["experts"], found["experts"]) == (3.0, 1.0, 1.0)
     peers = [*MODEL, "--world", 2, "--ep", 2, "--tier", "peers", "--nodes", 2, "--snapshot-gbs", 1]
-    fast = plan(capsys, *peers, "--replicate-gbs", 1)["selective"]
+    fast = plan(capsys, *peers, "--replicate-gbs", 1)["explain_selective"]
     assert (fast["replicas"], fast["experts"]) == (1, 4.0)
     least = fast["dense_bytes"] + fast["expert_bytes"]
-    slow = plan(capsys, *peers, "--replicate-gbs", 1.001 * least / 2e9)["selective"]
+    slow = plan(capsys, *peers, "--replicate-gbs", 1.001 * least / 2e9)["explain_selective"]
     assert slow["remote"] == {"nbytes": pytest.approx(1.001 * least), "experts": 1.0}  # one of 2 nodes, 2 layers
     assert (slow["local"]["experts"], slow["experts"], slow["interval"]) == (4.0, 1.0, 1)
 
@@ -68,7 +68,7 @@ def test_the_smaller_budget_rules(capsys, nbytes, budget):
 def test_snapshots_are_further_apart_where_not_even_one_expert_hides(capsys, nbytes):
     dense, expert = nbytes
     slow = [*MODEL, "--tier", "memory", "--snapshot-gbs", (dense + expert) / 2e9]
-    found = plan(capsys, *slow)["selective"]
+    found = plan(capsys, *slow)["explain_selective"]
     assert found["stall_s"] == pytest.approx(1.0) and found["interval"] == 17  # 1 s, of at most 3 % of 17 times 2 s
     assert (found["experts"], found["equally_busy"]) == (0.5, pytest.approx(17 * (8 - 1) / 2))
     assert sizes.main(list(map(str, slow))) == 0
@@ -81,7 +81,7 @@ def test_recorded_loads_are_replayed(capsys, tmp_path, budget):
     """Two experts of four an iteration, whose loads are equal; without the first ten iterations."""
     file = write(tmp_path / "loads.npz", numpy.full((40, 2, 4), 5, dtype=numpy.int32))
     argv = [*MODEL, "--tier", "memory", *budget("--snapshot-gbs", 4), "--routing", file]
-    found = plan(capsys, *argv)["selective"]["routing"]
+    found = plan(capsys, *argv)["explain_selective"]["routing"]
     assert (found["shape"], found["experts"], found["scaled"]) == ([40, 2, 4], 2.0, False)
     for risk in found["rules"].values():  # half of the experts lack an iteration
         assert risk == {"mlt": pytest.approx(1.0), "mlt_per_layer": pytest.approx(0.5), "oldest": 2}
@@ -95,7 +95,7 @@ def test_recorded_loads_are_replayed(capsys, tmp_path, budget):
 def test_a_recording_of_another_shape_is_saved_by_the_same_share(capsys, tmp_path, budget):
     file = write(tmp_path / "loads.npz", numpy.full((40, 3, 16), 5, dtype=numpy.int32))
     argv = [*MODEL, "--tier", "memory", *budget("--snapshot-gbs", 2), "--routing", file]  # 1 of 4
-    found = plan(capsys, *argv)["selective"]["routing"]
+    found = plan(capsys, *argv)["explain_selective"]["routing"]
     assert found["scaled"] and found["experts"] == 4.0
     assert found["rules"]["in turn"] == {"mlt": pytest.approx(4.5), "mlt_per_layer": pytest.approx(1.5), "oldest": 4}
     assert sizes.main(list(map(str, argv))) == 0
@@ -106,7 +106,7 @@ def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(capsys, 
     if not RECORDED.exists():
         pytest.skip("the recorded loads are not at hand")
     eight = [*MODEL, "--num-experts", 8, "--tier", "memory", "--routing", RECORDED]
-    found = plan(capsys, *eight, *budget("--snapshot-gbs", 2))["selective"]["routing"]  # 1 of 8
+    found = plan(capsys, *eight, *budget("--snapshot-gbs", 2))["explain_selective"]["routing"]  # 1 of 8
     assert (found["shape"], found["experts"]) == ([334, 24, 32], 4.0)
     risks = {name: risk["mlt_per_layer"] for name, risk in found["rules"].items()}
     assert risks["proportional (Algorithm 1)"] == pytest.approx(1.94, abs=0.02)
