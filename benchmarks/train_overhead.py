@@ -108,11 +108,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="turns of each loop (default: 40)")
     parser.add_argument("--iterations", type=int, default=2, help="iterations in a turn (default: 2)")
     own, flags = parser.parse_known_args()
-    run, *others = begin([*flags, "--train-iters", "1000000", "--log-interval", str(own.iterations)])
+    run, stop, phases = begin([*flags, "--train-iters", "1000000", "--log-interval", str(own.iterations)])
     import torch
     import torch.distributed as dist
 
-    result = measure(run, *others, own.rounds, own.iterations)
+    result = measure(run, stop, phases, own.rounds, own.iterations)
     ours, bare = (result["seconds_per_iteration"][name] for name in ("ours", "bare"))
     ratios = sorted(b / o for o, b in zip(ours, bare, strict=True))
     tokens = run.stepper.global_batch_size * run.config.data.seq_length

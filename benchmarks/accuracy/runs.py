@@ -111,8 +111,8 @@ def start(cell: Cell, flags: list[str], directory: Path, dies_after: int | None)
         for rank, path in enumerate(outputs):
             environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with open(path, "ab") as output:
-                how = dict(cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-                processes.append(subprocess.Popen(command, **how))
+                started = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            processes.append(started)
         codes = _ended(processes)
     finally:
         for process in processes:

@@ -93,8 +93,8 @@ class Slurm:
         Raises:
             RuntimeError: it has failed.
         """
-        how = dict(cwd=cwd, env=self._environment() | environment, text=True)
-        done = self._cluster.switch.start(list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
+        how = dict(env=self._environment() | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        done = self._cluster.switch.start(list(command), cwd=cwd, **how)
         said, wrong = done.communicate(timeout=60)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {wrong.strip()}")

@@ -56,8 +56,8 @@ class Model:
 
     def with_experts(self, number: int) -> float:
         """GB of a checkpoint with so many experts of each layer (eq. 5)."""
-        split = [round(1e9 * count) for count in (self.parameters - self.in_experts, self.in_experts)]
-        return pec_size(*split, number, self.experts, _STATE) / 1e9
+        dense, in_experts = (round(1e9 * count) for count in (self.parameters - self.in_experts, self.in_experts))
+        return pec_size(dense, in_experts, number, self.experts, _STATE) / 1e9
 
 
 _SMALL = Model(1.6, 58.7, 64, 5.7, 2.7)

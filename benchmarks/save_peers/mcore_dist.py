@@ -37,7 +37,7 @@ class DistSaver:
         from megatron.core import dist_checkpointing
 
         asynchronous = self._mode == "async"
-        how = dict(validate_access_integrity=self._first, async_sharded_save=asynchronous)
+        how: dict[str, Any] = dict(validate_access_integrity=self._first, async_sharded_save=asynchronous)
         request = dist_checkpointing.save(self._state(), str(directory), self._strategy, **how)
         self._first = False
         if asynchronous:
