@@ -44,7 +44,7 @@ def measure(own: argparse.Namespace, flags: Sequence[str]) -> Iterator[dict[str,
     with ExitStack() as stack:
         jobs = {}
         for case, every in (CASES | ({} if own.beside is None else {BESIDE: 1})).items():
-            checkout = Path(own.beside).absolute() if case == BESIDE else ROOT
+            checkout = Path(own.beside or "").absolute() if case == BESIDE else ROOT
             start = torchrun(WORKERS) if every is None else launcher(WORKERS)
             saving = [] if every is None else [*IN_MEMORY, "--snapshot-interval", every]
             command = [*start, checkout / "pretrain_gpt_moe.py", *MODEL, *flags, *saving]

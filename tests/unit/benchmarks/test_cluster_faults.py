@@ -54,7 +54,7 @@ def cluster():
 
 def reaches(cluster, one, other):
     """Whether a packet comes there, and an answer back: nobody listens, which is said at once."""
-    command = ["timeout", "1", "bash", "-c", f"</dev/tcp/h{other}/9"]
+    command = ["timeout", "4", "bash", "-c", f"</dev/tcp/h{other}/9"]
     said = cluster.hosts[one].start(command, stderr=subprocess.PIPE, text=True).communicate()[1]
     return "refused" in said
 
