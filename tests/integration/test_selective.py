@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,15 +56,21 @@ def test_as_many_experts_as_hide(data, tmp_path):
         flags = data | SMALL | dict(ckpt_policy="selective", ckpt_tier="memory", ckpt_memory_dir=memory, num_experts=8)
         flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"), train_iters=24)
         # a rank saves 0.6 MB of dense operators, and 0.06 MB of each of its 8 experts
-        slow = dict(body="pec_bodies:train_with_slow_copies", bytes_per_s=3e6, forward_s=0.25)
+        slow = dict(body="pec_bodies:train_with_slow_copies", bytes_per_s=2.2e6, forward_s=0.35)
         assert set(train("EP2", flags, **slow).codes) == {0}
     told = Events(Path(tmp_path, "log", "events.jsonl"))
-    choice = told.of("choice")[-1]
-    assert 0 < choice["selective_experts"] < 8 and "during forward and backward" in choice["reason"]
     first, *others, _ = told.of("snapshot")  # the last one, too, has everything
-    assert others and max(one["bytes"] for one in others) < first["bytes"]
+    budgets = []
+    for choice in told.of("choice"):
+        copied = re.search(r"a rank copies (\S+) GB during forward and backward", choice["reason"])
+        budgets.append(2 * 1e9 * float(copied[1]))  # two ranks
+        # all of them hide on a machine so busy that forward and backward take half as long again
+        assert 0 < choice["selective_experts"] <= 8 and (choice["selective_experts"] < 8) == (
+            budgets[-1] < first["bytes"]
+        )
+    assert others and max(one["bytes"] for one in others) <= 1.01 * max(budgets)  # of three digits
     experts = [event["selective_experts"] for event in told.of("iteration") if "selective_experts" in event]
-    assert 8 in experts and min(experts) < 8
+    assert 8 in experts and (min(experts) < 8) == (min(one["bytes"] for one in others) < first["bytes"])
 
 
 @pytest.mark.recovery
