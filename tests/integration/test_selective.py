@@ -65,9 +65,8 @@ def test_as_many_experts_as_hide(data, tmp_path):
         copied = re.search(r"a rank copies (\S+) GB during forward and backward", choice["reason"])
         budgets.append(2 * 1e9 * float(copied[1]))  # two ranks
         # all of them hide on a machine so busy that forward and backward take half as long again
-        assert 0 < choice["selective_experts"] <= 8 and (choice["selective_experts"] < 8) == (
-            budgets[-1] < first["bytes"]
-        )
+        room = budgets[-1] / first["bytes"]
+        assert room < 1.01 if choice["selective_experts"] < 8 else room > 0.99  # of three digits
     assert others and max(one["bytes"] for one in others) <= 1.01 * max(budgets)  # of three digits
     experts = [event["selective_experts"] for event in told.of("iteration") if "selective_experts" in event]
     assert 8 in experts and (min(experts) < 8) == (min(one["bytes"] for one in others) < first["bytes"])

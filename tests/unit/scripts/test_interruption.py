@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -84,7 +83,6 @@ class Slurm:
             "scancel": 'echo "scancel $*" >>calls\nkill -TERM $(cat pids)',
             "squeue": "cat state 2>/dev/null || echo RUNNING",
             "sinfo": "seq 9",
-            "sleep": f'[ "$1" != 1 ] || set -- 0.1 # between two looks\nexec {shutil.which("sleep")} "$@"',
             "scripts/train.sh": f"shift # the recipe\n{training}",
         }
         for name, text in commands.items():
@@ -109,7 +107,7 @@ class Slurm:
                 "SLURM_JOB_NODELIST": "node[0-1]",
                 "SLURM_GPUS_ON_NODE": "4",
                 "SLURM_JOB_PARTITION": "main",
-                "LOST_S": "4",
+                "LOST_S": "10",
                 "BEAT_S": "1",
                 **environment,
             },
