@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -308,10 +308,7 @@ class Selective(Policy):
     @property
     def oldest(self) -> int:
         """Iterations after which an expert is saved first, whatever its score."""
-        if self.max_age is not None:
-            return self.max_age
-        fitting = min(limit.total() for limit in self.limits().values())
-        return 4 * self.iterations_apart * -(-len(self._places) // max(1, fitting))
+        return self._oldest(self.limits().values())
 
     def limits(self) -> dict[str, Limit]:
         """The limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the budgets that are known.
@@ -362,7 +359,7 @@ class Selective(Policy):
         remote = seen.remote(self.tier)
         if remote is not None:
             who = "a node receives" if self.tier == "peers" else "a rank writes"
-            text += f", and {who} {remote / 1e9:.3g} GB until the next snapshot"
+            text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
         return text
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,7 +385,13 @@ class Selective(Policy):
         if self.rule == "proportional":
             return proportional(unsaved, limits)
         ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved_at)
-        return per_byte(scores(unsaved, ages, self.score), ages, self.oldest, limits)
+        return per_byte(scores(unsaved, ages, self.score), ages, self._oldest(limits), limits)
+
+    def _oldest(self, limits: Iterable[Limit]) -> int:
+        if self.max_age is not None:
+            return self.max_age
+        fitting = min(limit.total() for limit in limits)
+        return 4 * self.iterations_apart * -(-len(self._places) // max(1, fitting))
 
     def _note(self, plan: SnapshotPlan, tokens: Load, saved: Table, saved_at: Table) -> None:
         """Records which experts a plan saves, and the tokens that they have been given."""
