@@ -26,97 +26,10 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
+from moc.policy.selective_flags import FLAGS, refusals
+from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
-
-Table = dict[int, list[int]]
-"""Integers by layer and expert."""
-
-FLAGS = (
-    PolicyFlag(
-        "selective_experts",
-        int,
-        None,
-        "Experts of each layer in a snapshot, in the mean over layers (S); by default as many as the budgets allow.",
-        at_least=1,
-        chosen=True,
-    ),
-    PolicyFlag(
-        "selective_local_gb",
-        float,
-        None,
-        "Budget of a rank's copy to host memory, in GB per snapshot; by default what it copies during forward and "
-        "backward, as measured.",
-        above=0.0,
-        chosen=True,
-    ),
-    PolicyFlag(
-        "selective_remote_gb",
-        float,
-        None,
-        "Budget of what a node receives from others with --ckpt-tier peers, in GB per snapshot; by default what it "
-        "receives during an iteration, as measured.",
-        above=0.0,
-        chosen=True,
-    ),
-    PolicyFlag(
-        "selective_rule",
-        str,
-        "per-byte",
-        "Selection of experts: the highest scores of all layers that fit each rank and node, or MoEtion's Algorithm 1, "
-        "which divides the budget among layers in proportion to their tokens at risk.",
-        choices=RULES,
-    ),
-    PolicyFlag(
-        "selective_score",
-        str,
-        "tokens-age",
-        "Score of an expert under the rule per-byte: tokens since it was last saved, or these times the iterations "
-        "since then, which leaves the fewest tokens at risk.",
-        choices=SCORES,
-    ),
-    PolicyFlag(
-        "selective_max_age",
-        int,
-        None,
-        "Iterations after which an expert is saved first, whatever its score; by default 4 times as many as saving "
-        "all experts in turn would take.",
-        at_least=1,
-    ),
-)
-
-
-@dataclass
-class SelectiveState:
-    """What the policy was told.
-
-    Attributes:
-        based: memory, or the only tier, holds every expert.
-        stored: storage holds every expert.
-        saved: tokens given to each expert when it was last saved, by layer.
-        saved_at: iteration at which it was last saved.
-        persisted: as ``saved``, for storage beside a memory tier.
-        persisted_at: as ``saved_at``, for storage beside a memory tier.
-        due: iteration at which the next snapshot goes to storage beside a memory tier.
-        given: tokens given to the experts of each layer until the newest snapshot.
-        iteration: of the newest snapshot.
-        mlt: momentary lost tokens right after it, in iterations: see :meth:`Selective.gauges`.
-    """
-
-    based: bool = False
-    stored: bool = False
-    saved: Table = field(default_factory=dict)
-    saved_at: Table = field(default_factory=dict)
-    persisted: Table = field(default_factory=dict)
-    persisted_at: Table = field(default_factory=dict)
-    due: int = 0
-    given: dict[int, int] = field(default_factory=dict)
-    iteration: int = 0
-    mlt: float = 0.0
-
-
-_TABLES = ("saved", "saved_at", "persisted", "persisted_at")
-_PLAIN = {"based": bool, "stored": bool, "due": int, "iteration": int, "mlt": float}
 
 
 @policy("selective")
@@ -177,16 +90,7 @@ class Selective(Policy):
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[str]:
         """As :meth:`Policy.refusals`."""
-        budgets = [name for name in ("local_gb", "remote_gb") if getattr(asked, f"selective_{name}") is not None]
-        flags = " and ".join(f"--selective-{name.replace('_', '-')}" for name in budgets)
-        if asked.selective_experts is not None and budgets:
-            yield f"--selective-experts fixes the number of experts that {flags} would choose: drop one of them."
-        if asked.selective_remote_gb is not None and asked.ckpt_tier != "peers":
-            yield "--selective-remote-gb is a budget of copies to other nodes: add --ckpt-tier peers, or drop it."
-        if asked.selective_rule == "proportional" and asked.selective_max_age is not None:
-            yield "--selective-max-age belongs to --selective-rule per-byte: drop one of them."
-        if asked.selective_rule == "proportional" and asked.selective_score != cls.score:
-            yield "--selective-score belongs to --selective-rule per-byte: drop one of them."
+        return refusals(asked)
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
@@ -368,13 +272,7 @@ class Selective(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
-        try:
-            tables = {name: {int(layer): list(map(int, row)) for layer, row in state[name].items()} for name in _TABLES}
-            plain = {name: kind(state[name]) for name, kind in _PLAIN.items()}
-            plain["given"] = {int(layer): int(tokens) for layer, tokens in state["given"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of selective checkpoints: {state!r}; start without it") from error
-        vars(self.told).update(tables | plain)
+        self.told.load_state_dict(state)
 
     def _selected(self, iteration: int, load: Load) -> Experts:
         """The experts of a snapshot; by what storage lacks if it goes there too, otherwise by what memory lacks."""
