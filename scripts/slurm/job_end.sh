@@ -13,6 +13,10 @@ MAX_REQUEUES=${MAX_REQUEUES:-3}
 declare -A touched=() since=()
 looked=$SECONDS
 
+remove_private() { # renamed first: a node that beats meanwhile would put its file back
+    if mv "$PRIVATE" "$PRIVATE.over" 2>/dev/null; then rm -rf "$PRIVATE.over"; fi
+}
+
 say() { echo "$(date '+%F %T') mocrun: $*"; }
 
 look() { # notes whose file has been touched since the last look, after touching that of NAME, our own
@@ -111,7 +115,7 @@ requeue() { # puts the job back in the queue; fails if it must not, or cannot
     fi
     echo $((count + 1)) >"$REQUEUES"
     lost=$(lost_nodes)
-    rm -rf "$PRIVATE"
+    remove_private
     trap '' TERM # Slurm ends this script too, but gives it a moment (KillWait)
     scontrol requeue "$SLURM_JOB_ID" || return 1
     exclude "$lost" || say "$lost could not be excluded"
@@ -131,6 +135,6 @@ conclude() { # requeues the job, and ends this shell, if it is to go on; else le
     else
         rm -f "$REQUEUES"
     fi
-    rm -rf "$PRIVATE"
+    remove_private
     [[ $code != lost ]] || code=70
 }
