@@ -215,6 +215,7 @@ def test_a_window_stays_until_another_one_is_whole():
 
 def test_buffers_that_shorter_windows_do_not_need_go():
     rotation = Rotation.of(2, keep=True)
+    assert rotation.needs(4) == rotation.most(4) - 3  # storage holds no window yet
     for iteration in range(1, 5):
         rotation = rotation.begin(iteration, False, 1 if iteration == 4 else None).complete(iteration).voted()
     rotation = rotation.begin(5, False, 5).complete(5).voted()
