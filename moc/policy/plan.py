@@ -47,7 +47,7 @@ class SnapshotPlan:
         iteration: iterations completed when the snapshot is taken.
         policy: name of the policy that made the plan.
         operators: detail by operator name; in model order, read-only.
-        complete: training can be recovered from this snapshot alone; if False, earlier ones are needed too.
+        complete: every operator is saved in full, so training can be recovered from this snapshot alone.
         since: iteration of the first snapshot of its window; its own iteration outside of a longer window.
 
     Raises:
@@ -284,6 +284,34 @@ class Policy(ABC):
         Raises:
             ValueError: the state does not come from :meth:`state_dict`.
         """
+
+    def check(self, plan: SnapshotPlan) -> None:
+        """Refuses a snapshot that no recovery could use.
+
+        A recovery takes all of one snapshot.  If the policy ``replays``, it takes a window of ``FULL`` and ``COMPUTE``;
+        if it is not ``exact``, experts may be in other snapshots than the rest.
+
+        Raises:
+            ValueError: the plan has no such details; the message names an operator.
+        """
+        for one in self.operators:
+            found = plan.operators.get(one.name)
+            if self.replays:
+                if found in (Detail.FULL, Detail.COMPUTE, None):
+                    continue
+                needs = "only full and compute can be replayed: plan one of them"
+            elif found is Detail.FULL or one.place is not None and not self.exact:
+                continue
+            elif self.exact:
+                needs = (
+                    "an exact policy that does not replay saves every operator in full: do so, or set exact to False"
+                )
+            else:
+                needs = "what is not an expert comes back from one snapshot alone: save it in full"
+            raise ValueError(
+                f"policy {self.name} plans {one.name} {'not at all' if found is None else f'as {found.value}'} at "
+                f"iteration {plan.iteration}, but {needs}"
+            )
 
     def everything(self, iteration: int) -> SnapshotPlan:
         """A plan of the full model, due or not: for the last iteration, and for a job that is asked to stop."""

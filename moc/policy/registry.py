@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -25,7 +27,8 @@ def policy(name: str) -> Callable[[Kind], Kind]:
     """Registers the decorated class as the policy of that name.
 
     Raises:
-        ValueError: the name is taken or invalid, or a flag lacks the policy's prefix.
+        ValueError: the name is taken or invalid, the class is no dataclass or lacks ``plan``, or a flag lacks the
+            policy's prefix or its field.
     """
 
     def register(kind: Kind) -> Kind:
@@ -36,11 +39,24 @@ def policy(name: str) -> Callable[[Kind], Kind]:
         for flag in kind.flags:
             if not flag.name.startswith(f"{name}_"):
                 raise ValueError(f"flag {flag.name} of policy {name} must begin with {name}_: rename it")
+        _check(kind, name)
         kind.name = name
         POLICIES[name] = kind
         return kind
 
     return register
+
+
+def _check(kind: type[Policy], name: str) -> None:
+    if "__dataclass_fields__" not in vars(kind):
+        raise ValueError(f"policy {name} is no dataclass: put @dataclass(frozen=True) below @policy")
+    if lacking := sorted(kind.__abstractmethods__):
+        raise ValueError(f"policy {name} lacks {', '.join(lacking)}: define it")
+    fields = {field.name for field in dataclasses.fields(kind)}
+    maps_flags = any("settings" in vars(base) for base in kind.__mro__[: kind.__mro__.index(Policy)])
+    for flag in kind.flags:
+        if not maps_flags and (field := flag.name.removeprefix(f"{name}_")) not in fields:
+            raise ValueError(f"flag {flag.name} of policy {name} has no effect: add a field {field}, or settings()")
 
 
 def import_policies() -> None:
@@ -50,8 +66,11 @@ def import_policies() -> None:
         ImportError: a module cannot be imported; ignoring it could silently run without the requested policy.
     """
     for found in sorted(entry_points(group=ENTRY_POINTS), key=lambda found: found.name):
+        known = len(POLICIES) if found.module not in sys.modules else -1
         try:
             importlib.import_module(found.module)
+            if len(POLICIES) == known:
+                raise ValueError("it registers none: decorate a class with @policy")
         except Exception as error:
             raise ImportError(
                 f"the policies of {found.module}, which an installed package brings as {ENTRY_POINTS}, cannot be had "

@@ -103,6 +103,7 @@ class Snapshots:
         if self._memory is None and self._storage.rests:
             plan = None  # no tier would take it
         if plan is not None:
+            self._check(plan)
             with self._meter.stalling():
                 self._begin(plan, self._for_storage(plan))
                 if self._settings.blocking:
@@ -185,6 +186,12 @@ class Snapshots:
     def close(self) -> None:
         """Stops carrying experts."""
         self._carrying.close()
+
+    def _check(self, plan: SnapshotPlan) -> None:
+        try:
+            self._policy.check(plan)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
 
     @property
     def _behind(self) -> bool:

@@ -73,10 +73,23 @@ def test_one_that_cannot_be_imported_is_named(tmp_path):
     assert "the policies of busier" in said and "division by zero" in said and "uninstall it" in said
 
 
-def test_a_flag_of_another_name_is_refused(tmp_path):
-    file = FILE.replace('"busier_experts"', '"experts"')
-    said = run("-c", "import moc.policy", env=install(tmp_path, file), status=1)
-    assert "flag experts of policy busier must begin with busier_: rename it" in said
+@pytest.mark.parametrize(
+    "there, instead, sentence",
+    [
+        ('"busier_experts"', '"experts"', "flag experts of policy busier must begin with busier_: rename it"),
+        (
+            '"busier_experts"',
+            '"busier_expert"',
+            "flag busier_expert of policy busier has no effect: add a field",
+        ),
+        ("@dataclass(frozen=True)\n", "", "policy busier is no dataclass: put @dataclass(frozen=True) below @policy"),
+        ("def plan(", "def plans(", "policy busier lacks plan: define it"),
+        ('@policy("busier")\n', "", "it registers none: decorate a class with @policy"),
+    ],
+)
+def test_one_that_cannot_work_is_refused(there, instead, sentence, tmp_path):
+    said = run("-c", "import moc.policy", env=install(tmp_path, FILE.replace(there, instead)), status=1)
+    assert sentence in said
 
 
 def test_no_policy_is_named_outside_of_their_room():
