@@ -52,7 +52,7 @@ def measure(run, stop, windows: Sequence[int], rounds: int) -> dict[str, dict]:
     operators = model_operators(model_shape(run.config.network, run.config.moe, run.vocab_size))
     state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core)
     records = [iterate(run, stop) for _ in range(WARM_UP)]
-    first_sample = run.position.consumed_samples - run.stepper.global_batch_size
+    first_sample = run.position.consumed_samples - run.stepper.topology.global_batch_size
 
     def again() -> None:
         run.stepper.repeat(records[-1], run.batches("train", first_sample))

@@ -32,14 +32,11 @@ def bare_loop(run):
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron.pretraining.config import num_microbatches
-    from megatron.pretraining.data.streams import micro_batch_indices
     from megatron.pretraining.engine.optimizer import optimizer_config
     from megatron.pretraining.model.build import build_gpt, build_model
     from pretrain_gpt_moe import forward_step
 
-    config, world, batch = run.config, run.world, run.stepper.global_batch_size
-    micro_batches, size = num_microbatches(config, world.size), config.training.micro_batch_size
+    config, topology = run.config, run.stepper.topology
     dataset: Any = run.streams["train"]._dataset if run.streams["train"] else None
     chunks = build_model(config, run.vocab_size, build_gpt)
     optimizer = get_megatron_optimizer(optimizer_config(config), [*chunks], use_gloo_process_groups=False)
@@ -48,23 +45,22 @@ def bare_loop(run):
     several, forward_backward = len(chunks) > 1, get_forward_backward_func()
 
     def batches(consumed):
-        for i in range(micro_batches):
-            indices = micro_batch_indices(consumed, i, size, world.data_rank, world.data_size)
+        for indices in topology.samples(consumed):
             samples = torch.utils.data.default_collate([dataset[j] for j in indices])
-            yield {k: v.to(world.device) for k, v in samples.items()}
+            yield {k: v.to(topology.world.device) for k, v in samples.items()}
 
     def iterate(iteration):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        data = batches(iteration * batch)
+        data = batches(iteration * topology.global_batch_size)
         forward_backward(
             forward_step_func=forward_step,
             data_iterator=[data for _ in chunks] if several else data,
             model=[*chunks] if several else chunks[0],
-            num_microbatches=micro_batches,
+            num_microbatches=len(topology.micro_batches),
             seq_length=config.data.seq_length,
-            micro_batch_size=size,
+            micro_batch_size=topology.micro_batch_size,
             forward_only=False,
         )
         optimizer.step()
@@ -115,7 +111,7 @@ def main() -> None:
     result = measure(run, stop, phases, own.rounds, own.iterations)
     ours, bare = (result["seconds_per_iteration"][name] for name in ("ours", "bare"))
     ratios = sorted(b / o for o, b in zip(ours, bare, strict=True))
-    tokens = run.stepper.global_batch_size * run.config.data.seq_length
+    tokens = run.stepper.topology.global_batch_size * run.config.data.seq_length
     r = {"min": ratios[0], "median": statistics.median(ratios), "max": ratios[-1]}
     t = {name: tokens / statistics.median(seconds) for name, seconds in (("ours", ours), ("bare", bare))}
     result |= {

@@ -39,7 +39,7 @@ def pretrain(config: Config, providers: Providers) -> int:
     while True:
         try:
             parts = parts or build(config, initialize(config, job), providers, stop, phases)
-            parts.log_interruption(job.built())
+            parts.met(job.built())
             progress("setup")
             code = train(start(parts, stop, phases), stop)
             parts.log.close()
@@ -147,12 +147,12 @@ def validate(run: TrainingRun, stop: StopRequests) -> bool:
     eval_iters, interval = run.config.validation.eval_iters, run.config.validation.eval_interval
     assert eval_iters is not None and interval is not None  # validation is due
     earlier = run.position.iteration // interval - 1
-    return report_loss(run, "valid", earlier * eval_iters * run.stepper.global_batch_size, stop)
+    return report_loss(run, "valid", earlier * eval_iters * run.stepper.topology.global_batch_size, stop)
 
 
 def report_loss(run: TrainingRun, split: str, first_sample: int, stop: StopRequests) -> bool:
     """Evaluates a split, if it has data; returns False if a stop was requested meanwhile."""
-    iterations, batch = run.config.validation.eval_iters, run.stepper.global_batch_size
+    iterations, batch = run.config.validation.eval_iters, run.stepper.topology.global_batch_size
     if not iterations or split not in run.splits:
         return True
     batches = (run.batches(split, first_sample + i * batch) for i in range(iterations))

@@ -10,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
 from megatron.pretraining.checkpoint.dense import Checkpoints
-from megatron.pretraining.config import Config, ConfigError, global_batch_size, num_microbatches, train_iterations
+from megatron.pretraining.config import Config, ConfigError, global_batch_size, train_iterations
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
@@ -22,8 +22,10 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.build import ModelProvider, build_model
+from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
+from megatron.pretraining.process.topology import topology_of
 from megatron.pretraining.session import auto_policy, settings_of
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
@@ -55,6 +57,7 @@ class WorkerParts:
     """The parts of a worker that are built once and survive the loss of other workers.
 
     Attributes:
+        world: this worker's place in the current generation.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocab_size: rows of the embedding.
@@ -68,7 +71,7 @@ class WorkerParts:
     chunks: list[DistributedDataParallel]
     optimizer: VotedOptimizer
     scheduler: OptimizerParamScheduler
-    schedule: Schedule
+    forward_step: ForwardStep
     streams: dict[str, BatchStream | None]
     train_iters: int
     vocab_size: int
@@ -78,15 +81,17 @@ class WorkerParts:
     checkpoints: Checkpoints | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
 
-    def log_interruption(self, loss: Interruption | None) -> None:
-        """Logs the new generation, if a worker was lost; all workers have met again."""
+    def met(self, loss: Interruption | None) -> None:
+        """Takes the place of the generation in which all workers have met; logs it, if a worker was lost."""
+        self.world = world_of(self.world.job)
+        self.log.move(self.world)
         if loss is not None:
             self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
             self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
 
     def go_on_after(self, loss: Interruption | None) -> None:
         """Closes the interrupted session and resets everything but the state to between iterations."""
-        self.log_interruption(loss)
+        self.met(loss)
         if self.checkpoints is not None:
             self.checkpoints.close()
         if self.session is not None:
@@ -127,11 +132,15 @@ class TrainingRun:
     def batches(self, split: str, first_sample: int) -> Iterator[Batch] | None:
         """This worker's micro batches of a split, from a sample on; None on stages that read no data."""
         stream = self.streams[split]
-        return stream.iteration(first_sample) if stream is not None else None
+        return stream.iteration(self.stepper.topology, first_sample) if stream is not None else None
 
 
 def build(config: Config, world: World, providers: Providers, stop: StopRequests, phases: Phases) -> WorkerParts:
     """Builds model, optimizer, data and logs; a replacement for a lost worker builds alone.
+
+    Of the topology, model and optimizer depend on ranks and groups, and reduce over these.  Datasets, the schedule of
+    learning rates and ``train_iters`` depend on the global batch, which ``--global-batch-size`` makes independent of
+    the number of workers.
 
     Raises:
         ConfigError, TokenizerError: something that the flags name is unusable.
@@ -151,9 +160,6 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     optimizer = build_optimizer(config, chunks)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
-    micro_batches = num_microbatches(config, world.size)
-    sizes = config.training.micro_batch_size, config.data.seq_length
-    schedule = Schedule(providers.forward_step, chunks, micro_batches, *sizes)
     stop.check_set_up(world)
     phases.done("model")
     reach("rebuilding")
@@ -161,13 +167,12 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     datasets = providers.datasets(config, tokenizer, samples_wanted(config, train_iters, batch))
     for line in datasets.described:
         log.message(line)
-    streams = _streams(config, world, datasets, micro_batches)
+    streams = _streams(config, datasets)
     stop.check_set_up(world)
     phases.done("data")
     auto = auto_policy(config, log)
-    return WorkerParts(
-        config, world, chunks, optimizer, scheduler, schedule, streams, train_iters, vocab_size, log, auto
-    )
+    state = chunks, optimizer, scheduler
+    return WorkerParts(config, world, *state, providers.forward_step, streams, train_iters, vocab_size, log, auto)
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
@@ -181,18 +186,19 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     config, world, log = parts.config, parts.world, parts.log
     stop.check_set_up(world)  # the first collective of a generation
     phases.done("meet")
+    topology = topology_of(config, world)
+    micro_batches, sizes = len(topology.micro_batches), (topology.micro_batch_size, config.data.seq_length)
     state = parts.chunks, parts.optimizer, parts.scheduler
     checkpoints = Checkpoints(config, world, *state, log)
-    crossing = boundaries(config, parts.chunks[0].config, world, log.message)
+    crossing = boundaries(config, parts.chunks[0].config, topology, log.message)
     stepper = Stepper(
-        world=world,
+        topology=topology,
         chunks=parts.chunks,
-        schedule=parts.schedule,
+        schedule=Schedule(parts.forward_step, parts.chunks, micro_batches, *sizes),
         optimizer=parts.optimizer,
         scheduler=parts.scheduler,
-        auxiliary=AuxiliaryLosses(config, world, num_microbatches(config, world.size)),
+        auxiliary=AuxiliaryLosses(config, world, micro_batches),
         seed=config.rng.seed,
-        global_batch_size=global_batch_size(config, world.size),
         params_norm=config.logging.log_params_norm,
         count_zeros=config.logging.log_num_zeros_in_grad,
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
@@ -246,11 +252,9 @@ def count_parameters(chunks) -> int:
     return sum(p.numel() for chunk in chunks for p in chunk.parameters())
 
 
-def _streams(config: Config, world: World, datasets: Datasets, micro_batches: int) -> dict[str, BatchStream | None]:
+def _streams(config: Config, datasets: Datasets) -> dict[str, BatchStream | None]:
     def stream(dataset, **options):
-        if dataset is None:
-            return None
-        return BatchStream(dataset, config.training.micro_batch_size, micro_batches, world, **options)
+        return None if dataset is None else BatchStream(dataset, **options)
 
     return {
         "train": stream(datasets.train, num_workers=config.data.num_workers),

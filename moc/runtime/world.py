@@ -1,4 +1,4 @@
-"""The position of one worker in the layout of its job."""
+"""The position of one worker in the layout of its job, in one generation."""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ from megatron.pretraining.config import compose
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.logging.log import Log
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
+from megatron.pretraining.process import initialize, stopping
 from megatron.pretraining.process import rank0 as first_worker
-from megatron.pretraining.process import stopping
+from megatron.pretraining.process.phases import Phases
 from moc.session import snapshots
 from moc.store.errors import CheckpointError
 from tests.integration import plain
@@ -66,6 +67,20 @@ def train(flags: dict) -> dict:
             compose(flags), dataclasses.replace(program.providers(), forward_step=forward_step)
         )
     return told
+
+
+def train_in_generations(flags: dict, each: list[dict]) -> list[dict]:
+    """Runs the loop in several generations of one worker, each with further flags; the step records."""
+    config, told = compose(flags | each[0]), {"start": 0, "records": []}
+    _watch(told)
+    stop, phases = stopping.StopRequests(config), Phases()
+    parts = setup.build(config, initialize.initialize(config), program.providers(), stop, phases)
+    for more in each:
+        parts.config = compose(flags | more)
+        loop.train(setup.start(parts, stop, phases), stop)
+        parts.go_on_after(None)
+    initialize.shut_down()
+    return told["records"]
 
 
 def _watch(told: dict) -> None:

@@ -30,7 +30,7 @@ def count(flags: dict) -> list[dict]:
         counting = _Counting(RouterCounts(run.stepper.chunks, layers, moe.num_experts, padded, device, True))
         stepper = dataclasses.replace(run.stepper, participants=(counting,))
         for iteration in range(run.train_iters):
-            stepper.step(iteration, run.batches("train", iteration * stepper.global_batch_size))
+            stepper.step(iteration, run.batches("train", iteration * stepper.topology.global_batch_size))
             stepper.gather_weights()
         return [{"experts": experts, "sent": sent, "probabilities": sums} for experts, sent, sums in counting.seen]
 

@@ -139,7 +139,7 @@ def count_flops_of_replay(flags: dict, learning: list[str]) -> dict[str, int]:
     but some."""
 
     def use(run) -> dict[str, int]:
-        state, batch = _state(run), run.stepper.global_batch_size
+        state, batch = _state(run), run.stepper.topology.global_batch_size
         record = _steps(run, 1)[0]
         told = {}
         for what, frozen in (("nothing", []), ("most", sorted(set(state.operators()) - set(learning)))):

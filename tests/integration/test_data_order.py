@@ -36,6 +36,17 @@ def test_any_data_parallel_size_sees_the_same_samples(source):
         assert train(layout, source | flags).samples == alone.samples
 
 
+def test_a_worker_goes_on_with_other_micro_batches_as_a_new_one_would(data, tmp_path):
+    """Two generations of one process, with other micro batches in the second, against two processes."""
+    flags = data | dict(ckpt_policy="full", snapshot_interval=3, global_batch_size=4, num_workers=1, eval_iters=1)
+    half, rest = dict(exit_interval=3), dict(micro_batch_size=2, eval_interval=2)
+    first, second = (flags | dict(ckpt_dir=str(tmp_path / name)) for name in ("one", "two"))
+    body = "tests.integration.bodies:train_in_generations"
+    (records,) = run_world(1, body, flags=FLAGS | first, each=[half, rest])
+    assert records == train("1", second | half).records + train("1", second | rest).records
+    assert len(records) == 6
+
+
 def test_too_few_samples_are_refused(small):
     flags = FLAGS | dict(train_data_path=[str(small / "a"), str(small / "b")], train_iters=200)
     (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()

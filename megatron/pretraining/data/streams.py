@@ -21,7 +21,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
-from moc.runtime.world import World
+from megatron.pretraining.process.topology import Topology
 
 Batch = dict[str, torch.Tensor]
 
@@ -39,80 +39,55 @@ class Datasets:
     described: tuple[str, ...] = ()
 
 
-def micro_batch_indices(
-    consumed_samples: int, micro_batch: int, micro_batch_size: int, data_rank: int, data_size: int
-) -> range:
-    """Samples of the ``micro_batch``-th micro batch of an iteration, of one data-parallel rank.
-
-    A global batch is the next ``global_batch_size`` samples, dealt in turns of ``micro_batch_size`` to the
-    data-parallel ranks, as in Megatron-LM; an iteration therefore reads the same samples at any data-parallel size.
-    """
-    start = consumed_samples + (micro_batch * data_size + data_rank) * micro_batch_size
-    return range(start, start + micro_batch_size)
-
-
 class BatchStream:
-    """The micro batches of one data-parallel rank, from any position on.
+    """The micro batches of one worker, from any position on, in the topology of any generation.
 
     ``num_workers`` processes read them, 0 this process.  With ``wrap`` (evaluation) the stream starts over at the end
     of the dataset, instead of running out of batches.
     """
 
-    def __init__(
-        self,
-        dataset: torch.utils.data.Dataset,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        world: World,
-        num_workers: int = 0,
-        wrap: bool = False,
-    ):
-        self._dataset, self._world, self._num_workers, self._wrap = dataset, world, num_workers, wrap
-        self._micro_batch_size, self._num_micro_batches = micro_batch_size, num_micro_batches
-        self._global_batch_size = micro_batch_size * num_micro_batches * world.data_size
+    def __init__(self, dataset: torch.utils.data.Dataset, num_workers: int = 0, wrap: bool = False):
+        self._dataset, self._num_workers, self._wrap = dataset, num_workers, wrap
         self._reader: Iterator[Batch] | None = None
-        self._position: int | None = None  # consumed samples at the reader's position, if between iterations
+        self._place: tuple[Topology, int] | None = None  # the reader's, in consumed samples, if between iterations
 
-    def iteration(self, consumed_samples: int) -> Iterator[Batch]:
+    def iteration(self, topology: Topology, consumed_samples: int) -> Iterator[Batch]:
         """The micro batches of the iteration that starts at ``consumed_samples``, on this worker's device."""
-        if self._reader is None or self._position != consumed_samples:
-            self._reader = iter(self._loader(consumed_samples))
-        self._position = None  # unknown until the whole iteration has been drawn
-        for _ in range(self._num_micro_batches):
+        if self._reader is None or self._place != (topology, consumed_samples):
+            self._reader = iter(self._loader(topology, consumed_samples))
+        self._place = None  # unknown until the whole iteration has been drawn
+        for _ in topology.micro_batches:
             batch = next(self._reader)
-            yield {k: v.to(self._world.device, non_blocking=True) for k, v in batch.items()}
-        self._position = consumed_samples + self._global_batch_size
+            yield {k: v.to(topology.world.device, non_blocking=True) for k, v in batch.items()}
+        self._place = topology, consumed_samples + topology.global_batch_size
 
-    def _loader(self, consumed_samples: int) -> torch.utils.data.DataLoader:
+    def _loader(self, topology: Topology, consumed_samples: int) -> torch.utils.data.DataLoader:
         return torch.utils.data.DataLoader(
             self._dataset,
-            batch_sampler=_IndexLists(self._indices_from, consumed_samples),
+            batch_sampler=_IndexLists(self._indices_from, topology, consumed_samples),
             num_workers=self._num_workers,
-            pin_memory=self._world.device.type == "cuda",
+            pin_memory=topology.world.device.type == "cuda",
         )
 
-    def _indices_from(self, consumed_samples: int) -> Iterator[list[int]]:
+    def _indices_from(self, topology: Topology, consumed_samples: int) -> Iterator[list[int]]:
         dataset: Any = self._dataset  # torch's Dataset declares no length
         total = len(dataset)
         while True:
-            for micro_batch in range(self._num_micro_batches):
-                indices = micro_batch_indices(
-                    consumed_samples, micro_batch, self._micro_batch_size, self._world.data_rank, self._world.data_size
-                )
+            for indices in topology.samples(consumed_samples):
                 if not self._wrap and indices[-1] >= total:
                     return
                 yield [i % total for i in indices]
-            consumed_samples += self._global_batch_size
+            consumed_samples += topology.global_batch_size
 
 
 class _IndexLists:
     """A batch sampler, restartable as torch's DataLoader requires."""
 
-    def __init__(self, make, position):
-        self._make, self._position = make, position
+    def __init__(self, make, *where):
+        self._make, self._where = make, where
 
     def __iter__(self):
-        return self._make(self._position)
+        return self._make(*self._where)
 
 
 def build_datasets(config: Config, tokenizer, samples: tuple[int, int, int]) -> Datasets:

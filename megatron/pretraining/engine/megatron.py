@@ -85,7 +85,9 @@ class MegatronEngine:
     ) -> Outcome:
         """Replays an iteration."""
         rate = self._stepper.optimizer.learning_rate
-        samples = None if self._stream is None else self._stream.iteration(position.consumed_samples)
+        samples = (
+            None if self._stream is None else self._stream.iteration(self._stepper.topology, position.consumed_samples)
+        )
         sums = self._stepper.repeat(record, samples, completing)
         return Outcome({name: float(value) for name, value in sums.items()}, rate)
 

@@ -27,6 +27,7 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.upstream import UpstreamTap
 from megatron.pretraining.process.initialize import seed_streams
+from megatron.pretraining.process.topology import Topology
 from moc.faults import reach
 from moc.runtime.agreement import sum_over_workers
 from moc.runtime.progress import progress
@@ -43,19 +44,23 @@ class NonFiniteError(RuntimeError):
 class Stepper:
     """Computes iterations with the parts of a worker."""
 
-    world: World
+    topology: Topology
     chunks: list[DistributedDataParallel]
     schedule: Schedule
     optimizer: VotedOptimizer
     scheduler: OptimizerParamScheduler
     auxiliary: AuxiliaryLosses
     seed: int
-    global_batch_size: int
     count_zeros: bool = False
     params_norm: bool = False
     refuse_non_finite: bool = True
     participants: tuple[VoteParticipant, ...] = ()
     boundaries: UpstreamTap = field(default_factory=UpstreamTap)
+
+    @property
+    def world(self) -> World:
+        """This worker's place."""
+        return self.topology.world
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
         """Computes and commits the iteration after ``iteration`` completed ones; call :meth:`gather_weights` next.
@@ -110,7 +115,7 @@ class Stepper:
         """Updates the state as the vote decided, once gradients are reduced."""
         self.optimizer.apply(record.grad_norm)
         if not record.skipped:
-            self.scheduler.step(self.global_batch_size)
+            self.scheduler.step(self.topology.global_batch_size)
 
     def gather_weights(self) -> None:
         """With ZeRO-1, all-gathers the updated weights from the data-parallel peers."""
@@ -160,7 +165,7 @@ class Stepper:
             skipped=skipped,
             tokens=int(vote["loss_tokens"]),
             learning_rate=self.optimizer.learning_rate,
-            samples=self.global_batch_size,
+            samples=self.topology.global_batch_size,
             zeros=int(vote["zeros"]) if self.count_zeros else None,
             params_norm=math.sqrt(vote["params_square_norm"]) if self.params_norm else None,
             stop=vote["stop"] > 0,

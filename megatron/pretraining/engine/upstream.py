@@ -19,15 +19,15 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 
-from megatron.pretraining.config import Config, num_microbatches
+from megatron.pretraining.config import Config
 from megatron.pretraining.engine.boundary import LogPlayer, Recorder, pipeline_of
 from megatron.pretraining.model.build import compute_dtype
+from megatron.pretraining.process.topology import Topology
 from moc.logs.crossings import Crossing, Direction
 from moc.logs.files import LogEntry, LogReader, directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import SnapshotPlan
 from moc.runtime.agreement import first_reported
-from moc.runtime.world import World
 from moc.session.engine import PipelineTap
 from moc.store.errors import CheckpointError, MissingRegionError
 
@@ -52,9 +52,9 @@ class UpstreamTap(PipelineTap):
 class UpstreamLog(UpstreamTap):
     """Logs the tensors that this worker sends to other stages; methods as in :class:`UpstreamTap`."""
 
-    def __init__(self, config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]):
-        self._config, self._core_config, self._world, self._tell = config, core_config, world, tell
-        self._pipeline = pipeline_of(core_config, num_microbatches(config, world.size))
+    def __init__(self, config: Config, core_config: TransformerConfig, topology: Topology, tell: Callable[[str], None]):
+        self._config, self._core_config, self._world, self._tell = config, core_config, topology.world, tell
+        self._pipeline = pipeline_of(core_config, len(topology.micro_batches))
         self._limit = config.snapshot.upstream_log_limit * 1e9
         self._writer: LogWriter | None = None
         self._given_up = 0.0
@@ -209,10 +209,10 @@ class UpstreamLog(UpstreamTap):
 
 
 def boundaries(
-    config: Config, core_config: TransformerConfig, world: World, tell: Callable[[str], None]
+    config: Config, core_config: TransformerConfig, topology: Topology, tell: Callable[[str], None]
 ) -> UpstreamTap:
     """The boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
-    return UpstreamLog(config, core_config, world, tell) if config.snapshot.upstream_logging else UpstreamTap()
+    return UpstreamLog(config, core_config, topology, tell) if config.snapshot.upstream_logging else UpstreamTap()
 
 
 def _pipeline_group() -> dist.ProcessGroup:

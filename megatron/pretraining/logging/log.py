@@ -52,15 +52,25 @@ class Log:
 
     def __init__(self, config: Config, world: World, vocab_size: int, train_iters: int, timers: Timers):
         self._config, self._world, self._timers, self._train_iters = config, world, timers, train_iters
-        first = world.rank == 0
-        self.events = EventLog(config.logging.log_dir if first else None, self.message)
-        self._tensorboard = self._board() if first and config.logging.tensorboard_dir is not None else None
         self._flops = flops_per_sample(config, vocab_size)
         self._peak = peak_tflops()
         self._window = _Window()
         self._last = time.perf_counter()
         self._skipped_in_run = 0
+        self._open()
+
+    def _open(self) -> None:
+        first, logging = self._world.rank == 0, self._config.logging
+        self.events = EventLog(logging.log_dir if first else None, self.message)
+        self._tensorboard = self._board() if first and logging.tensorboard_dir is not None else None
         self._reported: int | None = self.events.newest("iteration").get("iteration")
+
+    def move(self, world: World) -> None:
+        """Reports another generation; the files move with rank 0."""
+        first, self._world = self._world.rank == 0, world
+        if first != (world.rank == 0):
+            self.close()
+            self._open()
 
     def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
         """Reports one completed iteration with further ``gauges`` to plot, and prints every ``--log-interval``-th."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import numpy
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron.pretraining.config import Config, check_backend, check_world
@@ -29,11 +30,18 @@ def initialize(config: Config, job: Job | None = None) -> World:
     _choose_device(config.training.deterministic_mode)
     job.connect(backend, timedelta(minutes=config.parallel.distributed_timeout_minutes), cpu.device())
     _build_groups(config)
-    world = World(
+    world = world_of(job)
+    seed_streams(config.rng.seed, 0, world)
+    return world
+
+
+def world_of(job: Job) -> World:
+    """This worker's place in the process groups of the current generation."""
+    return World(
         rank=job.rank,
         size=job.size,
         device=cpu.device(),
-        backend=backend,
+        backend=dist.get_backend(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -42,8 +50,6 @@ def initialize(config: Config, job: Job | None = None) -> World:
         data_size=parallel_state.get_data_parallel_world_size(),
         job=job,
     )
-    seed_streams(config.rng.seed, 0, world)
-    return world
 
 
 def shut_down(job: Job | None = None) -> None:

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.process import cpu
+from megatron.pretraining.process.topology import Topology
+from moc.runtime.job import Job
+from moc.runtime.world import World
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +25,38 @@ def data():
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
 
+JOB = Job()
+
+
+def topology(rank, size, micro_batch_size, batch):
+    """The place of a data-parallel rank."""
+    world = World(rank, size, torch.device("cpu"), "gloo", 0, 1, 0, 1, rank, size, JOB)
+    return Topology(world, micro_batch_size, batch)
+
+
+def dealt(data_size, micro_batch_size, batch, of):
+    """What all ranks get: in the first turn, then in the second, and so on."""
+    shares = [of(topology(rank, data_size, micro_batch_size, batch)) for rank in range(data_size)]
+    return [part for turn in zip(*shares, strict=True) for part in turn]
+
+
 @given(sizes, st.integers(0, 1000))
-def test_an_iteration_reads_the_next_samples_once(data, size, iteration):
+def test_the_topologies_of_all_ranks_part_the_batch_in_order(size, iteration):
     data_size, micro_batches, micro_batch_size = size
     batch = data_size * micro_batches * micro_batch_size
     consumed = iteration * batch
-    read = [
-        list(data.micro_batch_indices(consumed, micro_batch, micro_batch_size, rank, data_size))
-        for micro_batch, rank in itertools.product(range(micro_batches), range(data_size))
-    ]
+    read = dealt(data_size, micro_batch_size, batch, lambda one: one.samples(consumed))
     assert list(itertools.chain(*read)) == list(range(consumed, consumed + batch))
+    numbers = dealt(data_size, micro_batch_size, batch, lambda one: one.micro_batches)
+    assert numbers == list(range(data_size * micro_batches))
+
+
+@pytest.mark.parametrize("data_size", [2, 3, 6])
+def test_batches_of_all_ranks_are_those_of_one(data, data_size):
+    def read(size):
+        return dealt(size, 2, 12, lambda one: drawn(data.BatchStream(Counting(100)), 24, one))
+
+    assert read(data_size) == read(1)
 
 
 class Counting(torch.utils.data.Dataset):
@@ -48,19 +73,16 @@ class Counting(torch.utils.data.Dataset):
         return {"tokens": torch.tensor([index])}
 
 
-class Place:
-    """A worker's place, as far as a stream looks at it."""
-
-    device, data_rank, data_size = torch.device("cpu"), 1, 2
+TWOS, ONES = topology(1, 2, 2, 8), topology(1, 2, 1, 4)
 
 
-def drawn(stream, consumed):
-    return [batch["tokens"].flatten().tolist() for batch in stream.iteration(consumed)]
+def drawn(stream, consumed, place=TWOS):
+    return [batch["tokens"].flatten().tolist() for batch in stream.iteration(place, consumed)]
 
 
 def test_a_stream_starts_anywhere_and_reads_nothing_before(data):
     dataset = Counting(100)
-    stream = data.BatchStream(dataset, 2, 2, Place)
+    stream = data.BatchStream(dataset)
     assert drawn(stream, 80) == [[82, 83], [86, 87]]
     assert dataset.read == [82, 83, 86, 87]
     assert drawn(stream, 88) == [[90, 91], [94, 95]]
@@ -69,18 +91,29 @@ def test_a_stream_starts_anywhere_and_reads_nothing_before(data):
 
 
 def test_after_a_broken_iteration_the_next_one_is_whole(data):
-    stream = data.BatchStream(Counting(100), 2, 2, Place)
-    iteration = stream.iteration(0)
+    stream = data.BatchStream(Counting(100))
+    iteration = stream.iteration(TWOS, 0)
     next(iteration)
     assert drawn(stream, 0) == [[2, 3], [6, 7]]
 
 
+def test_a_generation_with_another_topology_goes_on_with_the_same_samples(data, monkeypatch):
+    stream, readers = data.BatchStream(Counting(100)), []
+    make = stream._loader
+    monkeypatch.setattr(stream, "_loader", lambda *where: readers.append(where) or make(*where))
+    assert drawn(stream, 0) == [[2, 3], [6, 7]]
+    assert drawn(stream, 8, topology(1, 2, 2, 8)) == [[10, 11], [14, 15]]
+    assert len(readers) == 1  # a generation with the same topology reads on
+    assert drawn(stream, 16, topology(0, 1, 2, 8)) == [[16, 17], [18, 19], [20, 21], [22, 23]]
+    assert drawn(stream, 24, topology(2, 4, 2, 8)) == [[28, 29]]
+
+
 def test_evaluation_wraps_around(data):
-    stream = data.BatchStream(Counting(5), 1, 2, Place, wrap=True)
-    assert drawn(stream, 4) == [[0], [2]]
+    stream = data.BatchStream(Counting(5), wrap=True)
+    assert drawn(stream, 4, ONES) == [[0], [2]]
 
 
 def test_training_does_not_wrap(data):
-    stream = data.BatchStream(Counting(5), 1, 2, Place)
+    stream = data.BatchStream(Counting(5))
     with pytest.raises((StopIteration, RuntimeError)):
-        drawn(stream, 4)
+        drawn(stream, 4, ONES)

@@ -1,0 +1,36 @@
+"""The part of each iteration that one worker computes, in one generation of its job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.pretraining.config import Config, global_batch_size
+from moc.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A worker's place and its share of the global batch, until the next generation begins.
+
+    A global batch is the next ``global_batch_size`` samples, dealt in turns of ``micro_batch_size`` to the
+    data-parallel ranks, as in Megatron-LM; an iteration therefore reads the same samples at any data-parallel size.
+    """
+
+    world: World
+    micro_batch_size: int
+    global_batch_size: int
+
+    @property
+    def micro_batches(self) -> range:
+        """The numbers of this worker's micro batches within the global batch."""
+        return range(self.world.data_rank, self.global_batch_size // self.micro_batch_size, self.world.data_size)
+
+    def samples(self, consumed_samples: int) -> list[range]:
+        """The samples of each of this worker's micro batches, in the iteration that starts at ``consumed_samples``."""
+        starts = (consumed_samples + number * self.micro_batch_size for number in self.micro_batches)
+        return [range(start, start + self.micro_batch_size) for start in starts]
+
+
+def topology_of(config: Config, world: World) -> Topology:
+    """The topology that the flags give to a place."""
+    return Topology(world, config.training.micro_batch_size, global_batch_size(config, world.size))

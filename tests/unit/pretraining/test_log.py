@@ -1,0 +1,29 @@
+"""The files of a run are open on rank 0 alone, whoever that is."""
+
+from dataclasses import replace
+
+import torch
+
+from megatron.pretraining.process import cpu
+from moc.runtime.job import Job
+from moc.runtime.world import World
+from tests.unit.pretraining.flags import parse
+
+cpu.install()
+
+from megatron.core.timers import Timers  # noqa: E402
+
+from megatron.pretraining.logging.log import Log  # noqa: E402
+
+
+def test_the_files_move_with_rank_0(tmp_path, capsys):
+    second = World(1, 2, torch.device("cpu"), "gloo", 0, 1, 0, 1, 1, 2, Job())
+    log = Log(parse(f"--log-dir {tmp_path}"), second, 128, 10, Timers(0, "minmax"))
+    for place in (second, replace(second, rank=0, size=1), replace(second, rank=0), second):
+        log.move(place)
+        log.message(f"rank {place.rank} of {place.size}")
+        log.events.write("note", rank=place.rank, size=place.size)
+    log.close()
+    written = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert ['"rank": 0, "size": 1}' in line for line in written] == [True, False] and '"size": 2}' in written[1]
+    assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == ["rank 0 of 1", "rank 0 of 2"]
