@@ -35,19 +35,29 @@ class Operator:
         return None if self.layer is None or self.expert is None else (self.layer, self.expert)
 
 
-_OUTSIDE = (
-    (re.compile(r"embedding\..+"), "embedding"),
-    (re.compile(r"decoder\.final_layernorm\..+"), "output"),
-    (re.compile(r"output_layer\..+"), "output"),
-)
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_INSIDE = (
-    (re.compile(r"(?:input_layernorm|self_attention)\..+"), "attention"),
-    (re.compile(r"mlp\.router\..+"), "router"),
-    (re.compile(r"mlp\.experts\.experts\.(\d+)\..+"), "expert"),
-    # pre_mlp_layernorm belongs to dense layers, but megatron-core's local layers use the name with experts too.
-    (re.compile(r"(?:pre_mlp_layernorm|mlp\.linear_fc[12]|mlp\.shared_experts)\..+"), "mlp"),
-)
+OPERATORS = {
+    "embedding.*": "embedding",
+    "decoder.layers.N.input_layernorm.*": "layers.N.attention",
+    "decoder.layers.N.self_attention.*": "layers.N.attention",
+    "decoder.layers.N.mlp.router.*": "layers.N.router",
+    "decoder.layers.N.mlp.experts.experts.E.*": "layers.N.expert.E",
+    # belongs to dense layers, but megatron-core's local layers use the name with experts too
+    "decoder.layers.N.pre_mlp_layernorm.*": "layers.N.mlp",
+    "decoder.layers.N.mlp.linear_fc1.*": "layers.N.mlp",
+    "decoder.layers.N.mlp.linear_fc2.*": "layers.N.mlp",
+    "decoder.layers.N.mlp.shared_experts.*": "layers.N.mlp",
+    "decoder.final_layernorm.*": "output",
+    "output_layer.*": "output",
+}
+"""Operators by the names of their parameters; N and E are numbers of layer and expert, * any text."""
+
+
+def _pattern(names: str) -> re.Pattern[str]:
+    escaped = re.escape(names).replace(r"\*", ".+")
+    return re.compile(re.sub(r"\\\.([NE])\\\.", r"\\.(?P<\1>\\d+)\\.", escaped))
+
+
+_PATTERNS = {_pattern(names): operator for names, operator in OPERATORS.items()}
 
 
 @functools.cache
@@ -64,11 +74,10 @@ def operator_of(parameter_name: str) -> str:
     Raises:
         ValueError: the name matches no operator.
     """
-    for pattern, name in _OUTSIDE:
-        if pattern.fullmatch(parameter_name):
-            return name
-    if layer := _LAYER.fullmatch(parameter_name):
-        for pattern, kind in _INSIDE:
-            if inside := pattern.fullmatch(layer[2]):
-                return ".".join(["layers", layer[1], kind, *inside.groups()])
-    raise ValueError(f"the parameter {parameter_name} belongs to no operator that is known")
+    for pattern, operator in _PATTERNS.items():
+        if found := pattern.fullmatch(parameter_name):
+            return re.sub("[NE]", lambda number: found[number[0]], operator)
+    raise ValueError(
+        f"the parameter {parameter_name} belongs to no operator that is known: give it one of the names "
+        f"{', '.join(OPERATORS)}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -13,29 +14,40 @@ from moc.state.interface import FreezingError
 from moc.state.operators import Operator, operator_of
 from moc.state.region import Region
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class ReplicatedState:
     """A :class:`moc.state.interface.TrainingState` of data-parallel replicas; operators cannot be frozen.
 
+    The state of the optimizer is that of torch, bit by bit, if an update reaches all parameters of an operator or none.
+
     Args:
-        parameters: parameters by their names in checkpoints, which are Megatron's: ``embedding.*``,
-            ``decoder.layers.N.self_attention.*``, ``decoder.layers.N.mlp.router.*``,
-            ``decoder.layers.N.mlp.experts.experts.E.*``, ``output_layer.*`` (:func:`moc.state.operators.operator_of`).
-        optimizer: torch's Adam or AdamW.
+        parameters: parameters by their names in checkpoints, which are Megatron's
+            (:data:`moc.state.operators.OPERATORS`); all that the optimizer updates.
+        optimizer: torch's Adam, AdamW or SGD, with all its parameter groups.
         rank: rank of this worker.
 
     Raises:
-        ValueError: a parameter belongs to no known operator.
+        ValueError: a parameter belongs to no known operator, the optimizer updates one that has no name here, or it
+            keeps a state that is not known.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Adam, rank: int):
+    def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int):
         self._parameters, self._optimizer, self._rank = dict(parameters), optimizer, rank
         self._operators = {name: operator_of(name) for name in self._parameters}
-        for parameter in self._parameters.values():  # torch would create this state only in the first update
-            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            self._optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        self._moments = {parameter: _primed(optimizer, group, parameter) for parameter, group in self._updated()}
+
+    def _updated(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """Yields the parameters that the optimizer updates, with their groups."""
+        named = set(self._parameters.values())
+        for number, group in enumerate(self._optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in named:
+                    told = group["param_names"][place] if "param_names" in group else f"{place} of group {number}"
+                    raise ValueError(
+                        f"parameter {told} of the optimizer, of shape {tuple(parameter.shape)}, has no name of its own "
+                        "in the state, so it would not be saved: name every parameter that is updated"
+                    )
+                yield parameter, group
 
     def operators(self) -> list[str]:
         """Names of the operators, in model order."""
@@ -59,16 +71,16 @@ class ReplicatedState:
                 owned = OwnedSlice(parameter, 0, parameter.numel(), self._slots(parameter, detail), sharded=False)
                 yield from fragments_of(owned, [piece])
 
-    def _slots(self, parameter: torch.nn.Parameter, detail: Detail) -> dict[str, torch.Tensor]:
-        weights, moments = parameter.detach(), self._optimizer.state[parameter]
+    def _slots(self, parameter: torch.Tensor, detail: Detail) -> dict[str, torch.Tensor]:
+        weights = parameter.detach()
         if detail is Detail.COMPUTE:
             slots = {"param": weights}
-        elif detail is Detail.GRAD:
+        elif detail is Detail.GRAD and parameter in self._moments:
             if parameter.grad is None:  # allocated for loading
                 parameter.grad = torch.zeros_like(parameter)
             slots = {"grad": parameter.grad}
-        else:
-            slots = {"master": weights} | {moment: moments[moment] for moment in MOMENTS}
+        else:  # what the optimizer does not update is saved without moments
+            slots = {"master": weights} | self._moments.get(parameter, {})
         return {slot: values.view(-1) for slot, values in slots.items() if detail.holds(slot)}
 
     @torch.no_grad()
@@ -87,17 +99,22 @@ class ReplicatedState:
         """No-op: each worker loads all weights."""
 
     def steps(self) -> dict[str, int]:
-        """Number of updates of each operator's moments."""
-        return {self._operators[name]: int(self._count(parameter)) for name, parameter in self._parameters.items()}
+        """Number of updates of each operator's moments; empty for SGD, which does not count."""
+        counts: dict[str, int] = {}
+        for name, counter in self._counters():  # the most: a parameter without gradients counts none
+            counts[self._operators[name]] = max(counts.get(self._operators[name], 0), int(counter))
+        return counts
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
         """Sets the number of updates by operator."""
-        for name, parameter in self._parameters.items():
+        for name, counter in self._counters():
             if self._operators[name] in steps:
-                self._count(parameter).fill_(steps[self._operators[name]])
+                counter.fill_(steps[self._operators[name]])
 
-    def _count(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self._optimizer.state[parameter]["step"]
+    def _counters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._parameters.items():
+            if parameter in self._moments and "step" in self._optimizer.state[parameter]:
+                yield name, self._optimizer.state[parameter]["step"]
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -111,7 +128,9 @@ class ReplicatedState:
             FreezingError: ``operators`` is not empty.
         """
         if frozen := list(operators):
-            raise FreezingError(f"this model cannot freeze {frozen[0]}: take a policy without replay of windows")
+            raise FreezingError(
+                f"replicated state cannot freeze {frozen[0]}: choose --ckpt-policy full, which does without"
+            )
 
     def activate(self, operators: Iterable[str]) -> None:
         """No-op: no operator is ever frozen."""
@@ -123,3 +142,26 @@ def _operator(name: str, size: int) -> Operator:
         return Operator(name, name, None, None, size)
     layer, kind, *expert = place
     return Operator(name, kind, int(layer), int(expert[0]) if expert else None, size)
+
+
+def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Creates the state that torch would create in the first update, with the same outcome; returns the moments.
+
+    Raises:
+        ValueError: the optimizer keeps another state.
+    """
+    kind, state = type(optimizer), optimizer.state[parameter]
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        slots, begins = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 2 + group["amsgrad"]], 0.0
+        on = parameter.device if group["capturable"] or group["fused"] else "cpu"  # as torch has it
+        state.setdefault("step", torch.zeros((), device=on))
+    elif kind is torch.optim.SGD and not group["dampening"]:
+        # torch's first buffer is the gradient itself: only -0.0 + x is x for each x, bit by bit
+        slots, begins = ("momentum_buffer",) if group["momentum"] else (), -0.0
+    else:
+        what = "SGD with dampening" if kind is torch.optim.SGD else kind.__name__
+        raise ValueError(
+            f"ReplicatedState knows the state of torch's Adam, AdamW and SGD without dampening, not of {what}: take "
+            "one of them, or implement moc.TrainingState for it"
+        )
+    return {slot: state.setdefault(slot, torch.full_like(parameter, begins)).detach() for slot in slots}

@@ -16,7 +16,7 @@ from megatron.pretraining.model.build import build_gpt, transformer_config  # no
 from megatron.pretraining.model.parameters import unpartitioned_parameters  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
 from megatron.pretraining.presets import PRESETS  # noqa: E402
-from moc.state.operators import operator_of  # noqa: E402
+from moc.state.operators import OPERATORS, operator_of  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402
 
 RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100)
@@ -80,8 +80,9 @@ def test_operator_of_a_parameter(parameter, operator):
     ],
 )
 def test_an_unknown_name_is_an_error_that_names_it(name):
-    with pytest.raises(ValueError, match=f"the parameter {name} "):
+    with pytest.raises(ValueError, match=f"the parameter {name} ") as error:
         operator_of(name)
+    assert all(known in str(error.value) for known in OPERATORS)
 
 
 def operators(config: Config, vocabulary: int):

@@ -103,3 +103,85 @@ def test_gradients_can_be_loaded_where_none_were_computed():
     optimizer.step()
     other.step()
     assert all(torch.equal(parameters[name], fresh[name]) for name in NAMES)
+
+
+SGD = [dict(momentum=0.9), dict(momentum=0.9, nesterov=True, weight_decay=0.1), dict(momentum=0.9, foreach=True), {}]
+OPTIMIZERS = [
+    *((torch.optim.SGD, more) for more in SGD),
+    *((kind, dict(amsgrad=amsgrad)) for kind in (torch.optim.Adam, torch.optim.AdamW) for amsgrad in (False, True)),
+]
+
+
+def bits(parameters, optimizer):
+    """All that goes on: weights and moments, in which -0.0 is not 0.0."""
+    states = [optimizer.state[one] for one in parameters.values()]
+    tensors = [one for state in states for slot, one in sorted(state.items()) if slot != "step" and one is not None]
+    return [one.detach().numpy().tobytes() for one in (*parameters.values(), *tensors)]
+
+
+@pytest.mark.parametrize(("kind", "more"), OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("updates", [0, 1, 2])
+def test_the_optimizers_state_is_that_of_torch(kind, more, updates):
+    def begun():
+        parameters = made()[0]
+        return parameters, kind(parameters.values(), lr=0.1, **more)
+
+    def go_on(parameters, optimizer, iteration):
+        torch.manual_seed(iteration)
+        for parameter in parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+            parameter.grad[0] = -0.0
+        optimizer.step()
+
+    (plain, torchs), (lost, its), (found, other) = begun(), begun(), begun()
+    state, fresh = ReplicatedState(lost, its, 0), ReplicatedState(found, other, 0)
+    views = list(state.fragments(OPERATORS, Detail.FULL))  # stay valid
+    for iteration in range(updates):
+        go_on(plain, torchs, iteration)
+        go_on(lost, its, iteration)
+    assert not updates or bits(plain, torchs) == bits(lost, its)
+    saved = {(one.name, one.slot): one.view.clone() for one in views}
+    for one in fresh.fragments(OPERATORS, Detail.FULL):
+        fresh.load(one, saved[one.name, one.slot])
+    fresh.set_steps(state.steps())
+    for iteration in range(updates, 4):
+        go_on(plain, torchs, iteration)
+        go_on(found, other, iteration)
+    assert bits(plain, torchs) == bits(found, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [(torch.optim.RMSprop, {}, "not of RMSprop"), (torch.optim.SGD, dict(momentum=0.9, dampening=0.1), "dampening")],
+    ids=str,
+)
+def test_an_optimizer_whose_state_is_not_known_is_refused(kind, more, said):
+    parameters = made()[0]
+    with pytest.raises(ValueError, match=f"{said}.*TrainingState"):
+        ReplicatedState(parameters, kind(parameters.values(), lr=0.1, **more), 0)
+
+
+def test_a_parameter_that_is_updated_and_not_named_is_refused():
+    parameters = made()[0]
+    named = {name: one for name, one in parameters.items() if name != NAMES[2]}
+    with pytest.raises(ValueError, match=r"parameter 2 of group 0 of the optimizer, of shape \(4, 3\), has no name"):
+        ReplicatedState(named, torch.optim.SGD(parameters.values(), lr=0.1), 0)
+    with pytest.raises(ValueError, match=f"parameter {NAMES[2]} of the optimizer"):
+        ReplicatedState(named, torch.optim.SGD(parameters.items(), lr=0.1), 0)
+
+
+def test_what_is_not_updated_is_saved_alone():
+    buffer = {"decoder.layers.0.mlp.router.bias": torch.ones(3)}
+    parameters, optimizer, _ = made()
+    state = ReplicatedState(parameters | buffer, optimizer, 0)
+    slots = {detail: [f.slot for f in state.fragments(OPERATORS, detail) if f.name in buffer] for detail in Detail}
+    assert slots == {Detail.FULL: ["master"], Detail.MASTER: ["master"], Detail.MOMENTS: [],
+                     Detail.COMPUTE: ["param"], Detail.GRAD: []}  # fmt: skip
+
+
+def test_a_parameter_without_gradients_does_not_hide_the_updates_of_others():
+    parameters = made()[0] | {"output_layer.bias": torch.nn.Parameter(torch.zeros(3))}
+    optimizer = torch.optim.Adam(parameters.values())
+    state = ReplicatedState(parameters, optimizer, 0)
+    update({name: one for name, one in parameters.items() if name in NAMES}, optimizer)
+    assert state.steps()["output"] == 1
