@@ -54,7 +54,7 @@ class Selective(Policy):
         sizes: of snapshots; empty until they are known.
 
     Raises:
-        ValueError: a setting is invalid.
+        ValueError: a setting is invalid, or the model has no experts.
     """
 
     exact: ClassVar[bool] = False
@@ -76,11 +76,13 @@ class Selective(Policy):
         for name, value, choices in (("rule", self.rule, RULES), ("score", self.score, SCORES)):
             if value not in choices:
                 raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
-        fewest = min(self.num_experts.values(), default=0)
+        if not self.num_experts:
+            raise ValueError("the model has no experts to select: choose --ckpt-policy full")
+        fewest = min(self.num_experts.values())
         if self.experts is not None and not 1 <= self.experts <= fewest:
             raise ValueError(
                 f"{self.experts} experts of each layer cannot be in a snapshot, of {fewest}: set --selective-experts "
-                "to at most that, or choose --ckpt-policy full for a model without experts"
+                "to at most that"
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
@@ -123,7 +125,7 @@ class Selective(Policy):
         Raises:
             ValueError: a budget leaves no room for an expert.
         """
-        if self.experts or not self.num_experts:
+        if self.experts:
             return
         dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
         experts = {one.place: one.name for one in self.operators if one.place is not None}
@@ -146,7 +148,7 @@ class Selective(Policy):
         """
         if not self.interval.due(iteration):
             return None
-        if not self.told.based or not self.num_experts:
+        if not self.told.based:
             return self.everything(iteration)
         if iteration % self.iterations_apart:
             return None
@@ -251,7 +253,7 @@ class Selective(Policy):
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
-        number = min(limit.total() for limit in self.limits().values()) / max(1, len(self.num_experts))
+        number = min(limit.total() for limit in self.limits().values()) / len(self.num_experts)
         return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
 
     def reason(self) -> str | None:

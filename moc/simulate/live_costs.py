@@ -193,7 +193,7 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
 def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
     """Full snapshots, or some experts of each layer, at an interval; and the expected PLT."""
     price = run.price(name, options)
-    nbytes, k, most = price.size.busiest, price.k, max(run.saved.by_k)
+    nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
     fewer = k is not None and k < most
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     stall_s = max(0.0, copy_s - run.forward_backward_s)

@@ -222,6 +222,12 @@ def test_settings_that_make_no_sense_are_refused(settings):
         Selective(OPERATORS, Every(1), **settings)
 
 
+@pytest.mark.parametrize("settings", [{}, dict(experts=1), dict(local_gb=1.0)])
+def test_a_model_without_experts_is_refused(settings):
+    with pytest.raises(ValueError, match="^the model has no experts to select: choose --ckpt-policy full$"):
+        Selective(operators((0, 0)), Every(1), **settings)
+
+
 def asked(**flags) -> SimpleNamespace:
     defaults = {flag.name: flag.default for flag in FLAGS}
     others = dict(ckpt_tier="peers", persist_interval=None, snapshot_interval="2", mtbf_s=1.0)

@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 
+from moc.policy import POLICIES
 from moc.policy.window import OperatorBytes
 from moc.sharding import Layout
 from moc.simulate.engine import SimulatedJob, simulate
@@ -110,6 +111,12 @@ def test_experts_go_to_storage_with_each_snapshot():
 def test_a_limit_on_lost_tokens_makes_intervals_short():
     found = [chosen(running(copy_s=20.0, write_s=2.0), policies=("pec",), plt=plt).best for plt in (1.0, 0.001)]
     assert found[0].saving.interval > found[1].saving.interval and found[0].plt > 0.001 >= found[1].plt
+
+
+def test_without_experts_only_what_is_exact_is_proposed():
+    dense = dataclasses.replace(SAVED, by_k={}, stages=[[OperatorBytes(REST / 4, REST / 24)] * 4])
+    found = every_candidate(running("memory", saved=dense), 3600.0, LIMITS)
+    assert {one.saving.name for one in found} == {"full", "sparse"} == {name for name in NAMES if POLICIES[name].exact}
 
 
 def test_everybody_replays_a_window():
