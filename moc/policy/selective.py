@@ -221,10 +221,10 @@ class Selective(Policy):
 
         Snapshots are further apart where a budget would leave no room for an expert.
         """
-        layers, seen = len(self.num_experts), self.interval
+        seen = self.interval
         if self.experts is not None:
-            return {"experts": number_of_experts(self._places, self.experts * layers)}
-        limits = {"experts": number_of_experts(self._places, len(self._places))}
+            return {"experts": self._number}
+        limits = {"experts": self._number}
         if not self.sizes or not isinstance(seen, SelectiveTuner):
             return limits
         sizes, apart = self.sizes[0], self.iterations_apart
@@ -284,7 +284,7 @@ class Selective(Policy):
         unsaved, limits = _minus(load, never | saved), list(self.limits().values())
         if self.rule == "proportional":
             return proportional(unsaved, limits)
-        ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved_at)
+        ages = {layer: [iteration - at for at in row] for layer, row in (never | saved_at).items()}
         return per_byte(scores(unsaved, ages, self.score), ages, self._oldest(limits), limits)
 
     def _oldest(self, limits: Iterable[Limit]) -> int:
@@ -298,9 +298,10 @@ class Selective(Policy):
         for layer, row in self._zeros().items():
             saved.setdefault(layer, row)
             saved_at.setdefault(layer, list(row))
-        for one in self.operators:
-            if one.place is not None and plan.operators.get(one.name) is Detail.FULL:
-                layer, expert = one.place
+        for name, detail in plan.operators.items():
+            place = self._places_of[name]
+            if place is not None and detail is Detail.FULL:
+                layer, expert = place
                 saved_at[layer][expert] = plan.iteration
                 if layer in tokens:
                     saved[layer][expert] = tokens[layer][expert]
@@ -315,7 +316,8 @@ class Selective(Policy):
         told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
 
     def _planned(self, iteration: int, experts: Experts) -> SnapshotPlan:
-        names = [one.name for one in self.operators if one.place is None or one.place[1] in experts[one.place[0]]]
+        chosen = {(layer, expert) for layer, row in experts.items() for expert in row}
+        names = [name for name, place in self._places_of.items() if place is None or place in chosen]
         complete = len(names) == len(self.operators)
         return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete)
 
@@ -323,8 +325,18 @@ class Selective(Policy):
         return {layer: [0] * number for layer, number in self.num_experts.items()}
 
     @cached_property
+    def _places_of(self) -> dict[str, Place | None]:
+        return {one.name: one.place for one in self.operators}
+
+    @cached_property
     def _places(self) -> list[Place]:
-        return [one.place for one in self.operators if one.place is not None]
+        return [place for place in self._places_of.values() if place is not None]
+
+    @cached_property
+    def _number(self) -> Limit:
+        """The limit of ``experts``, of all if they are not fixed."""
+        fixed = self.experts and self.experts * len(self.num_experts)
+        return number_of_experts(self._places, fixed or len(self._places))
 
     @cached_property
     def num_experts(self) -> dict[int, int]:

@@ -168,6 +168,18 @@ def test_replicas_save_whole_experts_in_turn_so_room_is_left_for_one():
     assert sizes.least_of_rank == 110
 
 
+def test_limits_stay_the_same_while_measurements_do():
+    """Their tables, of all experts by rank, are not derived anew for each snapshot."""
+    policy = based(measured(Selective(OPERATORS, Every(1), tier="peers"), (150.0, 1.0), (75.0, 1.0)))
+    policy.on_sizes(Told())
+    before = policy.limits()
+    assert len(before) == 3 and all(policy.limits()[name] is limit for name, limit in before.items())
+    measured(policy, copied=(260.0, 1.0), iterations=2 * BLOCK)
+    now = policy.limits()
+    assert [now[name] is before[name] for name in before] == [True, False, True]
+    assert now["local"].room[0] > before["local"].room[0]
+
+
 def test_storage_gets_the_experts_that_it_lacks():
     policy = Selective(OPERATORS, Every(1), experts=1, persist_interval=4)
     first = policy.everything(1)
