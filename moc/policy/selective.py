@@ -26,7 +26,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, refusals
+from moc.policy.selective_flags import FLAGS, MLT_LIMIT, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -48,6 +48,7 @@ class Selective(Policy):
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
         max_age: iterations after which an expert is saved first; None for 4 E / S.
+        mlt_limit: proportion of the training's tokens that faults may lose without a warning.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         told: what the policy was told; stored with snapshots.
@@ -67,6 +68,7 @@ class Selective(Policy):
     rule: str = "per-byte"
     score: str = "tokens-age"
     max_age: int | None = None
+    mlt_limit: float = MLT_LIMIT
     tier: str = "memory"
     persist_interval: int | None = None
     told: SelectiveState = field(default_factory=SelectiveState, compare=False)
@@ -93,6 +95,11 @@ class Selective(Policy):
     def refusals(cls, asked: Asked) -> Iterator[str]:
         """As :meth:`Policy.refusals`."""
         return refusals(asked)
+
+    @classmethod
+    def most_lost(cls, asked: Asked) -> float:
+        """As :meth:`Policy.most_lost`."""
+        return asked.selective_mlt_limit
 
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
@@ -238,6 +245,21 @@ class Selective(Policy):
         elif remote is not None:
             limits["remote"] = sizes.by_rank(max(remote * apart, sizes.least_of_rank))
         return limits
+
+    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
+        """As :meth:`Policy.at_risk`: the momentary lost tokens and those lost already, against ``mlt_limit``."""
+        mlt = self.told.mlt
+        after = plt + mlt / train_iters
+        if after <= self.mlt_limit:
+            return None
+        budgets = "--selective-local-gb" + (" and --selective-remote-gb" if self.tier == "peers" else "")
+        text = (
+            f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
+            f"--selective-mlt-limit {self.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults have "
+            f"lost {plt:.3%} before; raise {'--selective-experts' if self.experts else budgets}, or lower "
+            "--snapshot-interval"
+        )
+        return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(self.num_experts)}
 
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.

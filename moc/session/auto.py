@@ -64,7 +64,7 @@ class AutoLimits:
         replicas: other nodes that keep copies; None to choose.
         exact_only: a recovered run must be bit-identical.
         host_memory_gb: of a node's memory for snapshots and logs; None for no limit.
-        plt: upper limit of the expected proportion of lost tokens.
+        plt: by policy, the upper limit of the expected proportion of lost tokens.
         mtbf_hours: mean hours between failures; None to use the measured one.
         parallel: tensor-, pipeline- and expert-parallel sizes.
         has_experts: the model has experts, whose tokens are counted from the start.
@@ -74,7 +74,7 @@ class AutoLimits:
     replicas: int | None
     exact_only: bool
     host_memory_gb: float | None
-    plt: float
+    plt: Mapping[str, float]
     mtbf_hours: float | None
     parallel: tuple[int, int, int]
     has_experts: bool
@@ -213,7 +213,7 @@ class AutoPolicy:
     def _limits_given(self) -> list:
         """Identifies the limits; a choice made under others is void."""
         asked = self._asked
-        return [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, asked.plt, asked.mtbf_hours]
+        return [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, dict(asked.plt), asked.mtbf_hours]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ class AutoPolicy:
         return PlanLimits(
             exact_only=asked.exact_only,
             host_bytes=None if asked.host_memory_gb is None else 1e9 * asked.host_memory_gb,
-            plt=asked.plt,
+            plt_by_policy=asked.plt,
             policies=tuple(name for name in NAMES if self._may_be(name)),
             replicas=self._replicas,
         )

@@ -87,3 +87,6 @@ def test_a_lost_nodes_experts_come_back_from_its_peers(data, tmp_path):
         sources = [tuple(source) for source in resumed["sources"]]
         assert {tier for _, tier in sources} == {"memory"} and len(sources) >= 3, sources
         assert 0 < lost["plt"] < 9 / resumed["iteration"]
+        # with a quarter of the experts in a snapshot, more than 3 % of so short a training is at risk
+        before, _after = job.events("at_risk")
+        assert before["iteration"] < 20 and before["plt"] > 0.03 and before["mlt_sum"] > before["mlt"] > 0

@@ -89,6 +89,19 @@ def test_momentary_lost_tokens_are_those_that_the_newest_snapshot_lacks():
     assert policy.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
 
 
+def test_a_fault_that_would_lose_too_many_tokens_of_the_training_is_warned_of():
+    """0.3 iterations, in the mean over two layers, of a training of 20: 1.5 %."""
+    policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
+    take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})
+    assert policy.mlt_limit == 0.03 and policy.at_risk(0.0149, 20) is None
+    text, fields = policy.at_risk(0.0151, 20)
+    assert fields == pytest.approx({"plt": 0.0301, "lost": 0.0151, "mlt": 0.3, "mlt_sum": 0.6})
+    assert "to 3.010% of this training's" in text and "raise --selective-experts, or lower --snapshot" in text
+    for tier, flags in (("memory", "local-gb"), ("peers", "local-gb and --selective-remote-gb")):
+        other = Selective(OPERATORS, Every(1), tier=tier, mlt_limit=0.01, told=policy.told)
+        assert f"raise --selective-{flags}, or lower" in other.at_risk(0.0, 20)[0]
+
+
 def test_asking_changes_nothing_and_tokens_must_be_counted():
     policy = based(Selective(OPERATORS, Every(1), experts=1))
     assert policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4}) == policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4})

@@ -119,6 +119,13 @@ def test_without_experts_only_what_is_exact_is_proposed():
     assert {one.saving.name for one in found} == {"full", "sparse"} == {name for name in NAMES if POLICIES[name].exact}
 
 
+def test_a_policy_may_have_a_limit_on_lost_tokens_of_its_own():
+    run, limit = running(copy_s=20.0, write_s=2.0), {"selective": 0.01}
+    free, own = (chosen(run, policies=("selective",), plt=1.0, plt_by_policy=of).best for of in ({}, limit))
+    assert free.plt > 0.01 >= own.plt and free.saving.interval > own.saving.interval
+    assert chosen(run, policies=("pec",), plt=1.0, plt_by_policy=limit).best.plt > 0.01
+
+
 def test_everybody_replays_a_window():
     run = running(copy_s=1.2, write_s=1.2)
     found = chosen(run, policies=("sparse",)).best
