@@ -109,17 +109,22 @@ class Selective(Policy):
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: the most experts whose copy hides, as budgets would choose."""
-        hidden = [k for k in machine.ks if machine.with_experts(k).busiest <= machine.hidden_s * machine.rate]
-        return ({"experts": k} for k in ([max(hidden)] if hidden else machine.ks[:1]))
+        """As :meth:`Policy.candidates`: every number of experts whose copy hides; one if none does.
+
+        Budgets would choose the most; with fewer, snapshots may follow each other faster.
+        """
+        room = machine.hidden_s * machine.rate
+        hidden = [k for k in machine.ks if machine.with_experts(k).busiest <= room]
+        return ({"experts": k} for k in hidden or machine.ks[:1])
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; by default with the experts of :meth:`candidates`."""
+        """As :meth:`Policy.price`; by default with the most experts of :meth:`candidates`."""
         if not machine.num_experts:
             return Price(machine.everything)
-        k = settings.get("experts") or next(cls.candidates(machine))["experts"]
-        return Price(machine.with_experts(k), k=k)
+        k = settings.get("experts") or max(one["experts"] for one in cls.candidates(machine))
+        at_risk = None if machine.at_risk is None else machine.at_risk(k / machine.num_experts)
+        return Price(machine.with_experts(k), k=k, at_risk=at_risk)
 
     @classmethod
     def described(cls, settings: Settings) -> str:

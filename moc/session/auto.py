@@ -24,7 +24,7 @@ from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
 from moc.policy.pec import busiest_by_experts
-from moc.policy.plan import Busiest
+from moc.policy.plan import Busiest, Load
 from moc.policy.sparse import operators_by_stage
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
@@ -151,8 +151,11 @@ class AutoPolicy:
         """Records the measurements of one iteration."""
         self._measured.observe(seen)
 
-    def plans_anew(self, iteration: int) -> bool:
-        """Whether another policy is in force from here on, asked between two iterations; reports the reason."""
+    def plans_anew(self, iteration: int, load: Load | None = None) -> bool:
+        """Whether another policy is in force from here on, asked between two iterations; reports the reason.
+
+        ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.
+        """
         figures = self._measured.figures
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
@@ -162,7 +165,7 @@ class AutoPolicy:
         if cause is None:
             return False
         self._basis, self._looked = figures, iteration
-        return self._choose(iteration, self._running(figures), cause)
+        return self._choose(iteration, self._running(figures, load), cause)
 
     def ends(self) -> None:
         """The whole state is about to be saved in good order: a resume from it counts as no failure."""
@@ -241,9 +244,9 @@ class AutoPolicy:
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
 
-    def _running(self, figures: Mapping[str, float]) -> Running:
+    def _running(self, figures: Mapping[str, float], load: Load | None) -> Running:
         measured = {name: figures[name] for name in figures if name != "mtbf_s"}
-        return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured)
+        return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured, loads=load)
 
     def _limits(self) -> PlanLimits:
         asked = self._asked

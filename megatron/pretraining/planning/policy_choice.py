@@ -111,8 +111,8 @@ def _running(
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
     found, nodes = figures("--explain-policy", names, args, config, operators, layout)
     tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
-    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
-    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
+    saved = saved_by_rules(operators, layout, state)
+    return Running(tier, nodes, -(-layout.world // nodes), saved, loads=None, **found)
 
 
 def figures(

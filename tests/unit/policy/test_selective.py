@@ -1,5 +1,6 @@
 """The policy ``selective``: what a snapshot holds, by which budgets, and what the policy remembers."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -280,16 +281,18 @@ def test_settings_from_flags():
     assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
 
 
-def test_the_most_experts_that_hide_are_the_candidate():
+def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_default():
     def machine(rate, ks=(1, 2, 4, 16)):
         of_k = lambda k: SnapshotSizes(10.0 * k, 30.0 * k)  # noqa: E731
         return Machine(3, SnapshotSizes(48.0, 144.0), of_k, ((),), 1.0, rate, ks)
 
-    assert list(Selective.candidates(machine(45.0))) == [{"experts": 4}]
+    assert list(Selective.candidates(machine(45.0))) == [{"experts": 1}, {"experts": 2}, {"experts": 4}]
     assert list(Selective.candidates(machine(5.0))) == [{"experts": 1}] and not list(
         Selective.candidates(machine(5.0, ()))
     )
     price = Selective.price(machine(45.0), {})
     assert (price.k, price.size.busiest) == (4, 40.0) and Selective.price(machine(45.0), {"experts": 2}).k == 2
-    assert Selective.price(machine(45.0, ()), {}).k is None
+    assert Selective.price(machine(45.0, ()), {}).k is None and price.at_risk is None
+    counted = dataclasses.replace(machine(45.0), at_risk=lambda share: 8 * share)
+    assert Selective.price(counted, {}).at_risk == 2.0  # 4 of 16
     assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")

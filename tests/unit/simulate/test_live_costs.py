@@ -126,6 +126,23 @@ def test_a_policy_may_have_a_limit_on_lost_tokens_of_its_own():
     assert chosen(run, policies=("pec",), plt=1.0, plt_by_policy=limit).best.plt > 0.01
 
 
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_where_few_experts_are_busy_those_with_the_most_to_lose_are_saved(tier):
+    """At the same cost, and with fewer tokens lost than in turn; without counts, both are expected to lose as many."""
+    few, equal = ({layer: row for layer in range(3)} for row in ([900, 90, 9, 1, 1, 1, 1, 1], [7] * EXPERTS))
+    run, both = running(tier, write_s=4.0), dict(mtbf_s=300.0, policies=("pec", "selective"))
+    plan = chosen(dataclasses.replace(run, loads=few), **both)
+    assert plan.best.saving.name == "selective" and plan.best.plt < 0.2 * plan.others[0].plt
+    assert plan.best.ettr == pytest.approx(plan.others[0].ettr)
+    for loads in (None, equal, {layer: [0] * EXPERTS for layer in range(3)}):
+        found = [
+            chosen(dataclasses.replace(run, loads=loads), 300.0, policies=(name,)).best for name in both["policies"]
+        ]
+        assert found[0].plt == pytest.approx(found[1].plt) and found[0].ettr == pytest.approx(found[1].ettr)
+    exact = chosen(dataclasses.replace(run, loads=few), 300.0, exact_only=True)
+    assert {one.saving.exact for one in (exact.best, *exact.others)} == {True}
+
+
 def test_everybody_replays_a_window():
     run = running(copy_s=1.2, write_s=1.2)
     found = chosen(run, policies=("sparse",)).best
