@@ -179,6 +179,11 @@ class Policy(ABC):
         return 1
 
     @property
+    def keeps_live(self) -> bool:
+        """Whether survivors keep live experts after a loss; of no effect if the policy is exact."""
+        return False
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether the policy needs the token counts of experts; by default, if it is not exact."""
         return not self.exact

@@ -26,7 +26,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, MLT_LIMIT, refusals
+from moc.policy.selective_flags import FLAGS, MLT_LIMIT, SURVIVORS, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -49,6 +49,7 @@ class Selective(Policy):
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
         max_age: iterations after which an expert is saved first; None for 4 E / S.
         mlt_limit: proportion of the training's tokens that faults may lose without a warning.
+        survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         told: what the policy was told; stored with snapshots.
@@ -69,13 +70,15 @@ class Selective(Policy):
     score: str = "tokens-age"
     max_age: int | None = None
     mlt_limit: float = MLT_LIMIT
+    survivors: str = "reload"
     tier: str = "memory"
     persist_interval: int | None = None
     told: SelectiveState = field(default_factory=SelectiveState, compare=False)
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
-        for name, value, choices in (("rule", self.rule, RULES), ("score", self.score, SCORES)):
+        chosen = ("rule", self.rule, RULES), ("score", self.score, SCORES), ("survivors", self.survivors, SURVIVORS)
+        for name, value, choices in chosen:
             if value not in choices:
                 raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
         if not self.num_experts:
@@ -265,6 +268,11 @@ class Selective(Policy):
             "--snapshot-interval"
         )
         return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(self.num_experts)}
+
+    @property
+    def keeps_live(self) -> bool:
+        """As :meth:`Policy.keeps_live`."""
+        return self.survivors == "keep"
 
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.

@@ -242,7 +242,9 @@ def test_a_damaged_state_is_refused_by_name():
             Selective(OPERATORS, Every(1)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("settings", [dict(experts=0), dict(experts=5), dict(rule="best"), dict(score="age")])
+@pytest.mark.parametrize(
+    "settings", [dict(experts=0), dict(experts=5), dict(rule="best"), dict(score="age"), dict(survivors="all")]
+)
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(ValueError, match=r"choose|set --selective-experts to at most"):
         Selective(OPERATORS, Every(1), **settings)
