@@ -81,6 +81,12 @@ def test_an_expert_that_replicas_hold_comes_from_one_of_them():
     assert sources(plan) == dict.fromkeys(["embedding", *NAMES], (9, LIVE))
 
 
+def test_a_replica_that_is_an_iteration_behind_does_not_keep_its_state():
+    pieces = {rank: {"embedding": "same"} | dict.fromkeys(NAMES, "whole") for rank in range(3)}
+    plan = plan_of({0: 9, 1: 8}, pieces)
+    assert (plan.iteration, plan.keep) == (9, {0}) and {copy.target for copy in plan.copies} == {1, 2}
+
+
 def test_an_expert_is_not_put_together_from_parts_of_two_iterations():
     pieces = {0: {"embedding": "same", NAMES[0]: "left"}, 1: {"embedding": "same", NAMES[0]: "right"}}
     (found,) = live_states({0: 9}, pieces, "selective")
