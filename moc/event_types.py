@@ -195,6 +195,16 @@ EVENTS = {
             "oldest_storage": "oldest, where only --ckpt-dir survives",
         },
     ),
+    "at_risk": EventType(
+        "The next fault would lose too many tokens (selective); once in each start of a worker.",
+        {
+            "iteration": "of the newest snapshot",
+            "plt": "proportion of the whole training's tokens that would be lost then",
+            "lost": "of which faults have lost already",
+            "mlt": "momentary lost tokens, in iterations, mean over layers",
+            "mlt_sum": "the sum over layers (MoEtion, eq. 6)",
+        },
+    ),
     "choice": EventType(
         "A tuner or --ckpt-policy auto has chosen something new.",
         {"iteration": "iterations completed", "reason": "one sentence"},

@@ -110,7 +110,9 @@ def plan_anew(run: TrainingRun) -> None:
     Raises:
         PolicySwitched: on all workers, once the last snapshot is in storage.
     """
-    if run.auto is None or run.session.storage_fails or not run.auto.plans_anew(run.position.iteration):
+    if run.auto is None or run.session.storage_fails:
+        return
+    if not run.auto.plans_anew(run.position.iteration, run.session.load):
         return
     run.auto.ends()
     progress("save")

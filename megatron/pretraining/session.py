@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.pretraining.config import Config, ConfigError, train_iterations
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
-from moc.policy import AUTO, JobShape, owners, policy_named
+from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
@@ -75,7 +75,7 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         replicas=snapshot.replicas,
         exact_only=snapshot.exact_only,
         host_memory_gb=snapshot.host_memory_gb,
-        plt=snapshot.pec_plt_limit,
+        plt={name: kind.most_lost(snapshot) for name, kind in POLICIES.items()},
         mtbf_hours=snapshot.mtbf_hours,
         parallel=(*sizes, parallel.expert_model_parallel_size),
         has_experts=config.moe.num_experts is not None,

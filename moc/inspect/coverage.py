@@ -8,7 +8,7 @@ from typing import Any
 
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.policy import is_of_everything
-from moc.state.operators import operator_of
+from moc.state.operators import Operator, operator_of
 from moc.state.region import Region
 from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
@@ -88,6 +88,20 @@ def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
     except (LookupError, TypeError, ZeroDivisionError):
         raise ValueError("does not describe the shape of a model") from None
     return [operator for operator in wanted if operator not in there]
+
+
+def operators_of(shape: Any) -> list[Operator]:
+    """The operators of a model; only names and places are set.
+
+    Raises:
+        ValueError: the shape is invalid.
+    """
+    found = []
+    for name in missing_operators((), shape):
+        _, *inside = name.split(".")  # layers.N.kind, or layers.N.expert.E
+        kind, layer = (inside[1], int(inside[0])) if inside else (name, None)
+        found.append(Operator(name, kind, layer, int(inside[2]) if len(inside) > 2 else None, 0))
+    return found
 
 
 def _missing_operators(tensors: Iterable[str], shape: Any, where: str) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
+from moc.inspect.older import recovery_from, sentence, stale
 from moc.output import human, refused
 from moc.store.errors import CheckpointError
 
@@ -156,10 +157,19 @@ def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -
         details = Counter(entry.detail for entry in entries)
         updates = sorted({entry.step for entry in entries if entry.step is not None})
         told |= {"policy": checkpoint.policy, "layout": dict(checkpoint.layout), "state": held}
-        told |= {"details": dict(details), "updates": updates}
+        told |= {"details": dict(details), "updates": updates, "stale": _stale(checkpoint)}
     else:
         told |= {"weights": _files(checkpoint, checkpoint.weight_files), "optimizer_state": held}
     return told | {"complete": not problems, "problems": problems}
+
+
+def _stale(checkpoint: Checkpoint) -> dict[str, int]:
+    """By expert that this checkpoint lacks, the iteration of its newest state beside it."""
+    try:
+        way = recovery_from(checkpoint.directory)
+    except CheckpointError:
+        return {}
+    return {} if way is None else stale(way)
 
 
 def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
@@ -222,7 +232,7 @@ def _sentences_of_snapshot(about: dict) -> dict[str, str]:
     return {
         "policy": about["policy"],
         "layout": layout or "not said",
-        "operators": f"{details}{span}",
+        "operators": f"{details}{span}" + (f"; {sentence(about['stale'])}" if about["stale"] else ""),
         "state": _held(about["state"]),
     }
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from moc.policy.selection import Limit, Place, per_byte
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sizes:
     """Bytes of snapshots.
 
@@ -30,16 +30,11 @@ class Sizes:
 
         Replicas save whole experts in turn, so a rank may save up to one more than its mean share: room is left for it.
         """
-        room = {
-            rank: budget - self.dense.get(rank, 0) - most * (1 - 1 / ranks)
-            for rank, (most, ranks) in self._largest.items()
-        }
-        return Limit(_from_0(room), self.experts)
+        return _by_rank(self, budget)
 
     def by_node(self, received: float) -> Limit:
         """The limit of the bytes that each node receives; every node keeps copies for ``replicas`` others."""
-        sent = received / max(1, self.replicas)
-        return Limit(_from_0({node: sent - dense for node, dense in self._dense_of_nodes.items()}), self._of_nodes)
+        return _by_node(self, received)
 
     @cached_property
     def least_of_rank(self) -> int:
@@ -84,6 +79,21 @@ class Sizes:
         for rank, amount in ranks.items():
             found[self.nodes[rank]] = found.get(self.nodes[rank], 0) + amount
         return found
+
+
+@lru_cache(maxsize=8)  # budgets stay the same for many snapshots
+def _by_rank(sizes: Sizes, budget: float) -> Limit:
+    room = {
+        rank: budget - sizes.dense.get(rank, 0) - most * (1 - 1 / ranks)
+        for rank, (most, ranks) in sizes._largest.items()
+    }
+    return Limit(_from_0(room), sizes.experts)
+
+
+@lru_cache(maxsize=8)
+def _by_node(sizes: Sizes, received: float) -> Limit:
+    sent = received / max(1, sizes.replicas)
+    return Limit(_from_0({node: sent - dense for node, dense in sizes._dense_of_nodes.items()}), sizes._of_nodes)
 
 
 def fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:

@@ -112,6 +112,11 @@ class Pec(Policy):
         return chooses(asked)
 
     @classmethod
+    def most_lost(cls, asked: Asked) -> float:
+        """As :meth:`Policy.most_lost`."""
+        return asked.pec_plt_limit
+
+    @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         k, k_persist = experts_of(asked)

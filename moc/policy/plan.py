@@ -130,6 +130,11 @@ class Policy(ABC):
         return False
 
     @classmethod
+    def most_lost(cls, asked: Asked) -> float:
+        """The limit on the tokens that faults may be expected to lose, a proportion of the training's; by default 1."""
+        return 1.0
+
+    @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """The policy fields that flags and job determine; by default, the fields that match by name.
 
@@ -172,6 +177,11 @@ class Policy(ABC):
     def window_length(self) -> int:
         """Number of snapshots in the current or last window, which together a run can resume from."""
         return 1
+
+    @property
+    def keeps_live(self) -> bool:
+        """Whether survivors keep live experts after a loss; of no effect if the policy is exact."""
+        return False
 
     @property
     def counts_tokens(self) -> bool:
@@ -259,6 +269,15 @@ class Policy(ABC):
             train_iters: iterations of the training, whose tokens the lost proportion refers to.
             in_memory: a memory tier holds every snapshot.
             in_storage: snapshots are persisted too.
+        """
+        return None
+
+    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
+        """A warning, as text and as event fields, if the next fault would lose too many tokens; None if it would not.
+
+        Args:
+            plt: tokens that faults have lost so far, as a proportion of those of the whole training.
+            train_iters: iterations of the whole training.
         """
         return None
 

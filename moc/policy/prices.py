@@ -35,6 +35,8 @@ class Machine:
         hidden_s: seconds of an iteration that a copy can overlap at no cost.
         rate: bytes per second of an overlapped copy.
         ks: candidate values of K, ascending, the last being all experts; empty without experts.
+        at_risk: tokens at risk right after a snapshot of a share of the experts, which are selected by popularity, in
+            iterations (:func:`moc.policy.risk.by_share`); None if nobody has counted tokens.
     """
 
     ranks: int
@@ -44,6 +46,7 @@ class Machine:
     hidden_s: float
     rate: float
     ks: Sequence[int] = ()
+    at_risk: Callable[[float], float] | None = field(default=None, hash=False)
 
     @property
     def num_experts(self) -> int:
@@ -60,9 +63,12 @@ class Price:
         snapshots: bytes of the busiest rank by snapshot; several form a window, one per iteration.
         k: experts of each layer that a checkpoint saves, the others being older; None for all.
         length: snapshots in the longest window of any stage.
+        at_risk: tokens at risk right after it if one is taken in each iteration, in iterations; None as if experts were
+            saved in turn.
     """
 
     size: Sizes
     snapshots: Sequence[float] = ()
     k: int | None = None
     length: int = 1
+    at_risk: float | None = None

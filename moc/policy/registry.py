@@ -100,6 +100,12 @@ def is_of_everything(name: str | None) -> bool:
     return kind is not None and kind.exact and not kind.replays
 
 
+def is_of_newest_experts(name: str | None) -> bool:
+    """Whether experts may be in older snapshots of a policy; False for a policy that is not installed."""
+    kind = None if name is None else POLICIES.get(name)
+    return kind is not None and not kind.exact
+
+
 def is_of_windows(name: str) -> bool:
     """Whether a window of snapshots forms one checkpoint; False for a policy that is not installed."""
     kind = POLICIES.get(name)

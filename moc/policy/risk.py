@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from moc.policy.pec_selection import sequential_experts
 from moc.policy.selection import Counts, Experts, Limit, per_byte, proportional, scores, steady_risk
@@ -110,6 +111,14 @@ def replay(loads: Sequence[Counts], choose: Choose, apart: int = 1, skipped: int
             found.append(lost_by_layer(unsaved, each))
     mlt = sum(map(sum, found)) / len(found)
     return Risk(mlt, mlt / max(1, len(found[0])), oldest)
+
+
+def by_share(loads: Sequence[Counts]) -> Callable[[float], float] | None:
+    """:func:`steady` by the share of experts in a snapshot; None if some layer has received no tokens."""
+    if not loads or not loads[0] or not all(of_iteration(loads).values()):
+        return None
+    number = sum(map(len, loads[0].values()))
+    return cache(lambda share: steady(loads, share * number))
 
 
 def steady(loads: Sequence[Counts], total: float, apart: int = 1) -> float:

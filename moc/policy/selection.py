@@ -9,6 +9,8 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TypeVar
 
 Counts = Mapping[int, Sequence[int]]
 """By layer and expert: tokens, or iterations."""
@@ -19,12 +21,14 @@ Place = tuple[int, int]
 Experts = dict[int, list[int]]
 """Chosen experts by layer, ascending."""
 
+Number = TypeVar("Number", int, float)
+
 RULES = ("per-byte", "proportional")
 
 SCORES = ("tokens", "tokens-age")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Limit:
     """One limit on a snapshot: bytes of each rank or node, or a number of experts.
 
@@ -38,6 +42,10 @@ class Limit:
 
     def total(self) -> int:
         """S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
+        return self._total
+
+    @cached_property
+    def _total(self) -> int:
         mean = sum(sum(bins.values()) for bins in self.cost.values()) / max(1, len(self.cost))
         return math.floor(sum(self.room.values()) / mean + 1e-9) if mean else len(self.cost)
 
@@ -47,28 +55,66 @@ def number_of_experts(places: Iterable[Place], number: int) -> Limit:
     return Limit({0: number}, {place: {0: 1} for place in places})
 
 
+@dataclass(frozen=True)
+class _Groups:
+    """Experts that take the same of the same bins: where one does not fit, none of its group does.
+
+    Attributes:
+        room: what each bin takes, of all limits.
+        costs: by group, what an expert takes of each bin.
+        rows: by layer and expert, its group.
+    """
+
+    room: list[float]
+    costs: list[tuple[tuple[int, float], ...]]
+    rows: dict[int, list[int]]
+
+
+@lru_cache(maxsize=16)  # limits stay the same for many snapshots
+def _groups(limits: tuple[Limit, ...]) -> _Groups:
+    bins = {at: number for number, at in enumerate((of, key) for of, one in enumerate(limits) for key in one.room)}
+    found: dict[tuple[tuple[int, float], ...], int] = {}
+    rows: dict[int, list[int]] = {}
+    for layer, expert in sorted(limits[0].cost):
+        of_each = (one.cost[layer, expert].items() for one in limits)
+        costs = tuple((bins[of, key], cost) for of, items in enumerate(of_each) for key, cost in items)
+        rows.setdefault(layer, []).append(found.setdefault(costs, len(found)))
+    return _Groups([room for limit in limits for room in limit.room.values()], list(found), rows)
+
+
 class _Rooms:
     """What is left of limits while experts are chosen."""
 
-    def __init__(self, limits: Sequence[Limit], share: float = 1.0):
-        self._limits = limits
-        self._left = [{key: share * room for key, room in limit.room.items()} for limit in limits]
+    def __init__(self, groups: _Groups, share: float = 1.0):
+        self._groups = groups
+        self._left = [share * room for room in groups.room]
 
-    def take(self, place: Place) -> bool:
-        """Takes an expert if it fits."""
-        costs = [limit.cost[place] for limit in self._limits]
-        if any(left[key] < cost for left, bins in zip(self._left, costs, strict=True) for key, cost in bins.items()):
-            return False
-        for left, bins in zip(self._left, costs, strict=True):
-            for key, cost in bins.items():
-                left[key] -= cost
+    def take(self, group: int) -> bool:
+        """Takes an expert of a group if it fits."""
+        left, costs = self._left, self._groups.costs[group]
+        for key, cost in costs:
+            if left[key] < cost:
+                return False
+        for key, cost in costs:
+            left[key] -= cost
         return True
+
+    def fill(self, order: Iterable[int], groups: Sequence[int], taken: bytearray) -> None:
+        """Takes those experts that fit, in order, and marks them; stops when no group has room."""
+        waiting = set(groups)
+        for place in order:
+            if taken[place] or (group := groups[place]) not in waiting:
+                continue
+            if self.take(group):
+                taken[place] = True
+                continue
+            waiting.remove(group)
+            if not waiting:
+                return
 
     def give(self, rest: float) -> None:
         """Adds a share of the limits."""
-        for left, limit in zip(self._left, self._limits, strict=True):
-            for key, room in limit.room.items():
-                left[key] += rest * room
+        self._left = [left + rest * room for left, room in zip(self._left, self._groups.room, strict=True)]
 
 
 def allocate(unsaved: Counts, total: int) -> dict[int, int]:
@@ -113,15 +159,16 @@ def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
         unsaved: P, tokens of each expert since it was last saved.
         limits: the budget; S_total is the smallest of theirs.
     """
-    rooms, chosen = _Rooms(limits), {}
+    groups, chosen = _groups(tuple(limits)), {}
+    rooms = _Rooms(groups)
     for layer, number in allocate(unsaved, min(limit.total() for limit in limits)).items():
-        fitting = (expert for expert in _descending(unsaved[layer]) if rooms.take((layer, expert)))
+        fitting = (expert for expert in _descending(unsaved[layer]) if rooms.take(groups.rows[layer][expert]))
         chosen[layer] = sorted(itertools.islice(fitting, number))
     return chosen
 
 
-def _descending(row: Sequence[int]) -> list[int]:
-    return sorted(range(len(row)), key=lambda expert: (-row[expert], expert))
+def _descending(row: Sequence[float]) -> list[int]:
+    return sorted(range(len(row)), key=row.__getitem__, reverse=True)  # ties: the lower number
 
 
 def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float, limits: Sequence[Limit]) -> Experts:
@@ -133,19 +180,19 @@ def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float
         max_age: experts older than this come first, oldest first, on at most half of the limits.
         limits: the budget.
     """
-    places = [(layer, expert) for layer, row in scores.items() for expert in range(len(row))]
-    old = sorted((place for place in places if _at(ages, place) > max_age), key=lambda place: -_at(ages, place))
-    rooms = _Rooms(limits, 0.5)
-    chosen = {place for place in old if rooms.take(place)}
+    known = _groups(tuple(limits))
+    groups, age = _flat(known.rows, scores), _flat(ages, scores)
+    rooms, taken = _Rooms(known, 0.5), bytearray(len(groups))
+    old = [place for place in range(len(age)) if age[place] > max_age]
+    rooms.fill(sorted(old, key=age.__getitem__, reverse=True), groups, taken)
     rooms.give(0.5)
-    # ties: model order
-    waiting = sorted((place for place in places if place not in chosen), key=lambda place: -_at(scores, place))
-    chosen |= {place for place in waiting if rooms.take(place)}
-    return {layer: [expert for expert in range(len(row)) if (layer, expert) in chosen] for layer, row in scores.items()}
+    rooms.fill(_descending(_flat(scores, scores)), groups, taken)
+    marks = iter(taken)
+    return {layer: list(itertools.compress(range(len(row)), marks)) for layer, row in scores.items()}
 
 
-def _at(table: Mapping[int, Sequence[float]], place: Place) -> float:
-    return table[place[0]][place[1]]
+def _flat(table: Mapping[int, Sequence[Number]], layers: Iterable[int]) -> list[Number]:
+    return list(itertools.chain.from_iterable(table[layer] for layer in layers))
 
 
 def scores(unsaved: Counts, ages: Counts, kind: str) -> dict[int, list[float]]:

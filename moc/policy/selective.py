@@ -26,7 +26,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, refusals
+from moc.policy.selective_flags import FLAGS, MLT_LIMIT, SURVIVORS, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -48,13 +48,15 @@ class Selective(Policy):
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
         max_age: iterations after which an expert is saved first; None for 4 E / S.
+        mlt_limit: proportion of the training's tokens that faults may lose without a warning.
+        survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         told: what the policy was told; stored with snapshots.
         sizes: of snapshots; empty until they are known.
 
     Raises:
-        ValueError: a setting is invalid.
+        ValueError: a setting is invalid, or the model has no experts.
     """
 
     exact: ClassVar[bool] = False
@@ -67,20 +69,25 @@ class Selective(Policy):
     rule: str = "per-byte"
     score: str = "tokens-age"
     max_age: int | None = None
+    mlt_limit: float = MLT_LIMIT
+    survivors: str = "reload"
     tier: str = "memory"
     persist_interval: int | None = None
     told: SelectiveState = field(default_factory=SelectiveState, compare=False)
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
-        for name, value, choices in (("rule", self.rule, RULES), ("score", self.score, SCORES)):
+        chosen = ("rule", self.rule, RULES), ("score", self.score, SCORES), ("survivors", self.survivors, SURVIVORS)
+        for name, value, choices in chosen:
             if value not in choices:
                 raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
-        fewest = min(self.num_experts.values(), default=0)
+        if not self.num_experts:
+            raise ValueError("the model has no experts to select: choose --ckpt-policy full")
+        fewest = min(self.num_experts.values())
         if self.experts is not None and not 1 <= self.experts <= fewest:
             raise ValueError(
                 f"{self.experts} experts of each layer cannot be in a snapshot, of {fewest}: set --selective-experts "
-                "to at most that, or choose --ckpt-policy full for a model without experts"
+                "to at most that"
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
@@ -93,6 +100,11 @@ class Selective(Policy):
         return refusals(asked)
 
     @classmethod
+    def most_lost(cls, asked: Asked) -> float:
+        """As :meth:`Policy.most_lost`."""
+        return asked.selective_mlt_limit
+
+    @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
@@ -100,17 +112,22 @@ class Selective(Policy):
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: the most experts whose copy hides, as budgets would choose."""
-        hidden = [k for k in machine.ks if machine.with_experts(k).busiest <= machine.hidden_s * machine.rate]
-        return ({"experts": k} for k in ([max(hidden)] if hidden else machine.ks[:1]))
+        """As :meth:`Policy.candidates`: every number of experts whose copy hides; one if none does.
+
+        Budgets would choose the most; with fewer, snapshots may follow each other faster.
+        """
+        room = machine.hidden_s * machine.rate
+        hidden = [k for k in machine.ks if machine.with_experts(k).busiest <= room]
+        return ({"experts": k} for k in hidden or machine.ks[:1])
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; by default with the experts of :meth:`candidates`."""
+        """As :meth:`Policy.price`; by default with the most experts of :meth:`candidates`."""
         if not machine.num_experts:
             return Price(machine.everything)
-        k = settings.get("experts") or next(cls.candidates(machine))["experts"]
-        return Price(machine.with_experts(k), k=k)
+        k = settings.get("experts") or max(one["experts"] for one in cls.candidates(machine))
+        at_risk = None if machine.at_risk is None else machine.at_risk(k / machine.num_experts)
+        return Price(machine.with_experts(k), k=k, at_risk=at_risk)
 
     @classmethod
     def described(cls, settings: Settings) -> str:
@@ -123,7 +140,7 @@ class Selective(Policy):
         Raises:
             ValueError: a budget leaves no room for an expert.
         """
-        if self.experts or not self.num_experts:
+        if self.experts:
             return
         dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
         experts = {one.place: one.name for one in self.operators if one.place is not None}
@@ -146,7 +163,7 @@ class Selective(Policy):
         """
         if not self.interval.due(iteration):
             return None
-        if not self.told.based or not self.num_experts:
+        if not self.told.based:
             return self.everything(iteration)
         if iteration % self.iterations_apart:
             return None
@@ -219,10 +236,10 @@ class Selective(Policy):
 
         Snapshots are further apart where a budget would leave no room for an expert.
         """
-        layers, seen = len(self.num_experts), self.interval
+        seen = self.interval
         if self.experts is not None:
-            return {"experts": number_of_experts(self._places, self.experts * layers)}
-        limits = {"experts": number_of_experts(self._places, len(self._places))}
+            return {"experts": self._number}
+        limits = {"experts": self._number}
         if not self.sizes or not isinstance(seen, SelectiveTuner):
             return limits
         sizes, apart = self.sizes[0], self.iterations_apart
@@ -236,6 +253,26 @@ class Selective(Policy):
         elif remote is not None:
             limits["remote"] = sizes.by_rank(max(remote * apart, sizes.least_of_rank))
         return limits
+
+    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
+        """As :meth:`Policy.at_risk`: the momentary lost tokens and those lost already, against ``mlt_limit``."""
+        mlt = self.told.mlt
+        after = plt + mlt / train_iters
+        if after <= self.mlt_limit:
+            return None
+        budgets = "--selective-local-gb" + (" and --selective-remote-gb" if self.tier == "peers" else "")
+        text = (
+            f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
+            f"--selective-mlt-limit {self.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults have "
+            f"lost {plt:.3%} before; raise {'--selective-experts' if self.experts else budgets}, or lower "
+            "--snapshot-interval"
+        )
+        return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(self.num_experts)}
+
+    @property
+    def keeps_live(self) -> bool:
+        """As :meth:`Policy.keeps_live`."""
+        return self.survivors == "keep"
 
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.
@@ -251,7 +288,7 @@ class Selective(Policy):
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
-        number = min(limit.total() for limit in self.limits().values()) / max(1, len(self.num_experts))
+        number = min(limit.total() for limit in self.limits().values()) / len(self.num_experts)
         return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
 
     def reason(self) -> str | None:
@@ -282,7 +319,7 @@ class Selective(Policy):
         unsaved, limits = _minus(load, never | saved), list(self.limits().values())
         if self.rule == "proportional":
             return proportional(unsaved, limits)
-        ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved_at)
+        ages = {layer: [iteration - at for at in row] for layer, row in (never | saved_at).items()}
         return per_byte(scores(unsaved, ages, self.score), ages, self._oldest(limits), limits)
 
     def _oldest(self, limits: Iterable[Limit]) -> int:
@@ -296,9 +333,10 @@ class Selective(Policy):
         for layer, row in self._zeros().items():
             saved.setdefault(layer, row)
             saved_at.setdefault(layer, list(row))
-        for one in self.operators:
-            if one.place is not None and plan.operators.get(one.name) is Detail.FULL:
-                layer, expert = one.place
+        for name, detail in plan.operators.items():
+            place = self._places_of[name]
+            if place is not None and detail is Detail.FULL:
+                layer, expert = place
                 saved_at[layer][expert] = plan.iteration
                 if layer in tokens:
                     saved[layer][expert] = tokens[layer][expert]
@@ -313,7 +351,8 @@ class Selective(Policy):
         told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
 
     def _planned(self, iteration: int, experts: Experts) -> SnapshotPlan:
-        names = [one.name for one in self.operators if one.place is None or one.place[1] in experts[one.place[0]]]
+        chosen = {(layer, expert) for layer, row in experts.items() for expert in row}
+        names = [name for name, place in self._places_of.items() if place is None or place in chosen]
         complete = len(names) == len(self.operators)
         return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete)
 
@@ -321,8 +360,18 @@ class Selective(Policy):
         return {layer: [0] * number for layer, number in self.num_experts.items()}
 
     @cached_property
+    def _places_of(self) -> dict[str, Place | None]:
+        return {one.name: one.place for one in self.operators}
+
+    @cached_property
     def _places(self) -> list[Place]:
-        return [one.place for one in self.operators if one.place is not None]
+        return [place for place in self._places_of.values() if place is not None]
+
+    @cached_property
+    def _number(self) -> Limit:
+        """The limit of ``experts``, of all if they are not fixed."""
+        fixed = self.experts and self.experts * len(self.num_experts)
+        return number_of_experts(self._places, fixed or len(self._places))
 
     @cached_property
     def num_experts(self) -> dict[int, int]:

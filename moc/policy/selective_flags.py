@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from moc.policy.flags import Asked, PolicyFlag
 from moc.policy.selection import RULES, SCORES
 
+SURVIVORS = ("keep", "reload")
+
+MLT_LIMIT = 0.03
+"""Share of dropped tokens up to which MoEtion finds no loss of accuracy (section 4.1, Table 1)."""
+
 FLAGS = (
     PolicyFlag(
         "selective_experts",
@@ -57,6 +62,22 @@ FLAGS = (
         "Iterations after which an expert is saved first, whatever its score; by default 4 times as many as saving "
         "all experts in turn would take.",
         at_least=1,
+    ),
+    PolicyFlag(
+        "selective_mlt_limit",
+        float,
+        MLT_LIMIT,
+        "Largest proportion of lost tokens in the whole training: a warning says when the next fault would exceed it.",
+        above=0.0,
+        at_most=1.0,
+    ),
+    PolicyFlag(
+        "selective_survivors",
+        str,
+        "reload",
+        "Experts of surviving workers after the loss of another one: reloaded from snapshots like all others, or kept "
+        "as they are. With keep, nobody goes back where survivors have all dense state.",
+        choices=SURVIVORS,
     ),
 )
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moc.recovery.going_on import Course, goes_on
+from moc.recovery.live import given, whole_ranks
 from moc.recovery.scope import Logs, scope
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.state.operators import Operator
@@ -63,8 +64,9 @@ class RecoveryPlan:
     Attributes:
         iteration: that the job resumes from.
         keep: ranks that keep their state.
-        copies: from these to the others; empty if the others load.
-        way: checkpoints that the others load; None if they copy, or if all keep or continue.
+        copies: from survivors to the others, of what these do not load.
+        way: checkpoints that the others load; None if they copy, or if all keep or continue.  Of an inexact policy it
+            may have live state, which holders keep.
         courses: by pipeline stage, how its workers get here by themselves, for stages that do not keep their state;
             empty if all stages replay together.
         complete: ranks one iteration behind that have the reduced gradients, and complete the iteration.
@@ -109,7 +111,7 @@ def plans(
 ) -> Iterator[RecoveryPlan]:
     """Yields plans, the newest iteration first; arguments as those of :func:`moc.recovery.sources.recoveries`.
 
-    With ``exact`` off, live state is ignored: tokens lost by partial snapshots are counted from checkpoints alone.
+    With ``exact`` off, live state counts only where it is among the checkpoints (:mod:`moc.recovery.live`).
 
     Yields:
         Plans by which every rank reaches its whole state at the plan's iteration.  Memory is preferred to copies from
@@ -124,7 +126,9 @@ def plans(
         if copies is not None and (way is None or way.base.tier != MEMORY):
             yield RecoveryPlan(iteration, keep, copies)
         elif way is not None and len(way.moments) == 1:
-            yield RecoveryPlan(iteration, keep, (), way)
+            keep |= whole_ranks(way, inventory.live, inventory.pieces)
+            copies = tuple(RankCopy(*one) for one in given(way, inventory.live, inventory.pieces))
+            yield RecoveryPlan(iteration, keep, copies, way)
         elif by_stages is not None:
             yield by_stages
         elif way is not None:  # all ranks replay together

@@ -24,7 +24,7 @@ from moc.policy.full import Full
 from moc.policy.interval import BLOCK, BLOCKS
 from moc.policy.measurements import Measurements
 from moc.policy.pec import busiest_by_experts
-from moc.policy.plan import Busiest
+from moc.policy.plan import Busiest, Load
 from moc.policy.sparse import operators_by_stage
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
@@ -64,7 +64,7 @@ class AutoLimits:
         replicas: other nodes that keep copies; None to choose.
         exact_only: a recovered run must be bit-identical.
         host_memory_gb: of a node's memory for snapshots and logs; None for no limit.
-        plt: upper limit of the expected proportion of lost tokens.
+        plt: by policy, the upper limit of the expected proportion of lost tokens.
         mtbf_hours: mean hours between failures; None to use the measured one.
         parallel: tensor-, pipeline- and expert-parallel sizes.
         has_experts: the model has experts, whose tokens are counted from the start.
@@ -74,7 +74,7 @@ class AutoLimits:
     replicas: int | None
     exact_only: bool
     host_memory_gb: float | None
-    plt: float
+    plt: Mapping[str, float]
     mtbf_hours: float | None
     parallel: tuple[int, int, int]
     has_experts: bool
@@ -151,8 +151,11 @@ class AutoPolicy:
         """Records the measurements of one iteration."""
         self._measured.observe(seen)
 
-    def plans_anew(self, iteration: int) -> bool:
-        """Whether another policy is in force from here on, asked between two iterations; reports the reason."""
+    def plans_anew(self, iteration: int, load: Load | None = None) -> bool:
+        """Whether another policy is in force from here on, asked between two iterations; reports the reason.
+
+        ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.
+        """
         figures = self._measured.figures
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
@@ -162,7 +165,7 @@ class AutoPolicy:
         if cause is None:
             return False
         self._basis, self._looked = figures, iteration
-        return self._choose(iteration, self._running(figures), cause)
+        return self._choose(iteration, self._running(figures, load), cause)
 
     def ends(self) -> None:
         """The whole state is about to be saved in good order: a resume from it counts as no failure."""
@@ -213,7 +216,7 @@ class AutoPolicy:
     def _limits_given(self) -> list:
         """Identifies the limits; a choice made under others is void."""
         asked = self._asked
-        return [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, asked.plt, asked.mtbf_hours]
+        return [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, dict(asked.plt), asked.mtbf_hours]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
@@ -241,16 +244,16 @@ class AutoPolicy:
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
 
-    def _running(self, figures: Mapping[str, float]) -> Running:
+    def _running(self, figures: Mapping[str, float], load: Load | None) -> Running:
         measured = {name: figures[name] for name in figures if name != "mtbf_s"}
-        return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured)
+        return Running(self._tier, len(self._ranks), self._ranks[0], self._saved(), **measured, loads=load)
 
     def _limits(self) -> PlanLimits:
         asked = self._asked
         return PlanLimits(
             exact_only=asked.exact_only,
             host_bytes=None if asked.host_memory_gb is None else 1e9 * asked.host_memory_gb,
-            plt=asked.plt,
+            plt_by_policy=asked.plt,
             policies=tuple(name for name in NAMES if self._may_be(name)),
             replicas=self._replicas,
         )

@@ -20,6 +20,7 @@ class SnapshotReport:
         self._count = self._bytes = 0
         self._stall_s = self._training_s = 0.0
         self._chosen: Mapping[str, float] | None = None
+        self._warned = False
 
     def trained(self, seconds: float) -> None:
         """Adds the time of an iteration, all stalls included."""
@@ -49,6 +50,15 @@ class SnapshotReport:
         values = ", ".join(f"{name} {value}" for name, value in chosen.items())
         self._log.message(f"--ckpt-policy {policy.name} has chosen {values}: {reason}")
         self._log.events.write("choice", iteration=iteration, **chosen, reason=reason)
+
+    def at_risk(self, iteration: int, policy: Policy, tokens: TokenTracker, train_iters: int) -> None:
+        """Warns once if the next fault would lose too many tokens."""
+        if self._warned or (said := policy.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
+            return
+        self._warned = True
+        text, fields = said
+        self._log.message(f"WARNING: {text}")
+        self._log.events.write("at_risk", iteration=iteration, **fields)
 
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
         """Reports a copied snapshot, by the vote of so many workers."""

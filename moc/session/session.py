@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 
-from moc.policy import Policy, interval_named, policy_named
+from moc.policy import Load, Policy, interval_named, policy_named
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
@@ -223,6 +223,12 @@ class Session(VoteParticipant):
         parts, snapshots = self._running
         plt = {} if parts.tokens is None else {"plt": parts.tokens.plt}
         return plt | parts.policy.gauges() | dict(parts.tap.gauges) | snapshots.gauges
+
+    @property
+    def load(self) -> Load | None:
+        """Tokens given to each expert since training began, by layer; None if nobody counts them."""
+        tokens = None if self._running is None else self._running[0].tokens
+        return None if tokens is None else tokens.load
 
     @property
     def memory_is_free(self) -> bool:

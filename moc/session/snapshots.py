@@ -251,6 +251,7 @@ class Snapshots:
             self._policy.on_stored(storage)
         if self._tokens is not None:
             self._tokens.begun(plan, storage)
+            self._report.at_risk(plan.iteration, self._policy, self._tokens, self._settings.train_iters)
 
     def _persist(self, taken: Taken) -> None:
         assert taken.storage is not None  # the caller writes to storage

@@ -103,7 +103,7 @@ class TokenTracker:
             restored.setdefault(layer, {})[expert] = way.learned_until(name)
         self._ledger = base.recovered(restored, ledgers.values())
         raised = self._ledger.plt() - base.plt()
-        return Raised(raised, raised * min(1.0, way.iteration / self._train_iters))
+        return Raised(raised, self._of_training(raised))
 
     @property
     def load(self) -> Load:
@@ -116,6 +116,11 @@ class TokenTracker:
         return self._ledger.plt()
 
     @property
+    def plt_of_training(self) -> float:
+        """The lost tokens so far, as a proportion of those of the whole training."""
+        return self._of_training(self._ledger.plt())
+
+    @property
     def plt_by_layer(self) -> dict[int, float]:
         """The proportion of lost tokens so far, by number of each layer with experts."""
         return self._ledger.plt_by_layer()
@@ -123,6 +128,9 @@ class TokenTracker:
     def state_dict(self) -> dict:
         """Returns the ledger as JSON-compatible values."""
         return self._ledger.state_dict()
+
+    def _of_training(self, plt: float) -> float:
+        return plt * min(1.0, self._ledger.iteration / self._train_iters)
 
     def _saved(self, plan: SnapshotPlan) -> Experts:
         saved: Experts = {}

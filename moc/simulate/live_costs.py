@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from moc.policy import POLICIES, owners
-from moc.policy.adaptive import candidates, uniform_plt
+from moc.policy.adaptive import candidates
+from moc.policy.plan import Load
 from moc.policy.prices import Machine, Price, Sizes
+from moc.policy.risk import by_share
 from moc.policy.window import OperatorBytes, order_operators
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, longest
@@ -23,7 +25,7 @@ from moc.simulate.planner import Candidate
 from moc.simulate.planner import every_candidate as every_candidate
 from moc.simulate.planner import priced as priced
 from moc.simulate.policies import Options, Weighed, sparse_replay
-from moc.simulate.policy_costs import PolicyCosts, Traffic
+from moc.simulate.policy_costs import PolicyCosts, Traffic, at_risk
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
 from moc.simulate.stages import split_stages
 from moc.state.operators import Operator
@@ -65,6 +67,7 @@ class Running:
         copy_rate: from a rank to host memory.
         write_rate: of a rank to storage while all ranks write; reading is assumed to be as fast.
         replicate_rate: of a node from other nodes; only for the tier ``peers``.
+        loads: tokens given to each expert since training began, by layer; None if nobody counts them.
 
     Raises:
         ValueError: a value that must be positive is not.
@@ -79,11 +82,12 @@ class Running:
     copy_rate: float
     write_rate: float
     replicate_rate: float = math.inf
+    loads: Load | None = None
 
     def __post_init__(self):
         if self.tier not in _BUFFERS:
             raise ValueError(f"there is no tier {self.tier!r}: choose one of {', '.join(_BUFFERS)}")
-        for name in (field.name for field in dataclasses.fields(self) if field.name not in ("tier", "saved")):
+        for name in (field.name for field in dataclasses.fields(self) if field.name not in ("tier", "saved", "loads")):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
 
@@ -111,6 +115,7 @@ class Running:
             hidden_s=self.forward_backward_s,
             rate=rate,
             ks=sorted(self.saved.by_k),
+            at_risk=None if self.loads is None else by_share([self.loads]),
         )
 
     def price(self, name: str, options: Options) -> Price:
@@ -193,7 +198,7 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
 def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
     """Full snapshots, or some experts of each layer, at an interval; and the expected PLT."""
     price = run.price(name, options)
-    nbytes, k, most = price.size.busiest, price.k, max(run.saved.by_k)
+    nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
     fewer = k is not None and k < most
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     stall_s = max(0.0, copy_s - run.forward_backward_s)
@@ -206,6 +211,7 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
         replay_s=run.iteration_s + stall_s,
         traffic=_traffic(run, price, options.replicas),
         exact=not fewer,
+        at_risk=at_risk(price, most),
     )
     least = shortest_interval(run, name, options)
     interval = options.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
@@ -213,7 +219,7 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
         return at_interval(saving, interval, run.iteration_s), 0.0
     # whichever memory is lost: every snapshot's experts are also written to storage, which is as recent
     rate = run.iteration_s / options.mtbf_s
-    of_one = uniform_plt(most, rate, 1.0, k, k, 1)
+    of_one = rate * saving.at_risk
     if not options.interval:
         interval = longest(least, interval, of_one, options.plt_limit)
     return at_interval(saving, interval, run.iteration_s), interval * of_one

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from moc.policy import POLICIES as REGISTERED
@@ -25,6 +25,7 @@ class PlanLimits:
         exact_only: only exact policies, after whose recovery the run is bit-identical.
         host_bytes: bytes of a node's memory for checkpoints and logs; None for no limit.
         plt: highest expected proportion of lost tokens (MoC, section 3.1.2).
+        plt_by_policy: the same for single policies.
         policies: the policies to choose from.
         replicas: the numbers of copies in peers' memory to choose from.
     """
@@ -32,6 +33,7 @@ class PlanLimits:
     exact_only: bool = False
     host_bytes: float | None = None
     plt: float = PLT_LIMIT
+    plt_by_policy: Mapping[str, float] = field(default_factory=dict)
     policies: tuple[str, ...] = (checkfreq.__name__, *REGISTERED)
     replicas: tuple[int, ...] = (2, 1)
 
@@ -39,6 +41,10 @@ class PlanLimits:
         unknown = [name for name in self.policies if name not in POLICIES]
         if unknown or not self.policies:
             raise ValueError(f"there is no policy {', '.join(unknown)!r}: choose from {', '.join(POLICIES)}")
+
+    def plt_of(self, policy: str) -> float:
+        """The highest expected proportion of lost tokens of a policy."""
+        return self.plt_by_policy.get(policy, self.plt)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,8 @@ def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[C
     Intervals keep to the limit on lost tokens if they can.
     """
     for name in limits.policies:
-        for options in on.offered(name, Options(mtbf_s=mtbf_s, dynamic=False, plt_limit=limits.plt), limits.replicas):
+        basic = Options(mtbf_s=mtbf_s, dynamic=False, plt_limit=limits.plt_of(name))
+        for options in on.offered(name, basic, limits.replicas):
             yield priced(on, name, options)
 
 
@@ -147,7 +154,7 @@ def keeps_to(found: Candidate, limits: PlanLimits) -> bool:
     """Whether a candidate keeps to the limits."""
     return (
         (found.saving.exact or not limits.exact_only)
-        and found.plt <= limits.plt
+        and found.plt <= limits.plt_of(found.saving.name)
         and (limits.host_bytes is None or found.host_bytes <= limits.host_bytes)
     )
 

@@ -11,16 +11,18 @@ from typing import Any
 
 from moc.policy import POLICIES as REGISTERED
 from moc.policy import Policy
-from moc.policy.adaptive import candidates, uniform_plt
+from moc.policy.adaptive import candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.prices import Machine, Price, Settings, Sizes
+from moc.policy.risk import by_share
+from moc.policy.selection import Counts
 from moc.policy.window import OperatorBytes
 from moc.recovery.placement import place
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
-from moc.simulate.policy_costs import NEVER, PecStrategy, PolicyCosts, Strategy, Traffic
+from moc.simulate.policy_costs import NEVER, PecStrategy, PolicyCosts, Strategy, Traffic, at_risk
 from moc.simulate.program_recovery import RecoveryCosts, program_way
 from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, full_sizes, operator_sizes, pec_sizes
 from moc.state.operators import Operator
@@ -48,6 +50,7 @@ class Setup:
         total_iterations: of the whole training.
         overhead: least cost of a snapshot beside training, as a share of an iteration, though its copy is hidden.
         program: measured costs of this program's recovery, which policies then use; None for the papers' recoveries.
+        loads: by iteration and layer, tokens of each expert in some run of such a model; empty if unknown.
     """
 
     operators: Sequence[Operator]
@@ -59,6 +62,7 @@ class Setup:
     total_iterations: int = 100_000
     overhead: float = SNAPSHOT_OVERHEAD
     program: RecoveryCosts | None = None
+    loads: Sequence[Counts] = ()
 
     def __post_init__(self):
         if not 0 <= self.overhead < math.inf:
@@ -108,6 +112,10 @@ class Setup:
     def _with_experts(self) -> Callable[[int], Sizes]:
         return cache(lambda k: pec_sizes(self.operators, self.layout, k, self.state))
 
+    @cached_property
+    def _at_risk(self) -> Callable[[float], float] | None:
+        return by_share(self.loads)
+
     def machine(self, replicas: int) -> Machine:
         """The machine that policies are priced for, with this many copies in peers' memory."""
         rate = self.cluster.host_bandwidth
@@ -120,6 +128,7 @@ class Setup:
             hidden_s=self.timing.forward_backward_s,
             rate=min(rate, self.network_rate / replicas) if replicas else rate,
             ks=candidates(self.num_experts),
+            at_risk=self._at_risk,
         )
 
     def price(self, kind: type[Policy], options: Options) -> Price:
@@ -143,9 +152,7 @@ class Setup:
         saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
 
         def plt(interval: int) -> float:
-            assert k is not None  # only policies with K lose tokens
-            faults_per_iteration = self.iteration_s / options.mtbf_s
-            return uniform_plt(self.num_experts, faults_per_iteration, 1 / self.cluster.nodes, k, k, interval)
+            return self.iteration_s / options.mtbf_s * interval * saving.at_risk
 
         if k is not None and options.interval is None:
             best = best_interval(saving, self.iteration_s, options.mtbf_s)
@@ -304,6 +311,7 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Polic
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
         host_bytes=_VERSIONS * (1 + options.replicas) * setup.full.total,
         exact=price.k in (None, setup.num_experts),
+        at_risk=at_risk(price, setup.num_experts),
     )
     return _with_storage(setup, options, saving)
 
@@ -315,9 +323,8 @@ def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Stra
         now = options if kind.grows is None else options.with_settings({kind.grows: key})
         by_k[key] = _in_memory(setup, options, kind.name, setup.price(kind, now))
         key = k if kind.grows is None else min(2 * key, count)
-    lost = min(1.0, 1 / setup.cluster.nodes)
     fixed = kind.grows is None or not options.dynamic
-    return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), lost, setup.total_iterations, fixed=fixed)
+    return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), setup.total_iterations, fixed=fixed)
 
 
 def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:

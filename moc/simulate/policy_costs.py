@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from moc.policy.adaptive import uniform_plt
 from moc.policy.dynamic_k import DynamicK
+from moc.policy.prices import Price
 from moc.recovery.placement import Placement, survival
 
 NEVER = 10**12
@@ -48,6 +49,7 @@ class PolicyCosts:
         traffic: of one checkpoint.
         host_bytes: bytes of all ranks' checkpoints and logs in host memory.
         exact: after a recovery the run is bit-identical to the run without the failure.
+        at_risk: tokens that a failure loses, in iterations, for each iteration of the interval.
     """
 
     name: str
@@ -66,6 +68,7 @@ class PolicyCosts:
     traffic: Traffic = field(default_factory=Traffic)
     host_bytes: float = 0.0
     exact: bool = True
+    at_risk: float = 0.0
 
     def __post_init__(self):
         if self.interval < 1 or self.lag < 0:
@@ -110,6 +113,13 @@ def _survival(copies: Placement, nodes: int) -> float:
     return survival(copies, nodes) if nodes <= sum(map(len, copies.groups)) else 0.0
 
 
+def at_risk(price: Price, num_experts: int) -> float:
+    """Tokens at risk if a checkpoint is taken in each iteration, in iterations: by the policy, or as if in turn."""
+    if price.k is None or price.k >= num_experts:
+        return 0.0
+    return uniform_plt(num_experts, 1.0, 0.0, price.k, price.k, 1) if price.at_risk is None else price.at_risk
+
+
 class Strategy:
     """A policy during a run; constant, unless a failure changes it."""
 
@@ -126,23 +136,18 @@ class Strategy:
 class PecStrategy(Strategy):
     """K experts at a time, raised as faults lose tokens (MoC, sections 3.2 and 5.3).
 
-    A fault loses what the planner expects (``moc.policy.adaptive.uniform_plt``); ``moc.policy.dynamic_k`` decides
-    whether K is raised.
+    A fault loses what the planner expects (:func:`at_risk`); ``moc.policy.dynamic_k`` decides whether K is raised.
 
     Args:
         by_k: the costs for every K that can occur.
         dynamic: K, its limit and the tokens lost so far.
-        lost_share: share of the experts that a failure restores from storage instead of memory.
         total: iterations of the whole training, whose tokens PLT is a proportion of.
         fixed: never raise K.
     """
 
-    def __init__(
-        self, by_k: Mapping[int, PolicyCosts], dynamic: DynamicK, lost_share: float, total: int, *, fixed: bool
-    ):
+    def __init__(self, by_k: Mapping[int, PolicyCosts], dynamic: DynamicK, total: int, *, fixed: bool):
         super().__init__(by_k[dynamic.k])
-        self._by_k, self._dynamic, self._fixed = by_k, dynamic, fixed
-        self._lost_share, self._total = lost_share, total
+        self._by_k, self._dynamic, self._total, self._fixed = by_k, dynamic, total, fixed
 
     @property
     def k(self) -> int:
@@ -151,10 +156,8 @@ class PecStrategy(Strategy):
 
     def failed(self, iterations: int) -> None:
         """Adds the tokens that the failure lost, and raises K if they exceed its share."""
-        dynamic = self._dynamic
-        age = uniform_plt(dynamic.num_experts, 1.0, self._lost_share, dynamic.k, dynamic.k, self.saving.interval)
-        lost = min(age, iterations) / self._total
+        lost = min(self.saving.interval * self.saving.at_risk, iterations) / self._total
         self.plt += lost
         if not self._fixed:
-            self._dynamic = dynamic.recovered(lost)
+            self._dynamic = self._dynamic.recovered(lost)
             self.saving = self._by_k[self.k]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live.job import Events
+from moc.policy.ledger import Ledger
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import node_memory, train
+from tests.integration.snapshot_files import contents, node_memory, train
 from tests.integration.test_pec import SMALL
 from tests.integration.test_peers import lose, memory_of
 from tests.integration.tiny import FLAGS
@@ -87,3 +88,43 @@ def test_a_lost_nodes_experts_come_back_from_its_peers(data, tmp_path):
         sources = [tuple(source) for source in resumed["sources"]]
         assert {tier for _, tier in sources} == {"memory"} and len(sources) >= 3, sources
         assert 0 < lost["plt"] < 9 / resumed["iteration"]
+        # with a quarter of the experts in a snapshot, more than 3 % of so short a training is at risk
+        before, _after = job.events("at_risk")
+        assert before["iteration"] < 20 and before["plt"] > 0.03 and before["mlt_sum"] > before["mlt"] > 0
+
+
+def kept(data, tmp_path, **changes) -> tuple[Launched, Store]:
+    """A job of two workers, each with half of the experts, of which the second is lost in iteration 12."""
+    with node_memory() as memory:
+        flags = data | SMALL | dict(ckpt_policy="selective", selective_survivors="keep", snapshot_interval=1)
+        flags |= dict(ckpt_tier="memory", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), persist_interval=99)
+        flags |= dict(num_experts=8, train_iters=16, inject=["kill rank=1 iteration=12 point=forward_backward"])
+        with Launched("EP2", flags | changes, tmp_path / "job") as job:
+            assert job.wait() == 0, job.console[-4000:]
+    return job, Store(LocalPlace(tmp_path / "c"))
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("zero", [False, True])
+def test_survivors_keep_their_experts(zero, data, tmp_path):
+    """Nobody goes back where the survivor has all dense state; with ZeRO it goes back, and its experts do not."""
+    job, store = kept(data, tmp_path, selective_experts=2, use_distributed_optimizer=zero, snapshot_interval=3)
+    (resumed,) = job.events("resume")
+    assert [11, "live"] in resumed["sources"] and [9, "memory"] in resumed["sources"]
+    expected = ("memory", 0, 9) if zero else ("live", 1, 11)
+    assert (resumed["tier"], resumed["kept"], resumed["iteration"]) == expected
+    for tokens in Ledger.from_state(store.manifest(16).state["ledger"]).lost.values():
+        assert tokens[:4] == (0, 0, 0, 0) and sum(tokens[4:]) > 0
+
+
+@pytest.mark.recovery
+def test_nobody_goes_back_and_nothing_is_lost_where_a_snapshot_has_the_lost_experts(data, tmp_path):
+    """Every snapshot has all experts, and is safe before the next iteration: the run is the one without a loss."""
+    same = dict(selective_experts=8, use_distributed_optimizer=False)
+    job, store = kept(data, tmp_path, ckpt_blocking=True, **same)
+    (resumed,) = job.events("resume")
+    assert (resumed["tier"], resumed["kept"], resumed["iteration"]) == ("live", 1, 11)
+    flags = data | SMALL | dict(num_experts=8, train_iters=16, use_distributed_optimizer=False)
+    straight = train("EP2", flags | dict(ckpt_policy="full", snapshot_interval=16, ckpt_dir=str(tmp_path / "straight")))
+    assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
+    assert contents(store, 16) == contents(Store(LocalPlace(tmp_path / "straight")), 16)

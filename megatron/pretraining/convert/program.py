@@ -75,6 +75,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="size of a file of weights in torch_dist; memory holds one of them (default: %(default)s)",
     )
     parser.add_argument(
+        "--allow-stale",
+        action="store_true",
+        help="of a partial checkpoint (pec, selective), take experts that it lacks from the older ones beside it",
+    )
+    parser.add_argument(
         "--nproc-per-node",
         type=int,
         metavar="N",
@@ -153,12 +158,14 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     from megatron.pretraining.convert.contents import DTYPES, MASTER, ConvertedState, check_whole
     from megatron.pretraining.convert.dense import DenseContents, write_dense
-    from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
+    from megatron.pretraining.convert.snapshot import refuse_stale, snapshot_contents, write_snapshot
 
     from_snapshot = format_of(directory) == SNAPSHOT
+    if from_snapshot and target == TORCH_DIST and not args.allow_stale:
+        refuse_stale(directory)
     with progress(_size(directory), "verifying") as advance:
         dense = None if from_snapshot else DenseContents(directory, args.trust, advance)
-        contents: ConvertedState = dense or SnapshotContents(directory)
+        contents: ConvertedState = dense or snapshot_contents(directory, args.allow_stale)
     dtype = DTYPES.get(_dtype(contents.facts.state.get("params_dtype"), args.dtype) or "")
     if args.no_optim:
         contents = contents.weights(dtype)

@@ -32,7 +32,12 @@ def whole_tensors(reader: RegionReader) -> list[Entry]:
         whole = Entry(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
         if found.setdefault((part.name, part.slot), whole) != whole:
             raise CheckpointError(f"{source.blob.name} contradicts other files about shape or dtype of {part.name}")
-    return sorted(found.values(), key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
+    return in_model_order(found.values())
+
+
+def in_model_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Tensors from the embedding to the output, masters before other slots."""
+    return sorted(entries, key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
 
 
 def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> torch.Tensor:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megatron.pretraining.convert.contents import ConvertedState, Facts, count_elements, iteration_of
+from megatron.pretraining.convert.contents import FULL, ConvertedState, Facts, count_elements, iteration_of
 from megatron.pretraining.convert.regions import (
     Advance,
     cut,
+    in_model_order,
     read_region,
     refuse_to_replace,
     whole_tensors,
     write_regions,
 )
+from moc.inspect.coverage import operators_of
+from moc.inspect.older import recovery_from, sentence, stale
+from moc.policy.ledger import Ledger
+from moc.recovery.sources import RecoveryPath, part_of_slot
+from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store.durable import sync_directory
 from moc.store.errors import CheckpointError
@@ -22,6 +29,30 @@ from moc.store.manifest import Manifest, OperatorEntry
 from moc.store.regions import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
+
+
+def snapshot_contents(directory: Path, allow_stale: bool) -> ConvertedState:
+    """A checkpoint of Format v1; with ``allow_stale``, also the experts that only older ones beside it have.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    way = recovery_from(directory) if allow_stale else None
+    return MergedContents(directory, way) if way is not None and stale(way) else SnapshotContents(directory)
+
+
+def refuse_stale(directory: Path) -> None:
+    """Refuses a checkpoint that needs ``allow_stale`` to be whole.
+
+    Raises:
+        CheckpointError: some experts are in older checkpoints.
+    """
+    way = recovery_from(directory)
+    if way is not None and (older := stale(way)):
+        raise CheckpointError(
+            f"{directory} is partial: {sentence(older)}: pass --allow-stale to convert them as a run would resume with "
+            "them, or let the run end in good order, which saves everything"
+        )
 
 
 class SnapshotContents(ConvertedState):
@@ -52,6 +83,45 @@ class SnapshotContents(ConvertedState):
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """Reads and verifies a box."""
         return read_region(self._reader, name, slot, region)
+
+
+class MergedContents(ConvertedState):
+    """A partial checkpoint of Format v1 with the experts that it lacks, from the older ones beside it.
+
+    As after a recovery, these count the run's updates, and the token ledger counts what they have lost.
+
+    Raises:
+        CheckpointError: one of the checkpoints is damaged.
+    """
+
+    def __init__(self, directory: Path, way: RecoveryPath):
+        root = directory.resolve().parent
+        self._of = {one.iteration: SnapshotContents(root / directory_of(one.iteration)) for one in way.used()}
+        self._way, base = way, self._of[way.iteration]
+        there = {(tensor.name, tensor.slot): tensor for contents in self._of.values() for tensor in contents.tensors}
+        self.tensors = in_model_order(there.values())
+        updates = max((step for _, step in base.operators.values() if step is not None), default=None)
+        self.operators = {name: (FULL, updates) for name, _ in way.sources} | {
+            name: (FULL, step) for name, (_, step) in base.operators.items()
+        }
+        self.facts = replace(base.facts, state=dict(base.facts.state) | {"ledger": self._ledger(base)})
+
+    def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
+        """Reads and verifies a box."""
+        held = self._way.sources[operator_of(name), part_of_slot(slot)]
+        return self._of[held.iteration].read(name, slot, region)
+
+    def _ledger(self, base: SnapshotContents) -> dict | None:
+        if not base.facts.state.get("ledger"):
+            return None
+        states = [contents.facts.state.get("ledger") for contents in self._of.values()]
+        others = [Ledger.from_state(state) for state in states if state]
+        restored: dict[int, dict[int, int]] = {}
+        for one in operators_of(base.facts.state["shape"]):
+            if one.place is not None:
+                layer, expert = one.place
+                restored.setdefault(layer, {})[expert] = self._way.learned_until(one.name)
+        return Ledger.from_state(base.facts.state["ledger"]).recovered(restored, others).state_dict()
 
 
 def _check_counts(manifest: Manifest, reader: RegionReader) -> None:

@@ -18,10 +18,9 @@ from megatron.pretraining.arguments import parse_config
 from megatron.pretraining.config import Config, compose, layout_sizes
 from megatron.pretraining.config.composed import group_classes
 from megatron.pretraining.config.flag import flags_of
-from moc.inspect.coverage import missing_operators
+from moc.inspect.coverage import operators_of
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
-from moc.state.operators import Operator
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -55,7 +54,10 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
     known = [one for one in store.iterations() if iteration in (None, one)]
     if not known:
         raise CheckpointError(f"{root}: holds no snapshot{'' if iteration is None else f' of iteration {iteration}'}")
-    operators = _operators(store.manifest(known[-1]))
+    try:
+        operators = operators_of(store.manifest(known[-1]).state.get("shape"))
+    except ValueError as error:
+        raise CheckpointError(f"the state of the snapshot of iteration {known[-1]} {error}") from None
     way = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
     if way is None:
         if iteration is None:
@@ -63,14 +65,6 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
         where = root / directory_of(iteration)
         raise CheckpointError(f"{where}: is neither a full snapshot nor the end of a complete window: name another one")
     return ConvertedWindow(root, {moment.iteration: store.manifest(moment.iteration) for moment in way.moments})
-
-
-def _operators(manifest: Manifest) -> list[Operator]:
-    """The model's operators; only their names are set."""
-    try:
-        return [Operator(name, "", None, None, 0) for name in missing_operators((), manifest.state.get("shape"))]
-    except ValueError as error:
-        raise CheckpointError(f"the state of the snapshot of iteration {manifest.iteration} {error}") from None
 
 
 def compute_again(

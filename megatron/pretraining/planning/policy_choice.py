@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.pretraining.config import Config, ConfigError
-from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy import POLICIES
 from moc.sharding import Layout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Work, estimate
@@ -67,7 +67,8 @@ def chosen(
     limits = PlanLimits(
         exact_only=args.exact_only,
         host_bytes=None if args.host_memory_gb is None else 1e9 * args.host_memory_gb,
-        plt=PLT_LIMIT if args.plt_limit is None else args.plt_limit,
+        plt=1.0 if args.plt_limit is None else args.plt_limit,
+        plt_by_policy={name: POLICIES[name].most_lost(config.snapshot) for name in NAMES if args.plt_limit is None},
         policies=tuple(name for name in NAMES if _allowed(config, name, run.tier)),
         replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
     )
@@ -110,8 +111,8 @@ def _running(
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
     found, nodes = figures("--explain-policy", names, args, config, operators, layout)
     tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
-    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
-    return Running(tier, nodes, -(-layout.world // nodes), saved_by_rules(operators, layout, state), **found)
+    saved = saved_by_rules(operators, layout, state)
+    return Running(tier, nodes, -(-layout.world // nodes), saved, loads=None, **found)
 
 
 def figures(

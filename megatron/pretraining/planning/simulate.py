@@ -8,7 +8,9 @@ import math
 import sys
 
 from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
+from moc.output import ToolError
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate import tables
@@ -150,6 +152,9 @@ def _policy_flags(group) -> None:
     group.add_argument("--replicas", type=int, default=2, metavar="R", help="copies in peers' memory (default: 2)")
     group.add_argument("--exact-only", action="store_true", help="auto: nothing may be lost")
     group.add_argument("--host-memory-gb", type=float, metavar="X", help="auto: of each node, for checkpoints")
+    group.add_argument(
+        "--routing", metavar="FILE.npz", help="recorded loads, by which selective loses tokens: see plan_checkpoint.py"
+    )
     group.add_argument("--plt-limit", type=float, default=PLT_LIMIT, metavar="P", help=f"(default: {PLT_LIMIT})")
 
 
@@ -160,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.reproduce:
             return _reproduce(args.reproduce, args.json)
         _simulate(args, model_flags)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ToolError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 1
     return 0
@@ -258,6 +263,8 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     timing = _timing(args, operators, layout, cluster, work)
     total = math.ceil(3600 * args.hours / timing.iteration_s)
     own = dict(total_iterations=total, overhead=args.snapshot_overhead, program=_program(args))
+    if args.routing is not None:
+        own["loads"] = read_routing(args.routing)
     return Setup(operators, layout, cluster, timing, work, **own)
 
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.live import LIVE, live_states
 from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath
@@ -28,9 +29,6 @@ from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
 from moc.store.store import directory_of
-
-LIVE = "live"
-"""Stands for a tier where the state comes from surviving workers."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +198,10 @@ class SnapshotLoader:
         )
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
-        only = None if left.again else self._only
-        return plans(
-            JobInventory(held, left.live, left.pieces, left.logs), self._policy.operators, self._policy.exact, only
-        )
+        policy, only = self._policy, None if left.again else self._only
+        if policy.keeps_live and not policy.exact:
+            held = held + live_states(left.live, left.pieces, policy.name)
+        return plans(JobInventory(held, left.live, left.pieces, left.logs), policy.operators, policy.exact, only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """Returns, by rank, the iterations whose logs exist, but cannot be served; warns of them."""
@@ -240,12 +238,11 @@ class SnapshotLoader:
             for failure in filter(None, gather(self._repair.failure)):
                 self._log.message(f"WARNING: a snapshot cannot be saved again, so its window is given up: {failure}")
             amount = sum(manifest.bytes for manifest in manifests.values())
+        amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
         if plan.way is None or plan.stages:
-            amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
             saved = self._join(plan, left)
         else:
-            self._restore_from(plan.way, manifests)
-            saved = manifests[plan.way.base.key].state
+            saved = self._restore_from(plan.way, manifests, left)
         self._report(plan, amount, begun)
         return saved, {}
 
@@ -276,11 +273,20 @@ class SnapshotLoader:
         self._damage = self._damage or problem
         self._log.message(f"WARNING: {problem}; an older snapshot is tried")
 
-    def _restore_from(self, way: RecoveryPath, manifests: dict[Key, Manifest]) -> None:
-        base = manifests[way.base.key]
-        self._restore(base.state, steps_of(base), base.policy, self._reader.where(way.base))
+    def _restore_from(self, way: RecoveryPath, manifests: dict[Key, Manifest], left: Survivors) -> Mapping:
+        """Restores all state but the tensors from the base of a path; returns it."""
+        ledgers = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
+        if way.base.tier == LIVE:
+            saved = left.states[way.iteration]
+            self._restore(saved, left.steps[way.iteration], saved["policy"], "the workers that are left")
+            ledgers[way.base.key] = saved["ledger"]
+        else:
+            base = manifests[way.base.key]
+            saved = base.state
+            self._restore(saved, steps_of(base), base.policy, self._reader.where(way.base))
         if self._tokens is not None:
-            self._count_lost_tokens(self._tokens, way, manifests)
+            self._count_lost_tokens(self._tokens, way, ledgers)
+        return saved
 
     def _restore(self, saved: Mapping, steps: Mapping[str, int], policy: str, where: str) -> None:
         """Restores all state but the tensors."""
@@ -292,8 +298,7 @@ class SnapshotLoader:
             if saved.get("policy_state"):
                 self._policy.load_state_dict(saved["policy_state"])
 
-    def _count_lost_tokens(self, tokens: TokenTracker, way: RecoveryPath, manifests: dict[Key, Manifest]) -> None:
-        mine = {key: manifest.state["ledger"] for key, manifest in manifests.items() if manifest.state.get("ledger")}
+    def _count_lost_tokens(self, tokens: TokenTracker, way: RecoveryPath, mine: dict[Key, Mapping]) -> None:
         has = gather(sorted(mine))  # other nodes' memory may hold further ledgers
         first = {tuple(key): rank for rank, keys in reversed(list(enumerate(has))) for key in keys}
         told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from moc.faults import reach
+from moc.recovery.live import LIVE
 from moc.recovery.sources import (
     BEFORE,
     COMPUTE,
@@ -64,7 +65,9 @@ class SnapshotReader:
                 if not saved_elsewhere(fragment):
                     learns = fragment.operator in moment.full
                     part = part_of_slot(fragment.slot) if learns else COMPUTE
-                    fragments[moment.sources[fragment.operator, part].key].append(fragment)
+                    held = moment.sources[fragment.operator, part]
+                    if held.tier != LIVE:
+                        fragments[held.key].append(fragment)
         return fragments
 
     def loaded_at(self, moment: ReplayPoint) -> Iterator[Fragment]:
@@ -78,7 +81,7 @@ class SnapshotReader:
         needed = {*fragments, *(way.at(moment.iteration).key for moment in way.moments)}
         for one in way.used():
             try:
-                if one.key in needed:  # memory of other nodes is neither readable nor needed
+                if one.key in needed and one.tier != LIVE:  # memory of other nodes is neither readable nor needed
                     manifests[one.key] = self.store(one).manifest(one.iteration)
                     if one.iteration > way.moments[0].iteration:
                         record_of(manifests[one.key].state, self.where(one))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from moc.recovery.going_on import Course
+from moc.recovery.live import LIVE
 from moc.recovery.plan import RecoveryPlan
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
@@ -53,7 +54,7 @@ class Rebuilder:
         manifests, fragments, bad = self._read(plan, course)
         if bad:
             return manifests, bad
-        if plan.way is not None:
+        if plan.way is not None and plan.way.base.tier != LIVE:
             base = plan.way.base
             self._reader.check(base, manifests[base.key], window=len(plan.way.moments) > 1)
             self._log.message(f"loading snapshot {self._reader.where(base)}")

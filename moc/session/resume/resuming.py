@@ -6,6 +6,7 @@ import dataclasses
 
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
+from moc.recovery.live import still_needed
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime.agreement import run_on_all, run_on_rank0
@@ -81,7 +82,7 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     else:
         way = loaded.plan.way
         assert way is not None  # only exact policies resume from live state alone
-        stays = experts_staying(way.used(), there.in_memory, at)
+        stays = experts_staying(still_needed(way, loaded.held, policy.operators), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
         policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
     return ResumePoint(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.policy.risk import Risk, in_turn, lost_by_layer, replay, rules, steady
+from moc.policy.risk import Risk, by_share, in_turn, lost_by_layer, replay, rules, steady
 from moc.policy.selection import number_of_experts
 
 PLACES = [(0, 0), (0, 1)]
@@ -48,3 +48,10 @@ def test_equally_busy_experts_wait_half_a_cycle():
     loads = [{0: [7, 7, 7, 7], 1: [5, 5, 5, 5]}]
     assert steady(loads, 2) == pytest.approx((4 - 1) / 2)
     assert steady(loads, 2, apart=10) == pytest.approx(10 * (4 - 1) / 2)
+
+
+def test_what_is_at_risk_by_the_share_of_experts_in_a_snapshot():
+    equal, skewed = by_share([{0: [5] * 8, 1: [7] * 8}]), by_share([{0: [90, 2, 2, 2, 1, 1, 1, 1], 1: [5] * 8}])
+    assert equal(0.25) == pytest.approx((4 - 1) / 2) and equal(1.0) == 0.0
+    assert skewed(0.25) < 0.8 * equal(0.25)
+    assert by_share([]) is None and by_share([{0: [5, 5], 1: [0, 0]}]) is None  # of no use before anything is counted

@@ -1,5 +1,6 @@
 """Which experts a selective snapshot holds: MoEtion's Algorithm 1, the choice per byte, and the risk that remains."""
 
+import itertools
 import math
 import random
 
@@ -63,10 +64,8 @@ def test_algorithm_1_takes_the_experts_with_the_most_tokens_of_each_layer():
 @st.composite
 def budgets(draw, table):
     """Limits on ranks, each expert on one or two of them, and on a number of experts."""
-    cost = {
-        place: draw(st.dictionaries(st.integers(0, 2), st.integers(1, 9), min_size=1, max_size=2))
-        for place in places(table)
-    }
+    kinds = draw(st.lists(st.dictionaries(st.integers(0, 2), st.integers(1, 9), min_size=1, max_size=2), min_size=1))
+    cost = {place: draw(st.sampled_from(kinds)) for place in places(table)}
     room = {rank: draw(st.integers(0, 40)) for rank in range(3)}
     return [Limit(room, cost), number_of_experts(places(table), draw(st.integers(0, 30)))]
 
@@ -88,6 +87,56 @@ def test_no_budget_is_exceeded_and_what_would_fit_is_not_left_out(data, table, m
             for limit, total in zip(limits, used, strict=True)
             for key, cost in limit.cost[place].items()
         )
+
+
+class PlainRooms:
+    """What is left of limits, expert by expert and bin by bin."""
+
+    def __init__(self, limits, share):
+        self.limits, self.left = limits, [{key: share * room for key, room in one.room.items()} for one in limits]
+
+    def take(self, place):
+        bins = [
+            (left, *of) for limit, left in zip(self.limits, self.left, strict=True) for of in limit.cost[place].items()
+        ]
+        if any(left[key] < cost for left, key, cost in bins):
+            return False
+        for left, key, cost in bins:
+            left[key] -= cost
+        return True
+
+
+def plain_per_byte(table, ages, max_age, limits):
+    old = sorted(
+        (one for one in places(table) if ages[one[0]][one[1]] > max_age), key=lambda one: -ages[one[0]][one[1]]
+    )
+    rooms = PlainRooms(limits, 0.5)
+    chosen = {one for one in old if rooms.take(one)}
+    for left, limit in zip(rooms.left, limits, strict=True):
+        left.update({key: left[key] + 0.5 * room for key, room in limit.room.items()})
+    waiting = sorted((one for one in places(table) if one not in chosen), key=lambda one: -table[one[0]][one[1]])
+    chosen |= {one for one in waiting if rooms.take(one)}
+    return {layer: [expert for expert in range(len(row)) if (layer, expert) in chosen] for layer, row in table.items()}
+
+
+def plain_proportional(table, limits):
+    rooms, chosen = PlainRooms(limits, 1.0), {}
+    for layer, number in allocate(table, min(limit.total() for limit in limits)).items():
+        ordered = sorted(range(len(table[layer])), key=lambda expert: (-table[layer][expert], expert))
+        fitting = (expert for expert in ordered if rooms.take((layer, expert)))
+        chosen[layer] = sorted(itertools.islice(fitting, number))
+    return chosen
+
+
+@given(st.data(), tables(most=5), st.integers(1, 5))
+def test_experts_are_the_same_as_one_by_one(data, table, max_age):
+    """Of which many have equal scores, and costs in common."""
+    limits = data.draw(budgets(table))
+    limits = data.draw(st.sampled_from([limits, limits[::-1], limits[:1], [*limits, limits[1]]]))  # one also twice
+    ages = {layer: [data.draw(st.integers(0, 9)) for _ in row] for layer, row in table.items()}
+    for _ in range(2):  # what is known of limits is kept
+        assert per_byte(table, ages, max_age, limits) == plain_per_byte(table, ages, max_age, limits)
+        assert proportional(table, limits) == plain_proportional(table, limits)
 
 
 def test_the_oldest_come_first_on_at_most_half_of_the_budget():

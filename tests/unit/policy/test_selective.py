@@ -1,5 +1,6 @@
 """The policy ``selective``: what a snapshot holds, by which budgets, and what the policy remembers."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -89,6 +90,19 @@ def test_momentary_lost_tokens_are_those_that_the_newest_snapshot_lacks():
     assert policy.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
 
 
+def test_a_fault_that_would_lose_too_many_tokens_of_the_training_is_warned_of():
+    """0.3 iterations, in the mean over two layers, of a training of 20: 1.5 %."""
+    policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
+    take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})
+    assert policy.mlt_limit == 0.03 and policy.at_risk(0.0149, 20) is None
+    text, fields = policy.at_risk(0.0151, 20)
+    assert fields == pytest.approx({"plt": 0.0301, "lost": 0.0151, "mlt": 0.3, "mlt_sum": 0.6})
+    assert "to 3.010% of this training's" in text and "raise --selective-experts, or lower --snapshot" in text
+    for tier, flags in (("memory", "local-gb"), ("peers", "local-gb and --selective-remote-gb")):
+        other = Selective(OPERATORS, Every(1), tier=tier, mlt_limit=0.01, told=policy.told)
+        assert f"raise --selective-{flags}, or lower" in other.at_risk(0.0, 20)[0]
+
+
 def test_asking_changes_nothing_and_tokens_must_be_counted():
     policy = based(Selective(OPERATORS, Every(1), experts=1))
     assert policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4}) == policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4})
@@ -168,6 +182,18 @@ def test_replicas_save_whole_experts_in_turn_so_room_is_left_for_one():
     assert sizes.least_of_rank == 110
 
 
+def test_limits_stay_the_same_while_measurements_do():
+    """Their tables, of all experts by rank, are not derived anew for each snapshot."""
+    policy = based(measured(Selective(OPERATORS, Every(1), tier="peers"), (150.0, 1.0), (75.0, 1.0)))
+    policy.on_sizes(Told())
+    before = policy.limits()
+    assert len(before) == 3 and all(policy.limits()[name] is limit for name, limit in before.items())
+    measured(policy, copied=(260.0, 1.0), iterations=2 * BLOCK)
+    now = policy.limits()
+    assert [now[name] is before[name] for name in before] == [True, False, True]
+    assert now["local"].room[0] > before["local"].room[0]
+
+
 def test_storage_gets_the_experts_that_it_lacks():
     policy = Selective(OPERATORS, Every(1), experts=1, persist_interval=4)
     first = policy.everything(1)
@@ -216,10 +242,18 @@ def test_a_damaged_state_is_refused_by_name():
             Selective(OPERATORS, Every(1)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("settings", [dict(experts=0), dict(experts=5), dict(rule="best"), dict(score="age")])
+@pytest.mark.parametrize(
+    "settings", [dict(experts=0), dict(experts=5), dict(rule="best"), dict(score="age"), dict(survivors="all")]
+)
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(ValueError, match=r"choose|set --selective-experts to at most"):
         Selective(OPERATORS, Every(1), **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, dict(experts=1), dict(local_gb=1.0)])
+def test_a_model_without_experts_is_refused(settings):
+    with pytest.raises(ValueError, match="^the model has no experts to select: choose --ckpt-policy full$"):
+        Selective(operators((0, 0)), Every(1), **settings)
 
 
 def asked(**flags) -> SimpleNamespace:
@@ -249,16 +283,18 @@ def test_settings_from_flags():
     assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
 
 
-def test_the_most_experts_that_hide_are_the_candidate():
+def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_default():
     def machine(rate, ks=(1, 2, 4, 16)):
         of_k = lambda k: SnapshotSizes(10.0 * k, 30.0 * k)  # noqa: E731
         return Machine(3, SnapshotSizes(48.0, 144.0), of_k, ((),), 1.0, rate, ks)
 
-    assert list(Selective.candidates(machine(45.0))) == [{"experts": 4}]
+    assert list(Selective.candidates(machine(45.0))) == [{"experts": 1}, {"experts": 2}, {"experts": 4}]
     assert list(Selective.candidates(machine(5.0))) == [{"experts": 1}] and not list(
         Selective.candidates(machine(5.0, ()))
     )
     price = Selective.price(machine(45.0), {})
     assert (price.k, price.size.busiest) == (4, 40.0) and Selective.price(machine(45.0), {"experts": 2}).k == 2
-    assert Selective.price(machine(45.0, ()), {}).k is None
+    assert Selective.price(machine(45.0, ()), {}).k is None and price.at_risk is None
+    counted = dataclasses.replace(machine(45.0), at_risk=lambda share: 8 * share)
+    assert Selective.price(counted, {}).at_risk == 2.0  # 4 of 16
     assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")

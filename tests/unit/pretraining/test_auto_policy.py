@@ -69,14 +69,14 @@ class Run:
 
         self.auto.on_sizes(busiest, SimpleNamespace(operators=operators, stages=(0, 0)), lambda: may_replay)
 
-    def train(self, iterations, iteration_s=1.0, copy_s=2.0, write_s=4.0):
+    def train(self, iterations, iteration_s=1.0, copy_s=2.0, write_s=4.0, load=None):
         """Whether, and when, it began again under another policy; times are those of a snapshot of everything."""
         for _ in range(iterations):
             self.iteration += 1
             moved = {"copied": copy_s, "written": write_s, "replicated": copy_s}
             seen = {name: Transfer(self.full, seconds) for name, seconds in moved.items()}
             self.auto.observe(Observed(iteration_s, forward_backward_s=0.9 * iteration_s, **seen))
-            if self.auto.plans_anew(self.iteration):
+            if self.auto.plans_anew(self.iteration, load):
                 return self.iteration
         return None
 
@@ -121,6 +121,16 @@ def test_it_does_not_look_again_before_what_it_saw_is_forgotten(tmp_path):
     run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
     run.iteration = chosen
     assert run.train(2 * HOLDS, copy_s=5.0, write_s=0.4) == chosen + HOLDS
+
+
+def test_popular_experts_are_saved_first_where_tokens_are_counted(tmp_path):
+    """Fewer tokens are lost than in turn, at the same cost."""
+    busy = {0: [900, 90, 9, 1, 1, 1, 1, 1], 1: [1, 1, 1, 1, 1, 9, 90, 900]}
+    for load, policy in ((None, "pec"), (busy, "selective")):
+        run = Run(tmp_path / policy, mtbf_hours=0.1, ckpt_tier="memory")
+        assert run.train(40, load=load) and run.flags["ckpt_policy"] == policy
+        exact = Run(tmp_path / f"{policy}-exact", mtbf_hours=0.1, ckpt_tier="memory", exact_only=True)
+        assert exact.train(40, load=load) and exact.flags["ckpt_policy"] in ("full", "sparse")
 
 
 def test_nothing_is_switched_for_little(tmp_path):

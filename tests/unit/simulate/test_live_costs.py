@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 
+from moc.policy import POLICIES
 from moc.policy.window import OperatorBytes
 from moc.sharding import Layout
 from moc.simulate.engine import SimulatedJob, simulate
@@ -110,6 +111,36 @@ def test_experts_go_to_storage_with_each_snapshot():
 def test_a_limit_on_lost_tokens_makes_intervals_short():
     found = [chosen(running(copy_s=20.0, write_s=2.0), policies=("pec",), plt=plt).best for plt in (1.0, 0.001)]
     assert found[0].saving.interval > found[1].saving.interval and found[0].plt > 0.001 >= found[1].plt
+
+
+def test_without_experts_only_what_is_exact_is_proposed():
+    dense = dataclasses.replace(SAVED, by_k={}, stages=[[OperatorBytes(REST / 4, REST / 24)] * 4])
+    found = every_candidate(running("memory", saved=dense), 3600.0, LIMITS)
+    assert {one.saving.name for one in found} == {"full", "sparse"} == {name for name in NAMES if POLICIES[name].exact}
+
+
+def test_a_policy_may_have_a_limit_on_lost_tokens_of_its_own():
+    run, limit = running(copy_s=20.0, write_s=2.0), {"selective": 0.01}
+    free, own = (chosen(run, policies=("selective",), plt=1.0, plt_by_policy=of).best for of in ({}, limit))
+    assert free.plt > 0.01 >= own.plt and free.saving.interval > own.saving.interval
+    assert chosen(run, policies=("pec",), plt=1.0, plt_by_policy=limit).best.plt > 0.01
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_where_few_experts_are_busy_those_with_the_most_to_lose_are_saved(tier):
+    """At the same cost, and with fewer tokens lost than in turn; without counts, both are expected to lose as many."""
+    few, equal = ({layer: row for layer in range(3)} for row in ([900, 90, 9, 1, 1, 1, 1, 1], [7] * EXPERTS))
+    run, both = running(tier, write_s=4.0), dict(mtbf_s=300.0, policies=("pec", "selective"))
+    plan = chosen(dataclasses.replace(run, loads=few), **both)
+    assert plan.best.saving.name == "selective" and plan.best.plt < 0.2 * plan.others[0].plt
+    assert plan.best.ettr == pytest.approx(plan.others[0].ettr)
+    for loads in (None, equal, {layer: [0] * EXPERTS for layer in range(3)}):
+        found = [
+            chosen(dataclasses.replace(run, loads=loads), 300.0, policies=(name,)).best for name in both["policies"]
+        ]
+        assert found[0].plt == pytest.approx(found[1].plt) and found[0].ettr == pytest.approx(found[1].ettr)
+    exact = chosen(dataclasses.replace(run, loads=few), 300.0, exact_only=True)
+    assert {one.saving.exact for one in (exact.best, *exact.others)} == {True}
 
 
 def test_everybody_replays_a_window():

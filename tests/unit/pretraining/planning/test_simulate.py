@@ -5,6 +5,7 @@ import json
 import os
 import sys
 
+import numpy
 import pytest
 
 from megatron.pretraining.planning import simulate
@@ -149,6 +150,16 @@ def test_what_does_not_fit_together_is_one_sentence(capsys, flags, message):
     assert simulate.main([*SMALL, *flags]) == 1
     error = capsys.readouterr().err
     assert error.startswith("simulate: ") and message in error and error.count("\n") == 1
+
+
+def test_recorded_loads_say_what_selective_snapshots_lose(capsys, tmp_path):
+    numpy.savez(tmp_path / "r.npz", tokens=numpy.tile([900, 90, 9, 1], (20, 2, 1)))
+    flags = [*SMALL, "--policy", "pec,selective", "--mtbf", "10m", "--host-gbs", "0.003"]
+    plain, by_load = told(capsys, *flags), told(capsys, *flags, "--routing", str(tmp_path / "r.npz"))
+    plt = [{name: one["plt"] for name, one in found["policies"].items()} for found in (plain, by_load)]
+    assert 0 < plt[1]["selective"] < 0.5 * plt[0]["selective"] and plt[1]["pec"] == plt[0]["pec"]
+    assert simulate.main([*map(str, SMALL), "--routing", str(tmp_path / "none.npz")]) == 1
+    assert "none.npz cannot be read" in capsys.readouterr().err
 
 
 def test_a_trace_without_a_loss(capsys, tmp_path):

@@ -1,0 +1,53 @@
+"""Experts that a partial checkpoint lacks, in the older checkpoints beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moc.inspect.coverage import operators_of
+from moc.policy import is_of_newest_experts
+from moc.recovery.inventory import in_storage, look
+from moc.recovery.sources import RecoveryPath, recoveries
+from moc.store.errors import CheckpointError
+from moc.store.storage import LocalPlace
+from moc.store.store import Store, iteration_of
+
+
+def recovery_from(directory: Path) -> RecoveryPath | None:
+    """What a run would resume from at a checkpoint's iteration, if storage alone were left.
+
+    Returns:
+        None if its policy leaves no experts to older checkpoints, or if some state is in none of them.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or does not describe the shape of a model.
+    """
+    directory = directory.resolve()
+    store, iteration = Store(LocalPlace(directory.parent)), iteration_of(directory.name)
+    if iteration is None:
+        return None
+    manifest = store.manifest(iteration)
+    if not is_of_newest_experts(manifest.policy):
+        return None
+    try:
+        operators = operators_of(manifest.state.get("shape"))
+    except ValueError as error:
+        raise CheckpointError(f"the state of the snapshot of iteration {iteration} {error}") from None
+    way = next(recoveries(in_storage(look(store)[0]), operators, exact=False, only=iteration), None)
+    return way if way is not None and len(way.moments) == 1 else None
+
+
+def stale(way: RecoveryPath) -> dict[str, int]:
+    """By expert, the iteration of its state, of those older than the rest; the oldest first."""
+    older: dict[str, int] = {}
+    for (name, _), held in way.sources.items():
+        if held.iteration < way.iteration:
+            older[name] = min(held.iteration, older.get(name, held.iteration))
+    return dict(sorted(older.items(), key=lambda one: one[1]))
+
+
+def sentence(older: dict[str, int]) -> str:
+    """How many experts are older, and which one most, in half a sentence; there is at least one."""
+    name, iteration = next(iter(older.items()))
+    count = "1 expert is" if len(older) == 1 else f"{len(older):,} experts are"
+    return f"{count} in older checkpoints, the oldest, {name}, of iteration {iteration}"

@@ -1,0 +1,71 @@
+"""State that survivors keep beside what is loaded: parts of an inexact recovery, like a checkpoint's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from moc.recovery.sources import AvailableCheckpoint, RecoveryPath, recoveries
+from moc.state.detail import Detail
+from moc.state.operators import Operator
+
+LIVE = "live"
+"""Stands for a tier where the state comes from surviving workers."""
+
+Pieces = Mapping[int, Mapping[str, str]]
+"""By rank and operator, a name of the rank's piece: ranks with the same name hold the same elements."""
+
+
+def live_states(live: Mapping[int, int], pieces: Pieces, policy: str) -> list[AvailableCheckpoint]:
+    """The operators that survivors hold whole, by iteration of their state.
+
+    Args:
+        live: by rank, the iteration of its state.
+        pieces: of all ranks, new workers included.
+        policy: name of the policy in force.
+    """
+    found = []
+    for iteration in sorted(set(live.values())):
+        held = {one for rank, at in live.items() if at == iteration for one in pieces[rank].items()}
+        lacking = {name for of_rank in pieces.values() for name, piece in of_rank.items() if (name, piece) not in held}
+        whole = {name: Detail.FULL.value for name, _ in sorted(held) if name not in lacking}
+        if whole:
+            found.append(AvailableCheckpoint(iteration, LIVE, whole, policy))
+    return found
+
+
+def kept_of(way: RecoveryPath) -> dict[str, int]:
+    """By operator that survivors keep on a recovery path, the iteration of its state."""
+    return {name: held.iteration for (name, _), held in way.sources.items() if held.tier == LIVE}
+
+
+def still_needed(
+    way: RecoveryPath, held: Iterable[AvailableCheckpoint], operators: Sequence[Operator]
+) -> list[AvailableCheckpoint]:
+    """The checkpoints in use, and those in place of what survivors keep, in case of another loss."""
+    used = {one.key: one for one in way.used() if one.tier != LIVE}
+    if kept_of(way):
+        past = [one for one in held if one.iteration <= way.iteration]
+        behind = next(recoveries(past, operators, exact=False), None)
+        used |= {} if behind is None else {one.key: one for one in behind.used()}
+    return list(used.values())
+
+
+def given(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> list[tuple[str, int, int]]:
+    """Copies of what survivors keep to those that lack it: operator, source and target."""
+    kept, busy, found = kept_of(way), Counter(), []
+    for target, of_rank in sorted(pieces.items()):
+        for name, piece in of_rank.items():
+            if name in kept and live.get(target) != kept[name]:
+                holders = [rank for rank, at in live.items() if at == kept[name] and pieces[rank].get(name) == piece]
+                source = min(holders, key=lambda rank: (busy[rank], rank))
+                busy[source] += 1
+                found.append((name, source, target))
+    return found
+
+
+def whole_ranks(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> frozenset[int]:
+    """The ranks that keep all of their state, since nobody goes back."""
+    kept = kept_of(way)
+    there = [rank for rank, at in live.items() if kept and at == way.iteration]
+    return frozenset(rank for rank in there if all(kept.get(name) == way.iteration for name in pieces[rank]))

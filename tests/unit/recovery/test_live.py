@@ -1,0 +1,100 @@
+"""What survivors keep after an inexact recovery: experts, or all of their state where nobody goes back."""
+
+import pytest
+
+from moc.recovery.live import LIVE, live_states, still_needed
+from moc.recovery.plan import JobInventory, RankCopy, plans
+from moc.recovery.sources import MEMORY, AvailableCheckpoint
+from moc.state.operators import Operator
+
+DENSE, *EXPERTS = (
+    Operator("embedding", "embedding", None, None, 10),
+    *(Operator(f"layers.0.expert.{number}", "expert", 0, number, 10) for number in range(3)),
+)
+OPERATORS = [DENSE, *EXPERTS]
+NAMES = [one.name for one in EXPERTS]
+
+
+def of_ranks(zero: bool) -> dict[int, dict[str, str]]:
+    """Three ranks, each with an expert; dense state is replicated, or with ZeRO each has its own part."""
+    return {rank: {"embedding": str(rank) if zero else "same", NAMES[rank]: "whole"} for rank in range(3)}
+
+
+def saved(iteration, *experts, dense=True):
+    names = [*(["embedding"] if dense else []), *(NAMES[number] for number in experts)]
+    return AvailableCheckpoint(iteration, MEMORY, dict.fromkeys(names, "full"), "selective")
+
+
+HELD = [saved(4, 0, 1, 2), saved(6, 0), saved(7, 1)]
+
+
+def plan_of(live, pieces, keeps=True):
+    held = HELD + (live_states(live, pieces, "selective") if keeps else [])
+    return next(plans(JobInventory(held, live, pieces), OPERATORS, exact=False))
+
+
+def sources(plan):
+    return {name: held.key for (name, _), held in plan.way.sources.items()}
+
+
+def test_without_zero_nobody_goes_back_and_the_lost_expert_alone_is_stale():
+    plan = plan_of({0: 9, 1: 9}, of_ranks(zero=False))
+    assert (plan.iteration, plan.keep) == (9, {0, 1}) and plan.way.base.tier == LIVE
+    assert plan.copies == (RankCopy("embedding", 0, 2),)
+    assert sources(plan) == dict.fromkeys(["embedding", *NAMES[:2]], (9, LIVE)) | {NAMES[2]: (4, MEMORY)}
+    assert [plan.way.learned_until(name) for name in NAMES] == [9, 9, 4]
+
+
+def test_with_zero_the_rest_goes_back_and_live_experts_are_newer():
+    plan = plan_of({0: 9, 1: 9}, of_ranks(zero=True))
+    assert (plan.iteration, plan.keep, plan.copies) == (7, frozenset(), ()) and plan.way.base.key == (7, MEMORY)
+    assert sources(plan) == {"embedding": (7, MEMORY)} | dict.fromkeys(NAMES[:2], (9, LIVE)) | {NAMES[2]: (4, MEMORY)}
+    assert [plan.way.learned_until(name) for name in NAMES] == [7, 7, 4]  # what is newer does not count
+
+
+def test_snapshots_of_what_survivors_keep_stay_in_case_of_another_loss():
+    for zero in (True, False):
+        plan = plan_of({0: 9, 1: 9}, of_ranks(zero))
+        assert {one.key for one in still_needed(plan.way, HELD, OPERATORS)} == {(4, MEMORY), (6, MEMORY), (7, MEMORY)}
+    plan = plan_of({}, of_ranks(True))
+    assert {one.key for one in still_needed(plan.way, HELD, OPERATORS)} == {one.key for one in plan.way.used()}
+
+
+def test_all_experts_are_reloaded_unless_they_are_to_be_kept():
+    for zero in (True, False):
+        plan = plan_of({0: 9, 1: 9}, of_ranks(zero), keeps=False)
+        assert (plan.iteration, plan.keep, plan.copies) == (7, frozenset(), ())
+        assert {tier for _, tier in sources(plan).values()} == {MEMORY}
+
+
+def test_who_has_not_seen_the_vote_is_given_the_newer_dense_state():
+    plan = plan_of({0: 9, 1: 8}, of_ranks(zero=False))
+    assert (plan.iteration, plan.keep) == (9, {0})
+    assert plan.copies == (RankCopy("embedding", 0, 1), RankCopy("embedding", 0, 2))
+    assert sources(plan)[NAMES[1]] == (8, LIVE) and plan.way.learned_until(NAMES[1]) == 8
+
+
+def test_an_expert_that_replicas_hold_comes_from_one_of_them():
+    pieces = of_ranks(zero=False) | {3: {"embedding": "same", NAMES[2]: "whole"}}
+    plan = plan_of({0: 9, 1: 9, 3: 9}, pieces)
+    assert plan.keep == {0, 1, 3} and RankCopy(NAMES[2], 3, 2) in plan.copies
+    assert sources(plan) == dict.fromkeys(["embedding", *NAMES], (9, LIVE))
+
+
+def test_a_replica_that_is_an_iteration_behind_does_not_keep_its_state():
+    pieces = {rank: {"embedding": "same"} | dict.fromkeys(NAMES, "whole") for rank in range(3)}
+    plan = plan_of({0: 9, 1: 8}, pieces)
+    assert (plan.iteration, plan.keep) == (9, {0}) and {copy.target for copy in plan.copies} == {1, 2}
+
+
+def test_an_expert_is_not_put_together_from_parts_of_two_iterations():
+    pieces = {0: {"embedding": "same", NAMES[0]: "left"}, 1: {"embedding": "same", NAMES[0]: "right"}}
+    (found,) = live_states({0: 9}, pieces, "selective")
+    assert found.operators == {"embedding": "full"}
+    assert [one.iteration for one in live_states({0: 9, 1: 8}, pieces, "selective")] == [8, 9]
+    assert all(NAMES[0] not in one.operators for one in live_states({0: 9, 1: 8}, pieces, "selective"))
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_without_survivors_nothing_is_live(zero):
+    assert live_states({}, of_ranks(zero), "selective") == []
