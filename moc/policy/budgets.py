@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from moc.policy.selection import Limit, Place, per_byte
@@ -18,12 +18,25 @@ class Sizes:
         experts: of each expert, by the ranks that save it.
         nodes: node of each rank.
         replicas: nodes that receive a copy of each node's snapshot; 0 without peers.
+        gradients: of each expert's gradients, by the ranks that save them; empty if none are saved.
     """
 
     dense: Mapping[int, int]
     experts: Mapping[Place, Mapping[int, int]]
     nodes: tuple[int, ...] = ()
     replicas: int = 0
+    gradients: Mapping[Place, Mapping[int, int]] = field(default_factory=dict)
+
+    def number(self, number: int) -> Limit:
+        """The limit of a fixed number of experts, over all layers; gradients count by their share of the bytes."""
+        whole, gradients = (
+            {place: {0: sum(ranks.values())} for place, ranks in of.items()} for of in (self.experts, self.gradients)
+        )
+        return Limit({0: number * max((bins[0] for bins in whole.values()), default=0)}, whole, gradients)
+
+    def ratio(self, place: Place) -> float:
+        """How many times as large an expert's state is as its gradients."""
+        return sum(self.experts[place].values()) / sum(self.gradients[place].values())
 
     def by_rank(self, budget: float) -> Limit:
         """The limit of each rank's bytes; dense operators come off first.
@@ -34,12 +47,14 @@ class Sizes:
             rank: budget - self.dense.get(rank, 0) - most * (1 - 1 / ranks)
             for rank, (most, ranks) in self._largest.items()
         }
-        return Limit(_from_0(room), self.experts)
+        return Limit(_from_0(room), self.experts, self.gradients)
 
     def by_node(self, received: float) -> Limit:
         """The limit of the bytes that each node receives; every node keeps copies for ``replicas`` others."""
         sent = received / max(1, self.replicas)
-        return Limit(_from_0({node: sent - dense for node, dense in self._dense_of_nodes.items()}), self._of_nodes)
+        room = {node: sent - dense for node, dense in self._dense_of_nodes.items()}
+        gradients = {place: self._joined(ranks) for place, ranks in self.gradients.items()}
+        return Limit(_from_0(room), self._of_nodes, gradients)
 
     @cached_property
     def least_of_rank(self) -> int:

@@ -179,6 +179,11 @@ class Policy(ABC):
         return not self.exact
 
     @property
+    def saves_gradients(self) -> bool:
+        """Whether plans may hold gradients (:attr:`Detail.GRAD`)."""
+        return False
+
+    @property
     def counts_probabilities(self) -> bool:
         """Whether the policy needs :meth:`on_routing`."""
         return False
@@ -260,6 +265,10 @@ class Policy(ABC):
             in_memory: a memory tier holds every snapshot.
             in_storage: snapshots are persisted too.
         """
+        return None
+
+    def notice(self) -> str | None:
+        """What the policy leaves undone under the given flags, and the remedy, for people; None if nothing."""
         return None
 
     def gauges(self) -> dict[str, float]:

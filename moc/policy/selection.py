@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 Counts = Mapping[int, Sequence[int]]
 """By layer and expert: tokens, or iterations."""
@@ -31,15 +31,28 @@ class Limit:
     Attributes:
         room: what each bin takes, such as bytes by rank; at least 0.
         cost: by expert, what it takes of each bin.
+        gradients: by expert, what its gradients take in place of its state, where known.
     """
 
     room: Mapping[int, float]
     cost: Mapping[Place, Mapping[int, float]]
+    gradients: Mapping[Place, Mapping[int, float]] = field(default_factory=dict)
 
     def total(self) -> int:
         """S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
         mean = sum(sum(bins.values()) for bins in self.cost.values()) / max(1, len(self.cost))
         return math.floor(sum(self.room.values()) / mean + 1e-9) if mean else len(self.cost)
+
+    def part(self, share: float) -> Limit:
+        """This limit with a share of its room."""
+        return replace(self, room={key: share * room for key, room in self.room.items()})
+
+    def after(self, taken: Collection[Place], chained: Collection[Place]) -> Limit:
+        """What this limit leaves once some experts are ``taken``; the ``chained`` ones then cost their gradients."""
+        costs = [self.cost[place] for place in taken]
+        room = {key: room - sum(bins.get(key, 0) for bins in costs) for key, room in self.room.items()}
+        cheaper = {place: self.gradients.get(place, self.cost[place]) for place in chained}
+        return replace(self, room=room, cost={**self.cost, **cheaper, **{place: {} for place in taken}})
 
 
 def number_of_experts(places: Iterable[Place], number: int) -> Limit:
@@ -47,7 +60,7 @@ def number_of_experts(places: Iterable[Place], number: int) -> Limit:
     return Limit({0: number}, {place: {0: 1} for place in places})
 
 
-class _Rooms:
+class Rooms:
     """What is left of limits while experts are chosen."""
 
     def __init__(self, limits: Sequence[Limit], share: float = 1.0):
@@ -113,11 +126,16 @@ def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
         unsaved: P, tokens of each expert since it was last saved.
         limits: the budget; S_total is the smallest of theirs.
     """
-    rooms, chosen = _Rooms(limits), {}
+    rooms, chosen = Rooms(limits), {}
     for layer, number in allocate(unsaved, min(limit.total() for limit in limits)).items():
         fitting = (expert for expert in _descending(unsaved[layer]) if rooms.take((layer, expert)))
         chosen[layer] = sorted(itertools.islice(fitting, number))
     return chosen
+
+
+def places_of(experts: Experts) -> list[Place]:
+    """The chosen experts of all layers."""
+    return [(layer, expert) for layer, row in experts.items() for expert in row]
 
 
 def _descending(row: Sequence[int]) -> list[int]:
@@ -135,7 +153,7 @@ def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float
     """
     places = [(layer, expert) for layer, row in scores.items() for expert in range(len(row))]
     old = sorted((place for place in places if _at(ages, place) > max_age), key=lambda place: -_at(ages, place))
-    rooms = _Rooms(limits, 0.5)
+    rooms = Rooms(limits, 0.5)
     chosen = {place for place in old if rooms.take(place)}
     rooms.give(0.5)
     # ties: model order

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+from moc.policy import transfers
 from moc.policy.budgets import Sizes
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval
@@ -23,10 +24,11 @@ from moc.policy.selection import (
     Place,
     number_of_experts,
     per_byte,
+    places_of,
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, refusals
+from moc.policy.selective_flags import FLAGS, gradients_of, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -50,6 +52,8 @@ class Selective(Policy):
         max_age: iterations after which an expert is saved first; None for 4 E / S.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
+        gradients: memory has the gradients of experts in place of their state where these suffice.
+        no_gradients: why it does not, though nobody has turned them off.
         told: what the policy was told; stored with snapshots.
         sizes: of snapshots; empty until they are known.
 
@@ -69,6 +73,8 @@ class Selective(Policy):
     max_age: int | None = None
     tier: str = "memory"
     persist_interval: int | None = None
+    gradients: bool = False
+    no_gradients: str | None = None
     told: SelectiveState = field(default_factory=SelectiveState, compare=False)
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
@@ -95,7 +101,10 @@ class Selective(Policy):
     @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
+        gradients, why = gradients_of(asked, job)
         found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
+        found |= {"gradients": gradients, "no_gradients": why}
+        found["score"] = asked.selective_score or ("tokens" if gradients else "tokens-age")
         return super().settings(asked, job) | found
 
     @classmethod
@@ -117,19 +126,29 @@ class Selective(Policy):
         """As :meth:`Policy.described`."""
         return f"{settings['experts']} experts" if "experts" in settings else ""
 
+    @property
+    def saves_gradients(self) -> bool:
+        """As :attr:`Policy.saves_gradients`."""
+        return self.gradients
+
     def on_sizes(self, busiest: Busiest) -> None:
         """As :meth:`Policy.on_sizes`: the bytes of each expert by rank, unless their number is fixed.
 
         Raises:
             ValueError: a budget leaves no room for an expert.
         """
-        if self.experts or not self.num_experts:
+        if not self.num_experts or self.experts and not self.gradients:
             return
         dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
         experts = {one.place: one.name for one in self.operators if one.place is not None}
-        found = busiest.by_rank({"": dense} | {name: {name: Detail.FULL} for name in experts.values()})
-        experts = {place: found[name] for place, name in experts.items()}
-        self.sizes[:] = [sizes := Sizes(found[""], experts, busiest.nodes, busiest.replicas)]
+        details = [Detail.FULL, *([Detail.GRAD] if self.gradients else [])]
+        plans = {f"{name} {detail.value}": {name: detail} for name in experts.values() for detail in details}
+        found = busiest.by_rank({"": dense} | plans)
+        full, gradients = (
+            {place: there for place, name in experts.items() if (there := found.get(f"{name} {detail.value}"))}
+            for detail in (Detail.FULL, Detail.GRAD)
+        )
+        self.sizes[:] = [sizes := Sizes(found[""], full, busiest.nodes, busiest.replicas, gradients)]
         for flag, least in (("local_gb", sizes.least_of_rank), ("remote_gb", sizes.least_of_node)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
@@ -152,17 +171,22 @@ class Selective(Policy):
             return None
         if load is None:
             raise ValueError("nobody counts the tokens of experts, which selective snapshots choose by: count them")
-        return self._planned(iteration, self._selected(iteration, load))
+        chosen = self._selected(iteration, load)
+        details = {one.name: Detail.FULL if one.place is None else chosen.get(one.place) for one in self.operators}
+        saved = {name: detail for name, detail in details.items() if detail is not None}
+        return SnapshotPlan(iteration, self.name, saved, set(details.values()) == {Detail.FULL})
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         self.told.based |= plan.complete
         self._note(plan, load or {}, self.told.saved, self.told.saved_at)
+        if self.gradients:
+            self._note_bases(plan)
         if load:
             self._note_risk(plan.iteration, load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """The whole snapshot; where memory holds snapshots too, :meth:`plan` chose its experts for storage.
+        """The snapshot without gradients; where memory has it too, :meth:`plan` chose its other experts for storage.
 
         Raises:
             ValueError: storage has no full checkpoint, without which a partial one is of no use.
@@ -172,7 +196,7 @@ class Selective(Policy):
                 f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
                 "experts yet: save everything() at the first iteration that goes there"
             )
-        return plan
+        return replace(plan, operators=dict.fromkeys(plan.of(Detail.FULL), Detail.FULL))
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
@@ -188,6 +212,7 @@ class Selective(Policy):
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:
         """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
         self.told.based, self.told.stored = in_memory and in_storage, in_storage
+        self.told.bases.clear()  # no chain goes on over a recovery
 
     def storage_lost(self) -> None:
         """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
@@ -221,8 +246,8 @@ class Selective(Policy):
         """
         layers, seen = len(self.num_experts), self.interval
         if self.experts is not None:
-            return {"experts": number_of_experts(self._places, self.experts * layers)}
-        limits = {"experts": number_of_experts(self._places, len(self._places))}
+            return {"experts": self._number(self.experts * layers)}
+        limits = {"experts": self._number(len(self._places))}
         if not self.sizes or not isinstance(seen, SelectiveTuner):
             return limits
         sizes, apart = self.sizes[0], self.iterations_apart
@@ -254,6 +279,12 @@ class Selective(Policy):
         number = min(limit.total() for limit in self.limits().values()) / max(1, len(self.num_experts))
         return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
 
+    def notice(self) -> str | None:
+        """As :meth:`Policy.notice`."""
+        if self.no_gradients is None:
+            return None
+        return f"experts are saved as their state, not as gradients: --selective-gradients on {self.no_gradients}"
+
     def reason(self) -> str | None:
         """As :meth:`Policy.reason`."""
         seen = self.interval
@@ -274,16 +305,41 @@ class Selective(Policy):
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
         self.told.load_state_dict(state)
 
-    def _selected(self, iteration: int, load: Load) -> Experts:
-        """The experts of a snapshot; by what storage lacks if it goes there too, otherwise by what memory lacks."""
-        told, never, apart = self.told, self._zeros(), self.iterations_apart
+    def _number(self, number: int) -> Limit:
+        known = self.gradients and self.sizes
+        return self.sizes[0].number(number) if known else number_of_experts(self._places, number)
+
+    def _selected(self, iteration: int, load: Load) -> dict[Place, Detail]:
+        """The experts of a snapshot, each at its detail.
+
+        They are chosen by what memory lacks.  If the snapshot goes to storage too, it is by what storage lacks; where
+        gradients are saved, that takes half of the limits, so that chains do not end there.
+        """
+        told, apart = self.told, self.iterations_apart
         to_storage = self.persist_interval is not None and told.due <= iteration < told.due + apart
-        saved, saved_at = (told.persisted, told.persisted_at) if to_storage else (told.saved, told.saved_at)
-        unsaved, limits = _minus(load, never | saved), list(self.limits().values())
-        if self.rule == "proportional":
-            return proportional(unsaved, limits)
-        ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved_at)
-        return per_byte(scores(unsaved, ages, self.score), ages, self._oldest(limits), limits)
+        limits, of_memory, of_storage = list(self.limits().values()), told.in_memory, told.in_storage
+        oldest = self._oldest(limits)
+
+        def select(saved: tuple[Table, Table], limits: Sequence[Limit], cheaper: Collection[Place] = ()) -> Experts:
+            never = self._zeros()
+            unsaved = _minus(load, never | saved[0])
+            if self.rule == "proportional":
+                return proportional(unsaved, limits)
+            ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved[1])
+            return per_byte(self._by_cost(scores(unsaved, ages, self.score), cheaper), ages, oldest, limits)
+
+        if not self.gradients:
+            return dict.fromkeys(places_of(select(of_storage if to_storage else of_memory, limits)), Detail.FULL)
+        chains = transfers.chains_of(told.bases, told.saved_at)
+        chained = transfers.continuing(chains, iteration)
+        if to_storage:
+            full = places_of(select(of_storage, [limit.part(0.5) for limit in limits]))
+        else:
+            full = transfers.renewed(chains, chained, iteration, oldest, limits)
+        return transfers.choose(lambda *within: select(of_memory, *within), full, chained, limits)
+
+    def _by_cost(self, values: Mapping[int, Sequence[float]], cheaper: Collection[Place]) -> dict[int, list[float]]:
+        return transfers.by_cost(values, cheaper, *self.sizes[:1])
 
     def _oldest(self, limits: Iterable[Limit]) -> int:
         if self.max_age is not None:
@@ -292,12 +348,12 @@ class Selective(Policy):
         return 4 * self.iterations_apart * -(-len(self._places) // max(1, fitting))
 
     def _note(self, plan: SnapshotPlan, tokens: Load, saved: Table, saved_at: Table) -> None:
-        """Records which experts a plan saves, and the tokens that they have been given."""
+        """Records which experts a plan saves, if only by their gradients, and the tokens that they have been given."""
         for layer, row in self._zeros().items():
             saved.setdefault(layer, row)
             saved_at.setdefault(layer, list(row))
         for one in self.operators:
-            if one.place is not None and plan.operators.get(one.name) is Detail.FULL:
+            if one.place is not None and one.name in plan.operators:
                 layer, expert = one.place
                 saved_at[layer][expert] = plan.iteration
                 if layer in tokens:
@@ -312,10 +368,11 @@ class Selective(Policy):
         risks = lost_by_layer(_minus(load, told.saved), each)
         told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
 
-    def _planned(self, iteration: int, experts: Experts) -> SnapshotPlan:
-        names = [one.name for one in self.operators if one.place is None or one.place[1] in experts[one.place[0]]]
-        complete = len(names) == len(self.operators)
-        return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete)
+    def _note_bases(self, plan: SnapshotPlan) -> None:
+        for one in self.operators:
+            if one.place is not None and plan.operators.get(one.name) is Detail.FULL:
+                layer, expert = one.place
+                self.told.bases.setdefault(layer, [0] * self.num_experts[layer])[expert] = plan.iteration
 
     def _zeros(self) -> Table:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
