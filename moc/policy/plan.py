@@ -74,6 +74,12 @@ class SnapshotPlan:
         """Names of the operators that are saved at a detail, in model order."""
         return tuple(name for name, planned in self.operators.items() if planned is detail)
 
+    def without(self, detail: Detail) -> SnapshotPlan:
+        """This plan without the operators that it saves at a detail."""
+        return dataclasses.replace(
+            self, operators={name: planned for name, planned in self.operators.items() if planned is not detail}
+        )
+
     @property
     def ends_window(self) -> bool:
         """Whether no operator awaits a full save; only then can this snapshot supersede earlier ones."""

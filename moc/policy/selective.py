@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -196,7 +196,7 @@ class Selective(Policy):
                 f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
                 "experts yet: save everything() at the first iteration that goes there"
             )
-        return replace(plan, operators=dict.fromkeys(plan.of(Detail.FULL), Detail.FULL))
+        return plan.without(Detail.GRAD)
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
