@@ -165,12 +165,11 @@ class Saver:
         if share not in known:
             if len(known) == _REMEMBERED:
                 known.pop(next(iter(known)))
-            known[share] = [], []
-            for entry, (start, stop), source in zip(
-                share.layout.entries, share.layout.spans, share.sources, strict=True
-            ):
-                known[share][entry.slot != _GRAD].append(Copy(source, buffer.view(start, stop, entry.dtype)))
-            known[share] = tuple(list(coalesced(copies)) for copies in known[share])
+            gradients, others, layout = [], [], share.layout
+            for entry, (start, stop), source in zip(layout.entries, layout.spans, share.sources, strict=True):
+                copies = gradients if entry.slot == _GRAD else others
+                copies.append(Copy(source, buffer.view(start, stop, entry.dtype)))
+            known[share] = list(coalesced(gradients)), list(coalesced(others))
         return known[share]
 
     def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:
