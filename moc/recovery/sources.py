@@ -243,7 +243,7 @@ def _with_older_experts(
             if name in has_gradients:
                 past = [one for one in newest_first if one.iteration <= iteration]
                 base, steps = _chain(there, past, name, iteration)
-                if steps and (steps[-1].iteration == iteration or set(found.values()) == {base}):
+                if steps and (steps[-1].iteration == iteration or all(one is base for one in found.values())):
                     found, folds[name] = dict.fromkeys(found, base), steps
             sources |= found
         if None not in sources.values():

@@ -232,4 +232,6 @@ def test_gradients_are_of_no_use_without_the_state_that_they_follow(capsys, tmp_
     for missing in (3, 4):
         shutil.rmtree(tmp_path / f"iter_{missing:07d}")
         code, (problem, *others) = verify(capsys, tmp_path)
-        assert code == 1 and not others and f"{expert}: its gradients follow the state of iteration {missing}," in problem
+        assert (
+            code == 1 and not others and f"{expert}: its gradients follow the state of iteration {missing}," in problem
+        )
