@@ -268,11 +268,12 @@ class Selective(Policy):
         MLT are the momentary lost tokens (eq. 6), which a fault right after the newest snapshot would lose, in units of
         an iteration's tokens; the paper sums over layers, this is the mean.
         """
-        newest = max(map(max, self.told.saved_at.values()), default=0)
+        told, newest = self.told, max(map(max, self.told.saved_at.values()), default=0)
         if not newest:
             return {}
-        saved = sum(row.count(newest) for row in self.told.saved_at.values())
-        return {"selective_experts": saved / len(self.told.saved_at), "mlt": self.told.mlt}
+        saved, full = (sum(row.count(newest) for row in table.values()) for table in (told.saved_at, told.bases))
+        found = {"selective_experts": saved / len(told.saved_at), "mlt": told.mlt}
+        return found | ({"selective_gradients": (saved - full) / len(told.saved_at)} if self.gradients else {})
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""

@@ -124,6 +124,11 @@ class RecoveryPath:
         """Sources of the state that operators learn with."""
         return {key: held for moment in self.moments for key, held in moment.sources.items() if key[1] != COMPUTE}
 
+    @cached_property
+    def folds(self) -> Mapping[str, Sequence[AvailableCheckpoint]]:
+        """By operator, the checkpoints with the gradients that follow its source."""
+        return {name: steps for moment in self.moments for name, steps in moment.folds.items()}
+
     @property
     def base(self) -> AvailableCheckpoint:
         """Checkpoint that provides the non-tensor state."""
@@ -150,7 +155,7 @@ class RecoveryPath:
         """Returns the last iteration whose update is in the operator's recovered state."""
         if len(self.moments) > 1:
             return self.iteration
-        folds = self.moments[0].folds.get(operator)
+        folds = self.folds.get(operator)
         last = folds[-1] if folds else self.sources[operator, MASTER]
         return min(last.iteration, self.iteration)  # newer updates do not count
 

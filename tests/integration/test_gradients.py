@@ -9,8 +9,10 @@ from moc.recovery.carrying import file_of_operator
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from moc.store.tiers import memory_found
-from tests.integration.snapshot_files import node_memory, start, train
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_pec import loaded, saved
+from tests.integration.test_peers import lose, memory_of
 from tests.integration.test_precision import BF16
 from tests.unit.inspect.test_verify import flip
 
@@ -33,14 +35,15 @@ def test_a_run_whose_chains_cover_everything_ends_as_without_a_fault(way, data, 
     with node_memory() as memory:
         snapshots = GRADIENTS | dict(ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), selective_max_age=99)
         snapshots |= dict(log_dir=str(tmp_path / "log"))
-        killed = start(layout, flags | snapshots, body="pec_bodies:die_after", iteration=24)
+        slow = dict(body="pec_bodies:die_after_slow_copies", bytes_per_s=1e7)  # gradients would be cleared meanwhile
+        killed = start(layout, flags | snapshots, iteration=24, **slow)
         assert {result.exit for result in killed.wait()} == {-9}
         resumed = train(layout, flags | snapshots)
     told = Events(tmp_path / "log" / "events.jsonl")
     (resume,), (lost,) = told.of("resume"), told.of("lost")
     whole = train(layout, flags)
     assert resume["iteration"] == resumed.start >= 23 and lost["plt"] == 0
-    assert len(resume["sources"]) >= 22
+    assert len(resume["sources"]) >= 22 and resume["folded"] == 8
     if "fp16" in way:
         assert sum(record["skipped"] for record in whole.records[1:23]) >= 1
     assert min(norm for norm in whole.norms[1:] if norm < 1e9) > flags["clip_grad"]
@@ -75,3 +78,22 @@ def test_a_chain_counts_up_to_its_first_damaged_gradient(data, tmp_path):
         assert digest == states[fragment][last - 5 if is_damaged else begun], fragment
     (lost,) = Events(tmp_path / "log" / "events.jsonl").of("lost")
     assert 0 < lost["by_layer"]["1"] < 1 and not lost["by_layer"]["0"]
+
+
+@pytest.mark.recovery
+def test_the_chains_of_a_lost_node_come_back_from_its_peers(data, tmp_path):
+    """Bit by bit: the last snapshots are those of a run without a fault."""
+    flags = data | CLIPPED | dict(train_iters=24)
+    plain = flags | dict(ckpt_policy="full", snapshot_interval=99, ckpt_dir=str(tmp_path / "plain"))
+    assert set(train("PP2xEP2", plain).codes) == {0}
+    with node_memory() as memory:
+        flags |= GRADIENTS | dict(ckpt_tier="peers", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"))
+        flags |= dict(selective_max_age=99, max_snapshot_lag=1)
+        with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2, spares=1) as job:
+            job.reach(14)
+            lose(job, 1, memory_of(flags, "1"))
+            assert job.wait() == 0, job.console[-4000:]
+        resumed, lost = job.events("resume")[-1], job.events("lost")[-1]
+    assert lost["plt"] == 0 and len(resumed["sources"]) >= 12 and {tier for _, tier in resumed["sources"]} == {"memory"}
+    ends = (contents(Store(LocalPlace(tmp_path / name)), 24) for name in ("plain", "c"))
+    assert next(ends) == next(ends)

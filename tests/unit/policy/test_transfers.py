@@ -12,7 +12,7 @@ from moc.policy.selection import number_of_experts
 from moc.policy.selective import FLAGS, Selective
 from moc.policy.transfers import chains_of, continuing, renewed
 from moc.state.detail import Detail
-from tests.unit.policy.test_pec import take
+from tests.unit.policy.test_pec import operators, take
 from tests.unit.policy.test_selective import OPERATORS, ZEROS, based
 
 FULL, GRAD = Detail.FULL, Detail.GRAD
@@ -60,6 +60,7 @@ def test_gradients_count_a_third_of_a_state():
     """The budget of one expert of each layer, 24 bytes, has room for the gradients of six of the eight."""
     one = policy(experts=1)
     plan = take(one, 2, loads(9, 5, 3, 1))
+    assert one.gauges() | {"mlt": 0} == {"selective_experts": 3, "selective_gradients": 3, "mlt": 0}
     assert details(plan) == {FULL: set(), GRAD: {(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)}}
     assert nbytes(plan) == 2 * FULL_BYTES and not plan.complete
 
@@ -175,3 +176,18 @@ def test_by_default_they_are_on_where_they_can_be():
     assert found.saves_gradients and found.score == "tokens" and found.notice() is None
     off = Selective(OPERATORS, Every(1), **Selective.settings(asked(selective_gradients="off"), JobShape()))
     assert not off.saves_gradients and off.score == "tokens-age" and off.notice() is None
+
+
+@pytest.mark.parametrize(("experts", "risk"), [(4, 0.51), (8, 0.005)])
+def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, experts, risk):
+    layers, width = len(trace[0]), len(trace[0][0])
+    model = operators((1,) * layers, experts=width)
+    one = Selective(model, Every(1), gradients=True, score="tokens", experts=experts)
+    one.on_sizes(Told())
+    load, found = {layer: [0] * width for layer in range(layers)}, []
+    based(one, load=load)
+    for iteration, row in enumerate(trace, start=2):
+        load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
+        take(one, iteration, load)
+        found.append(one.told.mlt)
+    assert sum(found[10:]) / len(found[10:]) == pytest.approx(risk, rel=0.1)

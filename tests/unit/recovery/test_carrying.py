@@ -142,7 +142,7 @@ def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_
                 operators[name], chains[name] = Detail.FULL, [iteration]
         take(store, carrier, iteration, operators)
     way = next(recoveries(in_memory([look(store)[0]], OPERATORS), OPERATORS, exact=False))
-    folds = {name: [one.iteration for one in its] for name, its in way.moments[0].folds.items()}
+    folds = {name: [one.iteration for one in its] for name, its in way.folds.items()}
     assert {name: [way.sources[name, "master"].iteration, *folds.get(name, ())] for name in NAMES} == chains
     last = len(wanted) + 1
     data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}

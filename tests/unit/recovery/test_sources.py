@@ -231,7 +231,7 @@ def chained(iteration: int, gradients, experts=(), tier: str = MEMORY) -> Availa
 
 def folded(recovery) -> dict[int, list[int]]:
     """By expert with gradients, its base and the iterations of these."""
-    folds = {EXPERTS.index(name): [one.iteration for one in its] for name, its in recovery.moments[0].folds.items()}
+    folds = {EXPERTS.index(name): [one.iteration for one in its] for name, its in recovery.folds.items()}
     return {expert: [recovery.sources[EXPERTS[expert], MASTER].iteration, *its] for expert, its in folds.items()}
 
 
