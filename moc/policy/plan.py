@@ -131,6 +131,14 @@ class Policy(ABC):
         return iter(())
 
     @classmethod
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+        """Yields what flags ask for and the job does not have, as sentences that name the remedy.
+
+        Not all of ``job`` is known yet: ``stages`` are not.
+        """
+        return iter(())
+
+    @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
         """Whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
         return False
@@ -183,6 +191,10 @@ class Policy(ABC):
     def counts_tokens(self) -> bool:
         """Whether the policy needs the token counts of experts; by default, if it is not exact."""
         return not self.exact
+
+    def remarks(self) -> Iterator[str]:
+        """Yields sentences for people, told once before training, such as of settings that have no effect."""
+        return iter(())
 
     @property
     def saves_gradients(self) -> bool:
@@ -271,10 +283,6 @@ class Policy(ABC):
             in_memory: a memory tier holds every snapshot.
             in_storage: snapshots are persisted too.
         """
-        return None
-
-    def notice(self) -> str | None:
-        """What the policy leaves undone under the given flags, and the remedy, for people; None if nothing."""
         return None
 
     def gauges(self) -> dict[str, float]:

@@ -28,7 +28,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, gradients_of, refusals
+from moc.policy.selective_flags import FLAGS, gradients_of, misfits, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -99,6 +99,11 @@ class Selective(Policy):
         return refusals(asked)
 
     @classmethod
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+        """As :meth:`Policy.misfits`."""
+        return misfits(asked, job)
+
+    @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         gradients, why = gradients_of(asked, job)
@@ -125,6 +130,11 @@ class Selective(Policy):
     def described(cls, settings: Settings) -> str:
         """As :meth:`Policy.described`."""
         return f"{settings['experts']} experts" if "experts" in settings else ""
+
+    def remarks(self) -> Iterator[str]:
+        """As :meth:`Policy.remarks`."""
+        if self.no_gradients is not None:
+            yield f"experts are saved as their state, not as gradients: --selective-gradients on {self.no_gradients}"
 
     @property
     def saves_gradients(self) -> bool:
@@ -279,12 +289,6 @@ class Selective(Policy):
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
         number = min(limit.total() for limit in self.limits().values()) / max(1, len(self.num_experts))
         return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
-
-    def notice(self) -> str | None:
-        """As :meth:`Policy.notice`."""
-        if self.no_gradients is None:
-            return None
-        return f"experts are saved as their state, not as gradients: --selective-gradients on {self.no_gradients}"
 
     def reason(self) -> str | None:
         """As :meth:`Policy.reason`."""

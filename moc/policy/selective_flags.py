@@ -88,17 +88,17 @@ def refusals(asked: Asked) -> Iterator[str]:
         yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles(asked))
 
 
-def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
-    """Whether gradients are saved; if not, and nobody asked for that, why.
+def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
+    """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
+    if asked.selective_gradients == "on":
+        yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles_of(job))
 
-    Raises:
-        ValueError: they are asked for, and cannot be used in this job.
-    """
+
+def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
+    """Whether gradients are saved; if not, and nobody has turned them off, why."""
     if asked.selective_gradients == "off":
         return False, None
     why = next(chain(_obstacles(asked), _obstacles_of(job)), None)
-    if why is not None and asked.selective_gradients == "on":
-        raise ValueError(f"--selective-gradients on {why}, or drop --selective-gradients")
     return why is None, why
 
 

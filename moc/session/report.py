@@ -32,9 +32,7 @@ class SnapshotReport:
             self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
 
     def expected(self, policy: Policy, settings: Settings) -> None:
-        """Reports once, before training, what the policy leaves undone, and what a fault will cost."""
-        if notice := policy.notice():
-            self._log.message(f"--ckpt-policy {policy.name}: {notice}")
+        """Reports once, before training, what a fault will cost under the given flags."""
         in_memory = settings.tier != "disk"
         persists = not in_memory or settings.persist_interval is not None
         if (said := policy.fault_cost(settings.train_iters, in_memory, persists)) is None:

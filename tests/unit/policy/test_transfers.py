@@ -162,20 +162,18 @@ OBSTACLES = [
 def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, remedy):
     settings = Selective.settings(asked(**flags), JobShape(**job))
     found = Selective(OPERATORS, Every(1), **settings)
-    assert not found.saves_gradients and found.score == "tokens-age" and remedy in found.notice()
+    assert not found.saves_gradients and found.score == "tokens-age" and remedy in next(found.remarks())
     wanted = asked(**flags, selective_gradients="on")
-    if flags:
-        (sentence,) = Selective.refusals(wanted)
-        assert remedy in sentence
-    with pytest.raises(ValueError, match=remedy):
-        Selective.settings(wanted, JobShape(**job))
+    (sentence,) = Selective.refusals(wanted) if flags else Selective.misfits(wanted, JobShape(**job))
+    assert remedy in sentence
 
 
 def test_by_default_they_are_on_where_they_can_be():
     found = Selective(OPERATORS, Every(1), **Selective.settings(asked(), JobShape()))
-    assert found.saves_gradients and found.score == "tokens" and found.notice() is None
+    assert found.saves_gradients and found.score == "tokens" and not list(found.remarks())
+    assert not [*Selective.refusals(asked()), *Selective.misfits(asked(), JobShape())]
     off = Selective(OPERATORS, Every(1), **Selective.settings(asked(selective_gradients="off"), JobShape()))
-    assert not off.saves_gradients and off.score == "tokens-age" and off.notice() is None
+    assert not off.saves_gradients and off.score == "tokens-age" and not list(off.remarks())
 
 
 @pytest.mark.parametrize(("experts", "risk"), [(4, 0.51), (8, 0.005)])
