@@ -127,7 +127,7 @@ class TokenTracker:
     def _saved(self, plan: SnapshotPlan) -> Experts:
         saved: Experts = {}
         for name, detail in plan.operators.items():
-            if name in self._experts and detail in (Detail.FULL, Detail.GRAD):
+            if name in self._experts and detail is Detail.FULL:
                 layer, expert = self._experts[name]
                 saved.setdefault(layer, []).append(expert)
         return saved

@@ -13,7 +13,7 @@ from moc.policy.selective import FLAGS, Selective
 from moc.policy.transfers import chains_of, continuing, renewed
 from moc.state.detail import Detail
 from tests.unit.policy.test_pec import operators, take
-from tests.unit.policy.test_selective import OPERATORS, ZEROS, based
+from tests.unit.policy.test_selective import OPERATORS, ZEROS, based, measured
 
 FULL, GRAD = Detail.FULL, Detail.GRAD
 FULL_BYTES, GRAD_BYTES = 12, 4
@@ -95,6 +95,39 @@ def test_every_rule_saves_gradients_within_its_budget():
     one = policy(experts=1, rule="proportional")
     plan = take(one, 2, loads(9, 5, 3, 1))
     assert len(details(plan)[GRAD]) > 2 and nbytes(plan) <= 2 * FULL_BYTES
+
+
+def test_what_an_expert_has_to_lose_counts_by_the_byte():
+    """Gradients with 4 tokens to lose, at a third of the bytes, come before a state with 10."""
+    one = policy(experts=1)
+    take(one, 2, first := {0: [9, 9, 9, 0], 1: [9, 9, 9, 0]})  # the last one of each layer is left out
+    load = {0: [9 + 4, 9 + 4, 9 + 4, 10], 1: [9 + 4, 9 + 4, 9 + 4, 10]}
+    assert details(one.plan(3, load)) == {FULL: set(), GRAD: {(layer, e) for layer in first for e in (0, 1, 2)}}
+    load = {layer: [*row[:3], 13] for layer, row in load.items()}
+    assert details(one.plan(3, load))[FULL] == {(0, 3), (1, 3)}
+
+
+@pytest.mark.parametrize("budget", [dict(local_gb=4 * 12e-9), dict(remote_gb=4 * 12e-9, tier="peers")])
+def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
+    one = Selective(OPERATORS, Every(1), gradients=True, score="tokens", **budget)
+    told = Told()
+    told.by_rank = lambda plans: {  # no dense operators
+        name: {0: sum({FULL: FULL_BYTES, GRAD: GRAD_BYTES}[detail] for detail in plan.values())} if name else {}
+        for name, plan in plans.items()
+    }
+    one.on_sizes(told)
+    measured(based(one), copied=(1e9, 1.0), replicated=(1e9, 1.0))
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)))[GRAD]) == 8
+    one.told.bases.clear()
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)))[FULL]) == 4
+
+
+def test_a_state_saved_before_there_were_gradients_is_known():
+    state = policy(experts=1).state_dict()
+    del state["bases"]
+    one = policy(experts=1)
+    one.load_state_dict(state)
+    assert details(one.plan(2, loads(9, 5, 3, 1)))[FULL]
 
 
 def test_storage_gets_states_alone_and_chains_go_on():
