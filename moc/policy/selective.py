@@ -154,11 +154,9 @@ class Selective(Policy):
         details = [Detail.FULL, *([Detail.GRAD] if self.gradients else [])]
         plans = {f"{name} {detail.value}": {name: detail} for name in experts.values() for detail in details}
         found = busiest.by_rank({"": dense} | plans)
-        full, gradients = (
-            {place: there for place, name in experts.items() if (there := found.get(f"{name} {detail.value}"))}
-            for detail in (Detail.FULL, Detail.GRAD)
-        )
-        self.sizes[:] = [sizes := Sizes(found[""], full, busiest.nodes, busiest.replicas, gradients)]
+        each = {detail: {p: found[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details}
+        gradients = each.get(Detail.GRAD, {})
+        self.sizes[:] = [sizes := Sizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
         for flag, least in (("local_gb", sizes.least_of_rank), ("remote_gb", sizes.least_of_node)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
@@ -281,9 +279,12 @@ class Selective(Policy):
         told, newest = self.told, max(map(max, self.told.saved_at.values()), default=0)
         if not newest:
             return {}
-        saved, full = (sum(row.count(newest) for row in table.values()) for table in (told.saved_at, told.bases))
+        saved = sum(row.count(newest) for row in told.saved_at.values())
         found = {"selective_experts": saved / len(told.saved_at), "mlt": told.mlt}
-        return found | ({"selective_gradients": (saved - full) / len(told.saved_at)} if self.gradients else {})
+        if self.gradients:
+            chains = transfers.chains_of(told.bases, told.saved_at).values()
+            found["selective_gradients"] = sum(base < last == newest for base, last in chains) / len(told.saved_at)
+        return found
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
@@ -331,7 +332,8 @@ class Selective(Policy):
             if self.rule == "proportional":
                 return proportional(unsaved, limits)
             ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved[1])
-            return per_byte(self._by_cost(scores(unsaved, ages, self.score), cheaper), ages, oldest, limits)
+            by_cost = transfers.by_cost(scores(unsaved, ages, self.score), cheaper, *self.sizes[:1])
+            return per_byte(by_cost, ages, oldest, limits)
 
         if not self.gradients:
             return dict.fromkeys(places_of(select(of_storage if to_storage else of_memory, limits)), Detail.FULL)
@@ -342,9 +344,6 @@ class Selective(Policy):
         else:
             full = transfers.renewed(chains, chained, iteration, oldest, limits)
         return transfers.choose(lambda *within: select(of_memory, *within), full, chained, limits)
-
-    def _by_cost(self, values: Mapping[int, Sequence[float]], cheaper: Collection[Place]) -> dict[int, list[float]]:
-        return transfers.by_cost(values, cheaper, *self.sizes[:1])
 
     def _oldest(self, limits: Iterable[Limit]) -> int:
         if self.max_age is not None:
