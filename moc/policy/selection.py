@@ -60,7 +60,7 @@ def number_of_experts(places: Iterable[Place], number: int) -> Limit:
     return Limit({0: number}, {place: {0: 1} for place in places})
 
 
-class Rooms:
+class _Rooms:
     """What is left of limits while experts are chosen."""
 
     def __init__(self, limits: Sequence[Limit], share: float = 1.0):
@@ -126,7 +126,7 @@ def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
         unsaved: P, tokens of each expert since it was last saved.
         limits: the budget; S_total is the smallest of theirs.
     """
-    rooms, chosen = Rooms(limits), {}
+    rooms, chosen = _Rooms(limits), {}
     for layer, number in allocate(unsaved, min(limit.total() for limit in limits)).items():
         fitting = (expert for expert in _descending(unsaved[layer]) if rooms.take((layer, expert)))
         chosen[layer] = sorted(itertools.islice(fitting, number))
@@ -153,7 +153,7 @@ def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float
     """
     places = [(layer, expert) for layer, row in scores.items() for expert in range(len(row))]
     old = sorted((place for place in places if _at(ages, place) > max_age), key=lambda place: -_at(ages, place))
-    rooms = Rooms(limits, 0.5)
+    rooms = _Rooms(limits, 0.5)
     chosen = {place for place in old if rooms.take(place)}
     rooms.give(0.5)
     # ties: model order

@@ -337,12 +337,11 @@ class Selective(Policy):
 
         if not self.gradients:
             return dict.fromkeys(places_of(select(of_storage if to_storage else of_memory, limits)), Detail.FULL)
-        chains = transfers.chains_of(told.bases, told.saved_at)
-        chained = transfers.continuing(chains, iteration)
+        chained = transfers.continuing(transfers.chains_of(told.bases, told.saved_at), iteration)
         if to_storage:
             full = places_of(select(of_storage, [limit.part(0.5) for limit in limits]))
         else:
-            full = transfers.renewed(chains, chained, iteration, oldest, limits)
+            full = transfers.renewed(told.bases, chained, iteration, oldest, limits)
         return transfers.choose(lambda *within: select(of_memory, *within), full, chained, limits)
 
     def _oldest(self, limits: Iterable[Limit]) -> int:

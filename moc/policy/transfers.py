@@ -7,10 +7,11 @@ recovery repeats the updates.  Pure functions, as :mod:`moc.policy.selection`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moc.policy.budgets import Sizes
-from moc.policy.selection import Counts, Experts, Limit, Place, Rooms, places_of
+from moc.policy.selection import Counts, Experts, Limit, Place, per_byte, places_of
 from moc.state.detail import Detail
 
 Chains = Mapping[Place, tuple[int, int]]
@@ -38,15 +39,18 @@ def continuing(chains: Chains, iteration: int) -> frozenset[Place]:
 
 
 def renewed(
-    chains: Chains, chained: Collection[Place], iteration: int, max_age: float, limits: Sequence[Limit]
+    bases: Counts, chained: Collection[Place], iteration: int, max_age: float, limits: Sequence[Limit]
 ) -> frozenset[Place]:
     """The chained experts that are saved in full again, since a longer chain takes more memory and time to fold.
 
     Those are the ones with a base older than ``max_age`` iterations, the oldest first, on at most half of the limits.
     """
-    old = (place for place in chained if iteration - chains[place][0] > max_age)
-    rooms = Rooms(limits, 0.5)
-    return frozenset(place for place in sorted(old, key=lambda place: (chains[place][0], place)) if rooms.take(place))
+    old = frozenset(place for place in chained if iteration - bases[place[0]][place[1]] > max_age)
+    if not old:
+        return old
+    ages = {layer: [iteration - base for base in row] for layer, row in bases.items()}
+    first = {layer: [age * ((layer, e) in old) for e, age in enumerate(row)] for layer, row in ages.items()}
+    return old.intersection(places_of(per_byte(first, ages, math.inf, [limit.part(0.5) for limit in limits])))
 
 
 def choose(

@@ -87,8 +87,8 @@ def test_half_of_the_budget_renews_the_bases_that_are_too_old():
         seen |= found[FULL]
     assert len(seen) == 8
     limits = [number_of_experts([(0, 0), (0, 1)], 4)]
-    chains = {(0, 0): (5, 9), (0, 1): (8, 9)}
-    assert renewed(chains, list(chains), 10, 3, limits) == {(0, 0)}
+    assert renewed({0: [5, 8]}, [(0, 0), (0, 1)], 10, 3, limits) == {(0, 0)}
+    assert renewed({0: [5, 4]}, [(0, 0), (0, 1)], 10, 3, [limit.part(0.5) for limit in limits]) == {(0, 1)}
 
 
 def test_every_rule_saves_gradients_within_its_budget():
