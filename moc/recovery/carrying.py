@@ -88,6 +88,20 @@ class Carrier:
             if iteration < before and any(map(is_of_rank, names)):
                 self._retire(iteration, names)
 
+    def whole(self) -> set[int]:
+        """Returns the iterations of the snapshots that are not reduced."""
+        return {iteration for iteration in self._store.iterations() if any(map(is_of_rank, self._names(iteration)))}
+
+    def reduce(self, before: int) -> None:
+        """Reduces the snapshots before an iteration out of which experts were carried; leaves all others as they are.
+
+        Raises:
+            CheckpointError, OSError: it cannot be written.
+        """
+        for iteration in self.whole():
+            if iteration < before and CARRIED in (names := self._names(iteration)):
+                self._retire(iteration, names)
+
     def drop(self, upto: int) -> None:
         """Removes carried experts that a newer snapshot holds, up to the newest safe one.
 

@@ -97,3 +97,20 @@ def test_the_chains_of_a_lost_node_come_back_from_its_peers(data, tmp_path):
     assert lost["plt"] == 0 and len(resumed["sources"]) >= 12 and {tier for _, tier in resumed["sources"]} == {"memory"}
     ends = (contents(Store(LocalPlace(tmp_path / name)), 24) for name in ("plain", "c"))
     assert next(ends) == next(ends)
+
+
+@pytest.mark.recovery
+def test_workers_are_lost_at_any_moment_and_nobody_can_tell(data, tmp_path):
+    """Among them the one that leads the node, after the vote by which others reuse buffers that it has not given up."""
+    flags = data | CLIPPED | dict(train_iters=32)
+    plain = flags | dict(ckpt_policy="full", snapshot_interval=99, ckpt_dir=str(tmp_path / "plain"))
+    assert set(train("PP2xEP2", plain).codes) == {0}
+    kills = [f"kill rank=0 iteration={iteration} point=after_vote" for iteration in (8, 14, 20)]
+    kills += ["kill rank=3 iteration=25 point=snapshot_copying", "kill rank=2 iteration=0 point=loading"]
+    with node_memory() as memory:
+        flags |= GRADIENTS | dict(ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), persist_interval=7)
+        with Launched("PP2xEP2", flags | dict(selective_max_age=5, inject=kills), tmp_path / "job") as job:
+            assert job.wait() == 0, job.console[-4000:]
+        assert {event["plt"] for event in job.events("lost")} == {0} and len(job.events("resume")) > 3
+    ends = (contents(Store(LocalPlace(tmp_path / name)), 32) for name in ("plain", "c"))
+    assert next(ends) == next(ends)

@@ -8,7 +8,7 @@ from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
-from moc.runtime.agreement import run_on_all, run_on_rank0
+from moc.runtime.agreement import gather, run_on_all, run_on_rank0
 from moc.session.components import Components
 from moc.session.elsewhere import Elsewhere
 from moc.session.engine import Engine, Listener
@@ -49,6 +49,7 @@ def resume(
     publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
     if parts.peers is not None:
         parts.peers.restore(log)
+    _reduce_superseded(parts)
     held = loader.find(left)
     oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
@@ -67,6 +68,21 @@ def resume(
         tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
         run_on_rank0(tidy, "cannot tidy up old snapshots")
     return start
+
+
+def _reduce_superseded(parts: Components) -> None:
+    """Reduces the snapshots that a newer one on all nodes supersedes to what was carried out of them.
+
+    Their buffers may hold newer states already: workers of a node reuse them after a vote, and if the one that leads it
+    was lost in that moment, it has not reduced them.
+    """
+    tiers = parts.tiers
+    if tiers.memory is None or parts.policy.exact:
+        return
+    carrier = Carrier(tiers.memory, ())
+    told = gather(carrier.whole() if tiers.leads_node else None)
+    newest = max(set.intersection(*(whole for whole in told if whole is not None)), default=0)
+    run_on_all(lambda: carrier.reduce(newest) if tiers.leads_node else None, "cannot give up old snapshots")
 
 
 def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePoint:

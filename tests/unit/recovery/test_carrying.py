@@ -265,3 +265,24 @@ def test_an_expert_that_is_not_carried_is_told(store):
     with pytest.raises(Exception, match="rank_00001"):
         carrier.carry(held_of(2, in_full(0)))
     assert file_of_operator("layers.0.expert.1") not in store.place.names(directory_of(1))
+
+
+def test_what_was_carried_takes_the_place_of_a_snapshot_whose_buffer_is_used_again(store):
+    """A snapshot was safe, and the process ended before it could reduce the one before."""
+    carrier, before, after = Carrier(store, NAMES), in_full(*range(EXPERTS)), in_full(0, 1)
+    save(store, 1, before)
+    carrier.carry(held_of(2, after))
+    save(store, 2, after)
+    assert carrier.whole() == {1, 2}
+    for rank in range(2):
+        path = store.place.root / directory_of(1) / file_of(rank)
+        path.write_bytes(bytes(path.stat().st_size))
+    Carrier(store, ()).reduce(2)
+    assert carrier.whole() == {2} and newest(store) == {name: (1, 1) for name in before} | {n: (2, 2) for n in after}
+
+
+def test_a_snapshot_out_of_which_nothing_was_carried_stays_as_it_is(store):
+    save(store, 1, in_full(*range(EXPERTS)))
+    save(store, 2, in_full(0, 1))
+    Carrier(store, ()).reduce(2)
+    assert Carrier(store, NAMES).whole() == {1, 2} and newest(store)["layers.0.expert.7"] == (1, 1)
