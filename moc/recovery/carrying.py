@@ -93,14 +93,18 @@ class Carrier:
         return {iteration for iteration in self._store.iterations() if any(map(is_of_rank, self._names(iteration)))}
 
     def reduce(self, before: int) -> None:
-        """Reduces the snapshots before an iteration out of which experts were carried; leaves all others as they are.
+        """Reduces the snapshots before an iteration whose buffers are in use again; leaves all others as they are.
 
         Raises:
             CheckpointError, OSError: it cannot be written.
         """
         for iteration in self.whole():
-            if iteration < before and CARRIED in (names := self._names(iteration)):
+            if iteration < before and CARRIED in (names := self._names(iteration)) and self._is_overwritten(iteration):
                 self._retire(iteration, names)
+
+    def _is_overwritten(self, iteration: int) -> bool:
+        files = self._store.manifest(iteration).files.items()
+        return any(self._store.damage_in_header(iteration, name, entry) for name, entry in files)
 
     def drop(self, upto: int) -> None:
         """Removes carried experts that a newer snapshot holds, up to the newest safe one.

@@ -29,6 +29,7 @@ from moc.store.store import Store, directory_of, file_of
 
 _CHUNK = 16 << 20  # bytes written at once
 _GRAD = "grad"
+_OVERWRITTEN = bytes(8)  # no header begins so: what the buffer was the file of can be told to be gone
 _REMEMBERED = 16  # shares per buffer; those of a window take turns
 
 
@@ -138,6 +139,7 @@ class Saver:
         self._swap(slot, others, share.layout.nbytes)
         self.reserve(slot, share)
         buffer = self._buffers[slot]
+        buffer.memory[: len(_OVERWRITTEN)] = _OVERWRITTEN
         captures = [self._capturer.start(copies) for copies in self._copies_into(buffer, share) if copies]
         gradients = captures[0] if any(entry.slot == _GRAD for entry in share.layout.entries) else None
         snapshot = Snapshot(iteration, share.layout, buffer, operators, Captures(captures), gradients, in_memory, after)

@@ -71,17 +71,18 @@ def resume(
 
 
 def _reduce_superseded(parts: Components) -> None:
-    """Reduces the snapshots that a newer one on all nodes supersedes to what was carried out of them.
+    """Reduces superseded snapshots whose buffers are in use again to what was carried out of them.
 
-    Their buffers may hold newer states already: workers of a node reuse them after a vote, and if the one that leads it
-    was lost in that moment, it has not reduced them.
+    Workers of a node reuse them after a vote; if the one that leads it was lost in that moment, it has not reduced
+    them.  A node without a snapshot was lost with its memory.
     """
     tiers = parts.tiers
     if tiers.memory is None or parts.policy.exact:
         return
     carrier = Carrier(tiers.memory, ())
     told = gather(carrier.whole() if tiers.leads_node else None)
-    newest = max(set.intersection(*(whole for whole in told if whole is not None)), default=0)
+    there = [whole for whole in told if whole]
+    newest = max(set.intersection(*there), default=0) if there else 0
     run_on_all(lambda: carrier.reduce(newest) if tiers.leads_node else None, "cannot give up old snapshots")
 
 

@@ -396,6 +396,20 @@ def test_what_was_given_up_writes_no_more(storage, monkeypatch):
     assert list((storage.place.root / "iter_0000005").iterdir()) == []
 
 
+def test_a_snapshot_whose_buffer_is_in_use_again_can_be_told_by_its_header(memory):
+    """Before the first byte of its data is overwritten."""
+    gate, state = Gate(), state_of(6, 8)
+    saver = Saver(0, CPU, memory, None, gate)
+    try:
+        part = saver.take(0, 3, share(state), OPERATORS).sealed.result()
+        assert memory.damage_in_header(3, part.name, part.file) is None
+        gate.close()
+        saver.take(0, 4, share(state), OPERATORS)
+        assert memory.damage_in_header(3, part.name, part.file)
+    finally:
+        saver.close()
+
+
 def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
     """While the gate holds up the rest: the file has what they were."""
     gate, state = Gate(), state_of(6, 8)
