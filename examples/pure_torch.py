@@ -123,10 +123,11 @@ class Engine:
             gradient.copy_(part.view_as(gradient) / self.world.size)
         return loss.item()
 
-    def apply(self, record, gradients=None):
-        """Updates the state from the current gradients, or from kept ones."""
+    def apply(self, record, gradients=None, operators=None):
+        """Updates the state from the current gradients, or from kept ones, of all operators or some."""
         if gradients is not None:
-            for fragment in self.state.fragments(self.state.operators(), Detail.GRAD):
+            self.optimizer.zero_grad()  # what has no gradient stays as it is
+            for fragment in self.state.fragments(operators or self.state.operators(), Detail.GRAD):
                 self.state.load(fragment, gradients(fragment))
         self.optimizer.step()
 

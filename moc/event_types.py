@@ -57,6 +57,7 @@ EVENTS = {
             "plt": "proportion of the experts' tokens that recoveries have lost so far",
             "k_snapshot": "experts of each layer in a snapshot in memory",
             "selective_experts": "experts of each layer in a snapshot, in the mean over layers",
+            "selective_gradients": "those of them of which it has the gradients in place of the state",
             "mlt": "momentary lost tokens, in iterations: what a fault right after the newest snapshot would lose",
             "k_persist": "experts of each layer in a snapshot in storage",
             "snapshot_interval": "iterations from one snapshot to the next, as the tuner has chosen it",
@@ -159,6 +160,7 @@ EVENTS = {
             "kept": "workers that kept their state",
             "stages": "pipeline stages that replayed alone",
             "went_on": "by stage, the iteration from which it continued an interrupted replay",
+            "folded": "experts brought up to date by the gradients that memory had",
         },
     ),
     "replay": EventType(

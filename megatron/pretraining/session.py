@@ -20,7 +20,12 @@ def settings_of(config: Config, engine: Engine) -> Settings:
     """The settings of this job's session; raises ConfigError if the policy cannot be built for this model."""
     snapshot, options = config.snapshot, {}
     if snapshot.ckpt_policy not in (None, AUTO):
-        job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
+        job = JobShape(
+            ep=config.parallel.expert_model_parallel_size,
+            stages=tuple(engine.stages),
+            optimizer=config.regularization.optimizer,
+            experts_apart=not config.moe.moe_grouped_gemm,
+        )
         try:
             options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:

@@ -70,9 +70,9 @@ def _missing_slots_of_details(
 def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
     """The slots that a tensor must have at a detail of ``moc.state.detail``."""
     if name.endswith(BUFFER):
-        return () if detail == "moments" else (PARAM,)
+        return () if detail in ("moments", "grad") else (PARAM,)
     full = SLOTS.get(optimizer or "", ())
-    parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:]}
+    parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:], "grad": ("grad",)}
     return parts.get(detail, full)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.inspect.chains import bases, chain_problems
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
 from moc.inspect.older import recovery_from, sentence, stale
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     boxes, damaged = read_regions(checkpoint)
     problems = checkpoint.problems + damaged
     if checkpoint.broken.isdisjoint(checkpoint.region_files):
-        problems += coverage_problems(checkpoint, boxes)
+        problems += coverage_problems(checkpoint, boxes) + chain_problems(checkpoint)
     rows = group(boxes, args.by)
     if args.json:
         told = facts(checkpoint, boxes, problems) | {"by": args.by, "rows": rows_to_dict(rows, checkpoint, args.by)}
@@ -135,11 +136,12 @@ def _place_of_operator(operator: str) -> tuple:
 
 def rows_to_dict(rows: dict[str, Total], checkpoint: Checkpoint, by: str) -> list[dict]:
     """The rows, for JSON."""
-    told = []
+    told, followed = [], bases(checkpoint) if by == "operator" else {}
     for name, row in rows.items():
         about = {"name": name, "operators": len(row.operators), "parameters": row.parameters, "bytes": row.total}
         if by == "operator" and (entry := (checkpoint.operators or {}).get(name)):
             about |= {"detail": entry.detail, "updates": entry.step}
+            about |= {"base": followed[name]} if name in followed else {}
         told.append(about | {"slots": dict(row.nbytes)})
     return told
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.inspect.chains import chain_problems
 from moc.inspect.checkpoint import (
     DENSE,
     SNAPSHOT,
@@ -244,10 +245,11 @@ def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callabl
 
 
 def check_coverage(verdict: Verdict) -> None:
-    """Checks that region files hold every element of the state exactly once; adds the problems."""
+    """Checks that files hold every element of the state once, and what gradients follow; adds the problems."""
     checkpoint = verdict.checkpoint
     if not checkpoint:
         return
+    verdict.problems += chain_problems(checkpoint)
     boxes, problems = read_regions(checkpoint)
     verdict.problems += [problem for problem in problems if problem not in verdict.problems]
     verdict.tensors = len({box.name for box in boxes})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from moc.policy.selection import Limit, Place, per_byte
@@ -18,12 +18,22 @@ class Sizes:
         experts: of each expert, by the ranks that save it.
         nodes: node of each rank.
         replicas: nodes that receive a copy of each node's snapshot; 0 without peers.
+        gradients: of each expert's gradients, by the ranks that save them; empty if none are saved.
     """
 
     dense: Mapping[int, int]
     experts: Mapping[Place, Mapping[int, int]]
     nodes: tuple[int, ...] = ()
     replicas: int = 0
+    gradients: Mapping[Place, Mapping[int, int]] = field(default_factory=dict)
+
+    def number(self, number: int) -> Limit:
+        """The limit of a fixed number of experts, over all layers; gradients count by their share of the bytes."""
+        return _number(self, number)
+
+    def ratio(self, place: Place) -> float:
+        """How many times as large an expert's state is as its gradients."""
+        return sum(self.experts[place].values()) / sum(self.gradients[place].values())
 
     def by_rank(self, budget: float) -> Limit:
         """The limit of each rank's bytes; dense operators come off first.
@@ -81,19 +91,29 @@ class Sizes:
         return found
 
 
+@lru_cache(maxsize=8)
+def _number(sizes: Sizes, number: int) -> Limit:
+    whole, gradients = (
+        {place: {0: sum(ranks.values())} for place, ranks in of.items()} for of in (sizes.experts, sizes.gradients)
+    )
+    return Limit({0: number * max((bins[0] for bins in whole.values()), default=0)}, whole, gradients)
+
+
 @lru_cache(maxsize=8)  # budgets stay the same for many snapshots
 def _by_rank(sizes: Sizes, budget: float) -> Limit:
     room = {
         rank: budget - sizes.dense.get(rank, 0) - most * (1 - 1 / ranks)
         for rank, (most, ranks) in sizes._largest.items()
     }
-    return Limit(_from_0(room), sizes.experts)
+    return Limit(_from_0(room), sizes.experts, sizes.gradients)
 
 
 @lru_cache(maxsize=8)
 def _by_node(sizes: Sizes, received: float) -> Limit:
     sent = received / max(1, sizes.replicas)
-    return Limit(_from_0({node: sent - dense for node, dense in sizes._dense_of_nodes.items()}), sizes._of_nodes)
+    room = {node: sent - dense for node, dense in sizes._dense_of_nodes.items()}
+    gradients = {place: sizes._joined(ranks) for place, ranks in sizes.gradients.items()}
+    return Limit(_from_0(room), sizes._of_nodes, gradients)
 
 
 def fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:

@@ -45,10 +45,14 @@ class JobShape:
     Attributes:
         ep: expert-parallel ranks.
         stages: pipeline stage of each layer.
+        optimizer: ``adam`` or ``sgd``.
+        experts_apart: each expert has parameters of its own, so that the optimizer can update it alone.
     """
 
     ep: int = 1
     stages: tuple[int, ...] = ()
+    optimizer: str = "adam"
+    experts_apart: bool = True
 
 
 def number_or_auto(text: Any) -> str:

@@ -74,6 +74,12 @@ class SnapshotPlan:
         """Names of the operators that are saved at a detail, in model order."""
         return tuple(name for name, planned in self.operators.items() if planned is detail)
 
+    def without(self, detail: Detail) -> SnapshotPlan:
+        """This plan without the operators that it saves at a detail."""
+        return dataclasses.replace(
+            self, operators={name: planned for name, planned in self.operators.items() if planned is not detail}
+        )
+
     @property
     def ends_window(self) -> bool:
         """Whether no operator awaits a full save; only then can this snapshot supersede earlier ones."""
@@ -122,6 +128,14 @@ class Policy(ABC):
     @classmethod
     def refusals(cls, asked: Asked) -> Iterator[str]:
         """Yields the flag combinations that this policy refuses, as sentences that name the remedy."""
+        return iter(())
+
+    @classmethod
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+        """Yields what flags ask for and the job does not have, as sentences that name the remedy.
+
+        Not all of ``job`` is known yet: ``stages`` are not.
+        """
         return iter(())
 
     @classmethod
@@ -187,6 +201,15 @@ class Policy(ABC):
     def counts_tokens(self) -> bool:
         """Whether the policy needs the token counts of experts; by default, if it is not exact."""
         return not self.exact
+
+    def remarks(self) -> Iterator[str]:
+        """Yields sentences for people, told once before training, such as of settings that have no effect."""
+        return iter(())
+
+    @property
+    def saves_gradients(self) -> bool:
+        """Whether plans may hold gradients (:attr:`Detail.GRAD`)."""
+        return False
 
     @property
     def counts_probabilities(self) -> bool:

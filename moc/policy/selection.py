@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
@@ -35,19 +35,47 @@ class Limit:
     Attributes:
         room: what each bin takes, such as bytes by rank; at least 0.
         cost: by expert, what it takes of each bin.
+        gradients: by expert, what its gradients take in place of its state, where known.
     """
 
     room: Mapping[int, float]
     cost: Mapping[Place, Mapping[int, float]]
+    gradients: Mapping[Place, Mapping[int, float]] = field(default_factory=dict)
 
-    def total(self) -> int:
+    def total(self, given: Given | None = None) -> int:
         """S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
-        return self._total
+        return self._total if given is None else self._fitting(given)
+
+    def costs_of(self, place: Place, cheaper: bool) -> Mapping[int, float]:
+        """What an expert, or its gradients, takes of each bin."""
+        return self.gradients.get(place, self.cost[place]) if cheaper else self.cost[place]
 
     @cached_property
     def _total(self) -> int:
-        mean = sum(sum(bins.values()) for bins in self.cost.values()) / max(1, len(self.cost))
-        return math.floor(sum(self.room.values()) / mean + 1e-9) if mean else len(self.cost)
+        return self._fitting(Given())
+
+    def _fitting(self, given: Given) -> int:
+        whole = sum(sum(self.costs_of(place, place in given.cheaper).values()) for place in self.cost)
+        mean = whole / max(1, len(self.cost))
+        return math.floor(given.share * sum(self.room.values()) / mean + 1e-9) if mean else len(self.cost)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is settled before experts are chosen.
+
+    Attributes:
+        taken: experts that are chosen already, and count, whether they fit or not.
+        cheaper: experts that cost their gradients only.
+        share: of each limit, that experts may take.
+    """
+
+    taken: Collection[Place] = ()
+    cheaper: Collection[Place] = ()
+    share: float = 1.0
+
+
+_NOTHING = Given()
 
 
 def number_of_experts(places: Iterable[Place], number: int) -> Limit:
@@ -63,41 +91,57 @@ class _Groups:
         room: what each bin takes, of all limits.
         costs: by group, what an expert takes of each bin.
         rows: by layer and expert, its group.
+        cheaper: the same, of its gradients.
     """
 
     room: list[float]
     costs: list[tuple[tuple[int, float], ...]]
     rows: dict[int, list[int]]
+    cheaper: dict[int, list[int]]
 
 
 @lru_cache(maxsize=16)  # limits stay the same for many snapshots
 def _groups(limits: tuple[Limit, ...]) -> _Groups:
     bins = {at: number for number, at in enumerate((of, key) for of, one in enumerate(limits) for key in one.room)}
     found: dict[tuple[tuple[int, float], ...], int] = {}
-    rows: dict[int, list[int]] = {}
-    for layer, expert in sorted(limits[0].cost):
-        of_each = (one.cost[layer, expert].items() for one in limits)
-        costs = tuple((bins[of, key], cost) for of, items in enumerate(of_each) for key, cost in items)
-        rows.setdefault(layer, []).append(found.setdefault(costs, len(found)))
-    return _Groups([room for limit in limits for room in limit.room.values()], list(found), rows)
+    tables: tuple[dict[int, list[int]], ...] = {}, {}
+    for place in sorted(limits[0].cost):
+        for cheaper, rows in enumerate(tables):
+            of_each = (one.costs_of(place, bool(cheaper)).items() for one in limits)
+            costs = tuple((bins[of, key], cost) for of, items in enumerate(of_each) for key, cost in items)
+            rows.setdefault(place[0], []).append(found.setdefault(costs, len(found)))
+    return _Groups([room for limit in limits for room in limit.room.values()], list(found), *tables)
 
 
 class _Rooms:
-    """What is left of limits while experts are chosen."""
+    """What is left of limits while experts are chosen.
 
-    def __init__(self, groups: _Groups, share: float = 1.0):
-        self._groups = groups
-        self._left = [share * room for room in groups.room]
+    Attributes:
+        rows: by layer and expert, its group.
+    """
+
+    def __init__(self, limits: Sequence[Limit], given: Given, share: float = 1.0):
+        self._groups = known = _groups(tuple(limits))
+        self._room = [given.share * room for room in known.room]
+        self._left = [share * room for room in self._room]
+        self.rows = {layer: list(row) for layer, row in known.rows.items()} if given.cheaper else known.rows
+        for layer, expert in given.cheaper:
+            self.rows[layer][expert] = known.cheaper[layer][expert]
+        for layer, expert in given.taken:
+            self._subtract(self.rows[layer][expert])
 
     def take(self, group: int) -> bool:
         """Takes an expert of a group if it fits."""
-        left, costs = self._left, self._groups.costs[group]
-        for key, cost in costs:
+        left = self._left
+        for key, cost in self._groups.costs[group]:
             if left[key] < cost:
                 return False
-        for key, cost in costs:
-            left[key] -= cost
+        self._subtract(group)
         return True
+
+    def _subtract(self, group: int) -> None:
+        for key, cost in self._groups.costs[group]:
+            self._left[key] -= cost
 
     def fill(self, order: Iterable[int], groups: Sequence[int], taken: bytearray) -> None:
         """Takes those experts that fit, in order, and marks them; stops when no group has room."""
@@ -114,7 +158,7 @@ class _Rooms:
 
     def give(self, rest: float) -> None:
         """Adds a share of the limits."""
-        self._left = [left + rest * room for left, room in zip(self._left, self._groups.room, strict=True)]
+        self._left = [left + rest * room for left, room in zip(self._left, self._room, strict=True)]
 
 
 def allocate(unsaved: Counts, total: int) -> dict[int, int]:
@@ -149,7 +193,7 @@ def allocate(unsaved: Counts, total: int) -> dict[int, int]:
     return given
 
 
-def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
+def proportional(unsaved: Counts, limits: Sequence[Limit], given: Given = _NOTHING) -> Experts:
     """Algorithm 1: the S[l] experts of each layer with the most tokens since they were last saved.
 
     S_total counts all bytes of the budget alike, so the chosen experts of a busy rank may exceed its own: such experts
@@ -158,20 +202,33 @@ def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
     Args:
         unsaved: P, tokens of each expert since it was last saved.
         limits: the budget; S_total is the smallest of theirs.
+        given: what is settled before.
     """
-    groups, chosen = _groups(tuple(limits)), {}
-    rooms = _Rooms(groups)
-    for layer, number in allocate(unsaved, min(limit.total() for limit in limits)).items():
-        fitting = (expert for expert in _descending(unsaved[layer]) if rooms.take(groups.rows[layer][expert]))
-        chosen[layer] = sorted(itertools.islice(fitting, number))
+    rooms, chosen = _Rooms(limits, given), {}
+    for layer, number in allocate(unsaved, min(limit.total(given) for limit in limits)).items():
+        taken = {expert for at, expert in given.taken if at == layer}
+        others = (expert for expert in _descending(unsaved[layer]) if expert not in taken)
+        fitting = (expert for expert in others if rooms.take(rooms.rows[layer][expert]))
+        chosen[layer] = sorted([*taken, *itertools.islice(fitting, max(0, number - len(taken)))])
     return chosen
+
+
+def places_of(experts: Experts) -> list[Place]:
+    """The chosen experts of all layers."""
+    return [(layer, expert) for layer, row in experts.items() for expert in row]
 
 
 def _descending(row: Sequence[float]) -> list[int]:
     return sorted(range(len(row)), key=row.__getitem__, reverse=True)  # ties: the lower number
 
 
-def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float, limits: Sequence[Limit]) -> Experts:
+def per_byte(
+    scores: Mapping[int, Sequence[float]],
+    ages: Counts,
+    max_age: float,
+    limits: Sequence[Limit],
+    given: Given = _NOTHING,
+) -> Experts:
     """The experts with the highest scores that fit, of all layers together; the oldest first where they are too old.
 
     Args:
@@ -179,10 +236,14 @@ def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float
         ages: iterations since each expert was last saved.
         max_age: experts older than this come first, oldest first, on at most half of the limits.
         limits: the budget.
+        given: what is settled before.
     """
-    known = _groups(tuple(limits))
-    groups, age = _flat(known.rows, scores), _flat(ages, scores)
-    rooms, taken = _Rooms(known, 0.5), bytearray(len(groups))
+    rooms = _Rooms(limits, given, 0.5)
+    groups, age = _flat(rooms.rows, scores), _flat(ages, scores)
+    starts = dict(zip(scores, itertools.accumulate(map(len, scores.values()), initial=0), strict=False))
+    taken = bytearray(len(groups))
+    for layer, expert in given.taken:
+        taken[starts[layer] + expert] = True
     old = [place for place in range(len(age)) if age[place] > max_age]
     rooms.fill(sorted(old, key=age.__getitem__, reverse=True), groups, taken)
     rooms.give(0.5)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
+from moc.policy import transfers
 from moc.policy.budgets import Sizes
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval
@@ -19,14 +20,16 @@ from moc.policy.selection import (
     RULES,
     SCORES,
     Experts,
+    Given,
     Limit,
     Place,
     number_of_experts,
     per_byte,
+    places_of,
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, MLT_LIMIT, SURVIVORS, refusals
+from moc.policy.selective_flags import FLAGS, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -52,6 +55,8 @@ class Selective(Policy):
         survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
+        gradients: memory has the gradients of experts in place of their state where these suffice.
+        no_gradients: why it does not, though nobody has turned them off.
         told: what the policy was told; stored with snapshots.
         sizes: of snapshots; empty until they are known.
 
@@ -73,6 +78,8 @@ class Selective(Policy):
     survivors: str = "reload"
     tier: str = "memory"
     persist_interval: int | None = None
+    gradients: bool = False
+    no_gradients: str | None = None
     told: SelectiveState = field(default_factory=SelectiveState, compare=False)
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
@@ -105,9 +112,17 @@ class Selective(Policy):
         return asked.selective_mlt_limit
 
     @classmethod
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+        """As :meth:`Policy.misfits`."""
+        return misfits(asked, job)
+
+    @classmethod
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
+        gradients, why = gradients_of(asked, job)
         found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
+        found |= {"gradients": gradients, "no_gradients": why}
+        found["score"] = asked.selective_score or ("tokens" if gradients else "tokens-age")
         return super().settings(asked, job) | found
 
     @classmethod
@@ -134,19 +149,32 @@ class Selective(Policy):
         """As :meth:`Policy.described`."""
         return f"{settings['experts']} experts" if "experts" in settings else ""
 
+    def remarks(self) -> Iterator[str]:
+        """As :meth:`Policy.remarks`."""
+        if self.no_gradients is not None:
+            yield f"experts are saved as their state, not as gradients: --selective-gradients on {self.no_gradients}"
+
+    @property
+    def saves_gradients(self) -> bool:
+        """As :attr:`Policy.saves_gradients`."""
+        return self.gradients
+
     def on_sizes(self, busiest: Busiest) -> None:
         """As :meth:`Policy.on_sizes`: the bytes of each expert by rank, unless their number is fixed.
 
         Raises:
             ValueError: a budget leaves no room for an expert.
         """
-        if self.experts:
+        if self.experts and not self.gradients:
             return
         dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
         experts = {one.place: one.name for one in self.operators if one.place is not None}
-        found = busiest.by_rank({"": dense} | {name: {name: Detail.FULL} for name in experts.values()})
-        experts = {place: found[name] for place, name in experts.items()}
-        self.sizes[:] = [sizes := Sizes(found[""], experts, busiest.nodes, busiest.replicas)]
+        details = [Detail.FULL, *([Detail.GRAD] if self.gradients else [])]
+        plans = {f"{name} {detail.value}": {name: detail} for name in experts.values() for detail in details}
+        found = busiest.by_rank({"": dense} | plans)
+        each = {detail: {p: found[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details}
+        gradients = each.get(Detail.GRAD, {})
+        self.sizes[:] = [sizes := Sizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
         for flag, least in (("local_gb", sizes.least_of_rank), ("remote_gb", sizes.least_of_node)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
@@ -169,17 +197,22 @@ class Selective(Policy):
             return None
         if load is None:
             raise ValueError("nobody counts the tokens of experts, which selective snapshots choose by: count them")
-        return self._planned(iteration, self._selected(iteration, load))
+        chosen = self._selected(iteration, load)
+        details = {one.name: Detail.FULL if one.place is None else chosen.get(one.place) for one in self.operators}
+        saved = {name: detail for name, detail in details.items() if detail is not None}
+        return SnapshotPlan(iteration, self.name, saved, set(details.values()) == {Detail.FULL})
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         self.told.based |= plan.complete
         self._note(plan, load or {}, self.told.saved, self.told.saved_at)
+        if self.gradients:
+            self._note_bases(plan)
         if load:
             self._note_risk(plan.iteration, load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """The whole snapshot; where memory holds snapshots too, :meth:`plan` chose its experts for storage.
+        """The snapshot without gradients; where memory has it too, :meth:`plan` chose its other experts for storage.
 
         Raises:
             ValueError: storage has no full checkpoint, without which a partial one is of no use.
@@ -189,7 +222,7 @@ class Selective(Policy):
                 f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
                 "experts yet: save everything() at the first iteration that goes there"
             )
-        return plan
+        return plan.without(Detail.GRAD)
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
@@ -205,6 +238,7 @@ class Selective(Policy):
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:
         """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
         self.told.based, self.told.stored = in_memory and in_storage, in_storage
+        self.told.bases.clear()  # no chain goes on over a recovery
 
     def storage_lost(self) -> None:
         """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
@@ -280,11 +314,15 @@ class Selective(Policy):
         MLT are the momentary lost tokens (eq. 6), which a fault right after the newest snapshot would lose, in units of
         an iteration's tokens; the paper sums over layers, this is the mean.
         """
-        newest = max(map(max, self.told.saved_at.values()), default=0)
+        told, newest = self.told, max(map(max, self.told.saved_at.values()), default=0)
         if not newest:
             return {}
-        saved = sum(row.count(newest) for row in self.told.saved_at.values())
-        return {"selective_experts": saved / len(self.told.saved_at), "mlt": self.told.mlt}
+        saved = sum(row.count(newest) for row in told.saved_at.values())
+        found = {"selective_experts": saved / len(told.saved_at), "mlt": told.mlt}
+        if self.gradients:
+            chains = transfers.chains_of(told.bases, told.saved_at).values()
+            found["selective_gradients"] = sum(base < last == newest for base, last in chains) / len(told.saved_at)
+        return found
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
@@ -311,16 +349,35 @@ class Selective(Policy):
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
         self.told.load_state_dict(state)
 
-    def _selected(self, iteration: int, load: Load) -> Experts:
-        """The experts of a snapshot; by what storage lacks if it goes there too, otherwise by what memory lacks."""
-        told, never, apart = self.told, self._zeros(), self.iterations_apart
+    def _selected(self, iteration: int, load: Load) -> dict[Place, Detail]:
+        """The experts of a snapshot, each at its detail.
+
+        They are chosen by what memory lacks.  If the snapshot goes to storage too, it is by what storage lacks; where
+        gradients are saved, that takes half of the limits, so that chains do not end there.
+        """
+        told, apart = self.told, self.iterations_apart
         to_storage = self.persist_interval is not None and told.due <= iteration < told.due + apart
-        saved, saved_at = (told.persisted, told.persisted_at) if to_storage else (told.saved, told.saved_at)
-        unsaved, limits = _minus(load, never | saved), list(self.limits().values())
-        if self.rule == "proportional":
-            return proportional(unsaved, limits)
-        ages = {layer: [iteration - at for at in row] for layer, row in (never | saved_at).items()}
-        return per_byte(scores(unsaved, ages, self.score), ages, self._oldest(limits), limits)
+        limits, of_memory, of_storage = list(self.limits().values()), told.in_memory, told.in_storage
+        oldest = self._oldest(limits)
+
+        def select(saved: tuple[Table, Table], given: Given) -> Experts:
+            never = self._zeros()
+            unsaved = _minus(load, never | saved[0])
+            if self.rule == "proportional":
+                return proportional(unsaved, limits, given)
+            ages = {layer: [iteration - at for at in row] for layer, row in (never | saved[1]).items()}
+            by_cost = transfers.by_cost(scores(unsaved, ages, self.score), given.cheaper, *self.sizes[:1])
+            return per_byte(by_cost, ages, oldest, limits, given)
+
+        if not self.gradients:
+            chosen = select(of_storage if to_storage else of_memory, Given())
+            return dict.fromkeys(places_of(chosen), Detail.FULL)
+        chained = transfers.continuing(transfers.chains_of(told.bases, told.saved_at), iteration)
+        if to_storage:
+            full = places_of(select(of_storage, Given(share=0.5)))
+        else:
+            full = transfers.renewed(told.bases, chained, iteration, oldest, limits)
+        return transfers.choose(partial(select, of_memory), full, chained)
 
     def _oldest(self, limits: Iterable[Limit]) -> int:
         if self.max_age is not None:
@@ -329,13 +386,13 @@ class Selective(Policy):
         return 4 * self.iterations_apart * -(-len(self._places) // max(1, fitting))
 
     def _note(self, plan: SnapshotPlan, tokens: Load, saved: Table, saved_at: Table) -> None:
-        """Records which experts a plan saves, and the tokens that they have been given."""
+        """Records which experts a plan saves, if only by their gradients, and the tokens that they have been given."""
         for layer, row in self._zeros().items():
             saved.setdefault(layer, row)
             saved_at.setdefault(layer, list(row))
-        for name, detail in plan.operators.items():
+        for name in plan.operators:
             place = self._places_of[name]
-            if place is not None and detail is Detail.FULL:
+            if place is not None:
                 layer, expert = place
                 saved_at[layer][expert] = plan.iteration
                 if layer in tokens:
@@ -350,11 +407,12 @@ class Selective(Policy):
         risks = lost_by_layer(_minus(load, told.saved), each)
         told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
 
-    def _planned(self, iteration: int, experts: Experts) -> SnapshotPlan:
-        chosen = {(layer, expert) for layer, row in experts.items() for expert in row}
-        names = [name for name, place in self._places_of.items() if place is None or place in chosen]
-        complete = len(names) == len(self.operators)
-        return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete)
+    def _note_bases(self, plan: SnapshotPlan) -> None:
+        for name, detail in plan.operators.items():
+            place = self._places_of[name]
+            if place is not None and detail is Detail.FULL:
+                layer, expert = place
+                self.told.bases.setdefault(layer, [0] * self.num_experts[layer])[expert] = plan.iteration
 
     def _zeros(self) -> Table:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
@@ -367,11 +425,18 @@ class Selective(Policy):
     def _places(self) -> list[Place]:
         return [place for place in self._places_of.values() if place is not None]
 
-    @cached_property
+    @property
     def _number(self) -> Limit:
         """The limit of ``experts``, of all if they are not fixed."""
-        fixed = self.experts and self.experts * len(self.num_experts)
-        return number_of_experts(self._places, fixed or len(self._places))
+        return self.sizes[0].number(self._most) if self.gradients and self.sizes else self._by_number
+
+    @cached_property
+    def _by_number(self) -> Limit:
+        return number_of_experts(self._places, self._most)
+
+    @property
+    def _most(self) -> int:
+        return self.experts * len(self.num_experts) if self.experts else len(self._places)
 
     @cached_property
     def num_experts(self) -> dict[int, int]:

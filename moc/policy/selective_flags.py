@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
-from moc.policy.flags import Asked, PolicyFlag
+from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.selection import RULES, SCORES
 
 SURVIVORS = ("keep", "reload")
@@ -50,9 +51,10 @@ FLAGS = (
     PolicyFlag(
         "selective_score",
         str,
-        "tokens-age",
+        None,
         "Score of an expert under the rule per-byte: tokens since it was last saved, or these times the iterations "
-        "since then, which leaves the fewest tokens at risk.",
+        "since then; by default the one that leaves the fewest tokens at risk: tokens where gradients are saved, "
+        "otherwise tokens-age.",
         choices=SCORES,
     ),
     PolicyFlag(
@@ -79,6 +81,15 @@ FLAGS = (
         "as they are. With keep, nobody goes back where survivors have all dense state.",
         choices=SURVIVORS,
     ),
+    PolicyFlag(
+        "selective_gradients",
+        str,
+        None,
+        "Save the reduced gradients of an expert instead of its state, a third of the bytes, while the snapshots in "
+        "memory since its last full save have it without a gap; a recovery repeats the updates, to the bit. By default "
+        "on where that is possible: with --ckpt-tier memory or peers, a snapshot in every iteration, and Adam.",
+        choices=("on", "off"),
+    ),
 )
 
 
@@ -92,5 +103,35 @@ def refusals(asked: Asked) -> Iterator[str]:
         yield "--selective-remote-gb is a budget of copies to other nodes: add --ckpt-tier peers, or drop it."
     if asked.selective_rule == "proportional" and asked.selective_max_age is not None:
         yield "--selective-max-age belongs to --selective-rule per-byte: drop one of them."
-    if asked.selective_rule == "proportional" and asked.selective_score != "tokens-age":
+    if asked.selective_rule == "proportional" and asked.selective_score is not None:
         yield "--selective-score belongs to --selective-rule per-byte: drop one of them."
+    if asked.selective_gradients == "on":
+        yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles(asked))
+
+
+def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
+    """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
+    if asked.selective_gradients == "on":
+        yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles_of(job))
+
+
+def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
+    """Whether gradients are saved; if not, and nobody has turned them off, why."""
+    if asked.selective_gradients == "off":
+        return False, None
+    why = next(chain(_obstacles(asked), _obstacles_of(job)), None)
+    return why is None, why
+
+
+def _obstacles(asked: Asked) -> Iterator[str]:
+    if asked.ckpt_tier == "disk":
+        yield "needs the snapshots of every iteration in memory: add --ckpt-tier memory or peers"
+    if asked.snapshot_interval not in ("auto", "1"):
+        yield "needs a snapshot in every iteration: set --snapshot-interval 1"
+
+
+def _obstacles_of(job: JobShape) -> Iterator[str]:
+    if job.optimizer != "adam":
+        yield f"is for Adam, whose state is three times as large as a gradient, not {job.optimizer}: take adam"
+    if not job.experts_apart:
+        yield "needs an update of each expert alone: drop --moe-grouped-gemm"

@@ -19,6 +19,7 @@ class SelectiveState:
         stored: storage holds every expert.
         saved: tokens given to each expert when it was last saved, by layer.
         saved_at: iteration at which it was last saved.
+        bases: iteration at which it was last saved in full, by layer; empty if gradients are not saved.
         persisted: as ``saved``, for storage beside a memory tier.
         persisted_at: as ``saved_at``, for storage beside a memory tier.
         due: iteration at which the next snapshot goes to storage beside a memory tier.
@@ -31,12 +32,23 @@ class SelectiveState:
     stored: bool = False
     saved: Table = field(default_factory=dict)
     saved_at: Table = field(default_factory=dict)
+    bases: Table = field(default_factory=dict)
     persisted: Table = field(default_factory=dict)
     persisted_at: Table = field(default_factory=dict)
     due: int = 0
     given: dict[int, int] = field(default_factory=dict)
     iteration: int = 0
     mlt: float = 0.0
+
+    @property
+    def in_memory(self) -> tuple[Table, Table]:
+        """When each expert was last saved to memory, or the only tier, in tokens and iterations."""
+        return self.saved, self.saved_at
+
+    @property
+    def in_storage(self) -> tuple[Table, Table]:
+        """As :attr:`in_memory`, for storage beside a memory tier."""
+        return self.persisted, self.persisted_at
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of :func:`dataclasses.asdict`.
@@ -45,6 +57,7 @@ class SelectiveState:
             ValueError: the state is of another class.
         """
         try:
+            state = {"bases": {}, **state}  # saved before there were any
             tables = {name: {int(layer): list(map(int, row)) for layer, row in state[name].items()} for name in _TABLES}
             plain = {name: kind(state[name]) for name, kind in _PLAIN.items()}
             plain["given"] = {int(layer): int(tokens) for layer, tokens in state["given"].items()}
@@ -53,5 +66,5 @@ class SelectiveState:
         vars(self).update(tables | plain)
 
 
-_TABLES = ("saved", "saved_at", "persisted", "persisted_at")
+_TABLES = ("saved", "saved_at", "bases", "persisted", "persisted_at")
 _PLAIN = {"based": bool, "stored": bool, "due": int, "iteration": int, "mlt": float}

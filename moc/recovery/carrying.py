@@ -5,7 +5,8 @@ while a snapshot is copied into its buffer, the experts that only older ones hol
 copied into a file of its own, beside the ranks' files, with its existing hashes.  Once the new snapshot is safe, older
 ones are *reduced* to these files, which frees their buffers; once a newer snapshot holds an expert, its carried file is
 removed.  So beside the newest snapshot, memory has one version of each expert that this snapshot lacks, together at
-most one full state, and every version is copied once.
+most one full state, and every version is copied once.  An expert's version may be a full save and the gradients of all
+later iterations (MoEtion, section 5.2): these are carried, too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DETAILS[frozenset({MOMENTS})] = Detail.MOMENTS
 
 
 def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dict[int, dict[str, Detail]]:
-    """Returns, by snapshot, the experts of which it has the newest master weights, moments or both.
+    """Returns, by snapshot, the experts of which it has the newest master weights, moments or both, or later gradients.
 
     A run would resume with them.  ``experts`` names the operators that may be older than the rest.
     """
@@ -41,7 +42,9 @@ def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dic
         found[one.iteration] = {}
         for name in experts & one.operators.keys():
             parts = {part for part in PARTS.get(one.operators[name], ()) if (name, part) not in seen}
-            if detail := _DETAILS.get(frozenset(parts)):
+            if one.operators[name] == Detail.GRAD.value and seen.isdisjoint({(name, MASTER), (name, MOMENTS)}):
+                found[one.iteration][name] = Detail.GRAD
+            elif detail := _DETAILS.get(frozenset(parts)):
                 found[one.iteration][name] = detail
                 seen |= {(name, part) for part in parts}
     return found
@@ -84,6 +87,24 @@ class Carrier:
             names = self._names(iteration)
             if iteration < before and any(map(is_of_rank, names)):
                 self._retire(iteration, names)
+
+    def whole(self) -> set[int]:
+        """Returns the iterations of the snapshots that are not reduced."""
+        return {iteration for iteration in self._store.iterations() if any(map(is_of_rank, self._names(iteration)))}
+
+    def reduce(self, before: int) -> None:
+        """Reduces the snapshots before an iteration whose buffers are in use again; leaves all others as they are.
+
+        Raises:
+            CheckpointError, OSError: it cannot be written.
+        """
+        for iteration in self.whole():
+            if iteration < before and CARRIED in (names := self._names(iteration)) and self._is_overwritten(iteration):
+                self._retire(iteration, names)
+
+    def _is_overwritten(self, iteration: int) -> bool:
+        files = self._store.manifest(iteration).files.items()
+        return any(self._store.damage_in_header(iteration, name, entry) for name, entry in files)
 
     def drop(self, upto: int) -> None:
         """Removes carried experts that a newer snapshot holds, up to the newest safe one.

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from moc.recovery.sources import AvailableCheckpoint, RecoveryPath, recoveries
+from moc.recovery.sources import LIVE, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.state.detail import Detail
 from moc.state.operators import Operator
-
-LIVE = "live"
-"""Stands for a tier where the state comes from surviving workers."""
 
 Pieces = Mapping[int, Mapping[str, str]]
 """By rank and operator, a name of the rank's piece: ranks with the same name hold the same elements."""

@@ -3,7 +3,8 @@
 An exact policy resumes from a single iteration.  Either one checkpoint holds all of it, or checkpoints of consecutive
 iterations do together, with a replay of the iterations between them (MoEvement, section 3.3).  With partial experts
 checkpointing (MoC-System, section 5.1), the dense part comes from the newest checkpoint that has all of it, and each
-expert from wherever its newest state is: the memory of a surviving node, or storage.
+expert from wherever its newest state is: the memory of a surviving node, or storage.  Where later checkpoints have the
+expert's gradients, updates with these follow (MoEtion, section 5.2), up to the first gap.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import merge
-from itertools import islice
+from itertools import chain, islice
 
 from moc.state.detail import Detail
 from moc.state.operators import Operator
@@ -21,7 +22,10 @@ from moc.state.operators import Operator
 MEMORY, STORAGE = "memory", "storage"
 BEFORE = "memory before"
 """Memory of an abandoned time line, in which some experts are newer than the rest."""
+LIVE = "live"
+"""Stands for a tier where the state comes from surviving workers."""
 MASTER, MOMENTS, COMPUTE = "master", "moments", "compute"
+_GRAD = Detail.GRAD.value
 PARTS = {
     Detail.FULL.value: (MASTER, MOMENTS),
     Detail.MASTER.value: (MASTER,),
@@ -79,10 +83,13 @@ class ReplayPoint:
     Attributes:
         iteration: iterations completed.
         sources: of the loaded operators; those that were whole at an earlier point are not loaded again.
+        folds: by operator, the checkpoints with the gradients of the iterations after its source's, ascending: the
+            operator is updated with these once it is loaded.
     """
 
     iteration: int
     sources: Sources
+    folds: Mapping[str, Sequence[AvailableCheckpoint]] = field(default_factory=dict)
 
     @property
     def full(self) -> tuple[str, ...]:
@@ -96,7 +103,7 @@ class ReplayPoint:
 
     def used(self) -> list[AvailableCheckpoint]:
         """Returns the checkpoints in use, the newest first."""
-        distinct = {held.key: held for held in self.sources.values()}
+        distinct = {held.key: held for held in chain(self.sources.values(), *self.folds.values())}
         return [distinct[key] for key in sorted(distinct, key=lambda key: (-key[0], key[1]))]
 
 
@@ -118,6 +125,11 @@ class RecoveryPath:
     def sources(self) -> Sources:
         """Sources of the state that operators learn with."""
         return {key: held for moment in self.moments for key, held in moment.sources.items() if key[1] != COMPUTE}
+
+    @cached_property
+    def folds(self) -> Mapping[str, Sequence[AvailableCheckpoint]]:
+        """By operator, the checkpoints with the gradients that follow its source."""
+        return {name: steps for moment in self.moments for name, steps in moment.folds.items()}
 
     @property
     def base(self) -> AvailableCheckpoint:
@@ -145,7 +157,9 @@ class RecoveryPath:
         """Returns the last iteration whose update is in the operator's recovered state."""
         if len(self.moments) > 1:
             return self.iteration
-        return min(self.sources[operator, MASTER].iteration, self.iteration)  # newer updates do not count
+        folds = self.folds.get(operator)
+        last = folds[-1] if folds else self.sources[operator, MASTER]
+        return min(last.iteration, self.iteration)  # newer updates do not count
 
 
 def recoveries(
@@ -227,15 +241,47 @@ def _with_older_experts(
     newest_first: Sequence[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Iterator[RecoveryPath]:
+    has_gradients = {name for one in newest_first for name, detail in one.operators.items() if detail == _GRAD}
     for iteration, of_this in there.items():
-        sources = {
-            (operator.name, part): found
-            for operator in operators
-            for part in (MASTER, MOMENTS)
-            if (found := _first(of_this if operator.expert is None else newest_first, operator.name, part)) is not None
-        }
-        if len(sources) == 2 * len(operators):
-            yield RecoveryPath((ReplayPoint(iteration, sources),))
+        sources, folds = {}, {}
+        for operator in operators:
+            name, held = operator.name, of_this if operator.expert is None else newest_first
+            found = {(name, part): _first(held, name, part) for part in (MASTER, MOMENTS)}
+            if name in has_gradients:
+                past = [one for one in newest_first if one.iteration <= iteration]
+                base, steps = _chain(there, past, name, iteration)
+                is_live = any(one is not None and one.key == (iteration, LIVE) for one in found.values())
+                reaches = steps and steps[-1].iteration == iteration and not is_live
+                if reaches or steps and all(one is base for one in found.values()):
+                    found, folds[name] = dict.fromkeys(found, base), steps
+            sources |= found
+        if None not in sources.values():
+            yield RecoveryPath((ReplayPoint(iteration, sources, folds),))
+
+
+def _chain(
+    there: Mapping[int, Sequence[AvailableCheckpoint]],
+    newest_first: Iterable[AvailableCheckpoint],
+    operator: str,
+    until: int,
+) -> tuple[AvailableCheckpoint | None, list[AvailableCheckpoint]]:
+    """Returns the newest checkpoint with all of an operator, and those with its next gradients, without a gap.
+
+    An abandoned time line has no part in it: its gradients led to another state.  Neither has live state, which has no
+    records of its updates.
+    """
+    whole = (one for one in newest_first if one.operators.get(operator) == Detail.FULL.value)
+    base = next((one for one in whole if one.tier != LIVE), None)
+    steps: list[AvailableCheckpoint] = []
+    if base is None or base.tier == BEFORE:
+        return base, steps
+    for iteration in range(base.iteration + 1, until + 1):
+        having = (one for one in there.get(iteration, ()) if one.operators.get(operator) == _GRAD)
+        one = next((one for one in having if one.tier != BEFORE), None)
+        if one is None:
+            break
+        steps.append(one)
+    return base, steps
 
 
 def _first(held: Iterable[AvailableCheckpoint], operator: str, part: str) -> AvailableCheckpoint | None:

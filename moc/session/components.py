@@ -65,7 +65,7 @@ def build(
         peers = join_peers(settings, tiers, policy, log, again)
         if peers is not None:
             undo.callback(peers.close)
-        holdings = _holdings(engine)
+        holdings = _holdings(engine, policy)
         check_saving(engine, holdings, tiers, settings.tier, policy, policy.replays)
         publisher = Publisher(world, policy, tiers, engine.layout, log)
         undo.callback(publisher.close)
@@ -97,12 +97,12 @@ def close(parts: Components, patience_s: float) -> None:
     parts.tap.close()
 
 
-def _holdings(engine: Engine) -> StageHoldings:
+def _holdings(engine: Engine, policy: Policy) -> StageHoldings:
     """Returns the holdings of this pipeline stage's workers, the only ones that may be replicas of one another."""
-    state = engine.state
+    state, gradients = engine.state, (Detail.GRAD,) if policy.saves_gradients else ()
     told = [
         holding
-        for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE)
+        for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE, *gradients)
         for holding in describe(state.fragments(state.operators(), detail), detail)
     ]
     return StageHoldings({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})

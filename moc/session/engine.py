@@ -203,12 +203,15 @@ class Engine(Protocol):
         """
         ...
 
-    def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
+    def apply(
+        self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
+    ) -> None:
         """Updates what is not frozen, by the decision of the vote: no forward, no backward, no collective.
 
         Loss scale and learning rate must be those of the iteration.  By default the gradients are those still in
         memory, see ``reduced``.  With ``gradients``, state that moves without gradients, such as router biases, stays
-        as it is, and must be loaded.  Weights must be gathered afterwards.
+        as it is, and must be loaded; and with ``operators``, only these are updated.  Weights must be gathered
+        afterwards.
         """
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:

@@ -4,6 +4,7 @@
     vote            copied by all: publish it in memory, where it is safe (with peers: once all nodes have copies);
                     what it supersedes is given up one vote later
                     written by all: publish it in storage
+                    gradients: wait until they are copied, since the next iteration clears them
     before apply    wait for copies of the state that the update changes, and for snapshots that lag too far behind
     flush           take what is not saved yet, and write it to storage
 
@@ -32,6 +33,7 @@ from moc.session.storage_health import StorageHealth, tolerable
 from moc.session.stored import Stored
 from moc.session.tiers import copy_to_storage
 from moc.snapshot.rotation import Rotation
+from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError
 
@@ -106,6 +108,7 @@ class Snapshots:
             self._check(plan)
             with self._meter.stalling():
                 self._begin(plan, self._for_storage(plan))
+                self._wait_for_gradients()
                 if self._settings.blocking:
                     self._wait_until_safe()
         under_way = next((taken.plan.iteration for taken in self._queues.to_storage), None)
@@ -259,6 +262,12 @@ class Snapshots:
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._queues.writing.append(taken)
 
+    def _wait_for_gradients(self) -> None:
+        """Waits for the copies of gradients, which the next iteration clears."""
+        for taken in self._queues.copying:
+            if taken.snapshot.gradients is not None:
+                taken.snapshot.gradients.wait()
+
     def _wait_until_safe(self) -> None:
         in_memory = self._memory is not None
         while self._queues.not_safe(safe_in_memory=in_memory) or (self._queues.publishing and not in_memory):
@@ -403,12 +412,13 @@ class Snapshots:
         self._copy(everything, everything, in_memory=False)
 
     def _bring_to_storage(self, taken: Taken) -> None:
-        """Writes a snapshot of this iteration from memory to storage, in full."""
-        self._rotation = self._rotation.persist(taken.plan.iteration)
-        self._policy.on_stored(taken.plan)
+        """Writes a snapshot of this iteration from memory to storage: all of it that needs no other snapshot."""
+        plan = taken.plan.without(Detail.GRAD)
+        self._rotation = self._rotation.persist(plan.iteration)
+        self._policy.on_stored(plan)
         if self._tokens is not None:
-            self._tokens.brought_to_storage(taken.plan)
-        self._persist(dataclasses.replace(taken, storage=taken.plan))
+            self._tokens.brought_to_storage(plan)
+        self._persist(dataclasses.replace(taken, storage=plan))
 
     def _not_stored(self) -> str:
         stored, iteration = self._stored, self._position.iteration

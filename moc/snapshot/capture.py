@@ -55,6 +55,23 @@ class Capture(ABC):
         """Time that the copies took, without waits for the gate; valid after :meth:`wait`."""
 
 
+class Captures(Capture):
+    """Several captures as one."""
+
+    def __init__(self, parts: Sequence[Capture]):
+        self._parts = parts
+
+    def wait(self, opens: bool = True) -> None:
+        """See :class:`Capture`."""
+        for part in self._parts:
+            part.wait(opens)
+
+    @property
+    def seconds(self) -> float:
+        """See :class:`Capture`."""
+        return sum(part.seconds for part in self._parts)
+
+
 class Capturer(ABC):
     """Starts copies; at most a few are in progress, and they run in the order in which they were started."""
 

@@ -15,7 +15,7 @@ import torch
 
 from moc.faults import reach
 from moc.snapshot.background import background
-from moc.snapshot.capture import Capture, Gate, capturer
+from moc.snapshot.capture import Capture, Captures, Gate, capturer
 from moc.snapshot.contents import Share
 from moc.snapshot.copies import Copy, coalesced
 from moc.state.detail import Detail
@@ -28,6 +28,8 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
 _CHUNK = 16 << 20  # bytes written at once
+_GRAD = "grad"
+_OVERWRITTEN = bytes(8)  # no header begins so: what the buffer was the file of can be told to be gone
 _REMEMBERED = 16  # shares per buffer; those of a window take turns
 
 
@@ -45,6 +47,8 @@ class Snapshot:
         buffer: host memory.
         operators: what it holds of each operator.
         capture: the copies into the buffer.
+        gradients: the first of them, which must be done before the next iteration clears the gradients; None if there
+            are none.
         in_memory: it goes to the memory tier, if there is one; otherwise to storage alone.
         after: must be done before the snapshot counts as sealed.
         sealed: done when the buffer holds the whole file, hashes included; with a memory tier, in memory that outlives
@@ -61,6 +65,7 @@ class Snapshot:
     buffer: Buffer
     operators: Mapping[str, OperatorEntry]
     capture: Capture
+    gradients: Capture | None = None
     in_memory: bool = True
     after: Future | None = None
     sealed: Future = field(init=False)
@@ -85,7 +90,7 @@ class Saver:
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), [], threading.Event()
         self._buffers: dict[int, Buffer] = {}
-        self._copies: dict[Buffer, dict[Share, list[Copy]]] = defaultdict(dict)
+        self._copies: dict[Buffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
 
     def reserve(self, slot: int, share: Share) -> None:
         """Makes the buffer of a slot large enough for a share; keeps an existing one that is.
@@ -116,7 +121,8 @@ class Saver:
     ) -> Snapshot:
         """Starts to copy a share into a slot's buffer, and to seal it; returns at once.
 
-        The live memory must not change before ``capture.wait()`` has returned.
+        The live memory must not change before ``capture.wait()`` has returned; gradients, which are copied first, not
+        before ``gradients.wait()`` has.
 
         Args:
             slot: number of the slot.
@@ -133,8 +139,10 @@ class Saver:
         self._swap(slot, others, share.layout.nbytes)
         self.reserve(slot, share)
         buffer = self._buffers[slot]
-        capture = self._capturer.start(self._copies_into(buffer, share))
-        snapshot = Snapshot(iteration, share.layout, buffer, operators, capture, in_memory, after)
+        buffer.memory[: len(_OVERWRITTEN)] = _OVERWRITTEN
+        captures = [self._capturer.start(copies) for copies in self._copies_into(buffer, share) if copies]
+        gradients = captures[0] if any(entry.slot == _GRAD for entry in share.layout.entries) else None
+        snapshot = Snapshot(iteration, share.layout, buffer, operators, Captures(captures), gradients, in_memory, after)
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
         return snapshot
 
@@ -153,17 +161,17 @@ class Saver:
             self._copies.pop(buffer, None)
             buffer.close()
 
-    def _copies_into(self, buffer: Buffer, share: Share) -> list[Copy]:
+    def _copies_into(self, buffer: Buffer, share: Share) -> tuple[list[Copy], list[Copy]]:
+        """Returns the copies of gradients, and all others."""
         known = self._copies[buffer]
         if share not in known:
-            layout = share.layout
-            targets = (
-                buffer.view(start, stop, entry.dtype)
-                for entry, (start, stop) in zip(layout.entries, layout.spans, strict=True)
-            )
             if len(known) == _REMEMBERED:
                 known.pop(next(iter(known)))
-            known[share] = list(coalesced(map(Copy, share.sources, targets)))
+            gradients, others, layout = [], [], share.layout
+            for entry, (start, stop), source in zip(layout.entries, layout.spans, share.sources, strict=True):
+                copies = gradients if entry.slot == _GRAD else others
+                copies.append(Copy(source, buffer.view(start, stop, entry.dtype)))
+            known[share] = list(coalesced(gradients)), list(coalesced(others))
         return known[share]
 
     def persist(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None) -> None:

@@ -30,7 +30,7 @@ class TrainingState(Protocol):
         """Yields this rank's fragments of some operators, as views of live memory, in a fixed order.
 
         Over all ranks, the fragments with ``first_copy`` hold every element of every slot exactly once.  Operators of
-        other ranks are ignored.
+        other ranks are ignored.  The memory of gradients must stay the same, too, if a policy saves them.
         """
         ...
 

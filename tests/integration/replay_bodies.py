@@ -64,7 +64,8 @@ def apply_again(flags: dict) -> dict:
     """From one state, an iteration is computed, and ``applied`` from its reduced gradients alone, which were kept.
 
     Returns:
-        For each way digests and steps, schedule and loss scale; and ``before``, the same of the state before.
+        For each way digests and steps, schedule and loss scale; ``before``, the same of the state before; and
+        ``alone``, digests if it is applied to the first expert of each layer alone.
     """
 
     def use(run) -> dict:
@@ -77,15 +78,22 @@ def apply_again(flags: dict) -> dict:
         answers["computed"] = _told(state) | {"scalars": engine.scalars(run.position)}
         gradients = {label(f): f.view.clone() for f in state.fragments(state.operators(), Detail.GRAD)}
         after = _copies(state)
-        for chunk in run.stepper.chunks:
-            for parameter in chunk.parameters():
-                parameter.main_grad.fill_(float("nan"))
-        for fragment in state.fragments(state.operators(), Detail.FULL):
-            state.load(fragment, before[label(fragment)])
+
+        def apply(operators=None) -> None:
+            for chunk in run.stepper.chunks:
+                for parameter in chunk.parameters():
+                    parameter.main_grad.fill_(float("nan"))
+            for fragment in state.fragments(state.operators(), Detail.FULL):
+                state.load(fragment, before[label(fragment)])
+            state.gather_weights()
+            state.set_steps(steps)
+            engine.load_scalars(scalars, "the state before")
+            engine.apply(record, lambda fragment: gradients[label(fragment)], operators)
+
+        apply([name for name in state.operators() if name.endswith("expert.0")])
         state.gather_weights()
-        state.set_steps(steps)
-        engine.load_scalars(scalars, "the state before")
-        engine.apply(record, lambda fragment: gradients[label(fragment)])
+        answers["alone"] = _told(state)
+        apply()
         for fragment in state.fragments(state.operators(), Detail.MASTER):
             if fragment.slot == "param":  # biases of routers, which move without gradients, have stood still
                 assert fragment.view.equal(before[label(fragment)])

@@ -28,6 +28,8 @@ def test_the_state_after_is_that_of_forward_backward_and_update(way, data):
     for worker in run_world(size, "tests.integration.replay_bodies:apply_again", flags=flags):
         assert worker["applied"] == worker["computed"]
         assert worker["computed"]["digests"] != worker["before"]["digests"]
+        for name, digest in worker["alone"]["digests"].items():
+            assert digest == worker["computed" if ".experts.experts.0." in name else "before"]["digests"][name], name
 
 
 @pytest.fixture

@@ -32,10 +32,14 @@ NODES = ["0", "1", "2", "3"]
 SUBSETS = [lost for number in range(len(NODES) + 1) for lost in itertools.combinations(NODES, number)]
 PLACES = dict(ckpt_tier="memory", ckpt_keep=99, node_of_rank=",".join(NODES), snapshot_interval=1, persist_interval=2)
 PEC = PLACES | dict(ckpt_policy="pec", pec_k_snapshot=4, pec_k_persist=1)
-SELECTIVE = PLACES | dict(ckpt_policy="selective", selective_experts=2)
+SELECTIVE = PLACES | dict(ckpt_policy="selective", selective_experts=2, selective_gradients="off")
+GRADIENTS = SELECTIVE | dict(selective_gradients="on")
 
 Source = tuple[int, str]
 """Iteration and tier of what something comes from; of one iteration, memory sorts before storage."""
+
+Wanted = tuple[int, dict[str, Source], dict[str, list[Source]]]
+"""From which iteration a run has to go on, where each operator has to come from, and the gradients that follow."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ def elements(parts: Iterable[dict]) -> dict[str, Counter]:
     return found
 
 
-def newest(spot: Spot, damaged: tuple[int, set[str]] = (0, set())) -> tuple[int, dict[str, Source]]:
-    """From which iteration a run has to go on, and from where each operator has to come.
+def newest(spot: Spot, damaged: tuple[int, set[str]] = (0, set())) -> Wanted:
+    """What a run has to go on with.
 
     Args:
         spot: where the run is.
@@ -90,20 +94,33 @@ def newest(spot: Spot, damaged: tuple[int, set[str]] = (0, set())) -> tuple[int,
     storage, nodes = manifests(spot.storage), [manifests(spot.node(node)) for node in NODES]
     model = elements([storage[min(storage)]])  # the first one has everything
     whole: dict[str, set[Source]] = {name: set() for name in model}
+    gradients: dict[str, set[int]] = {name: set() for name in model}
     for iteration, manifest in storage.items():
         for name in manifest["operators"]:
             whole[name].add((iteration, "storage"))
     for iteration in set().union(*nodes):
         for name, counts in elements(node[iteration] for node in nodes if iteration in node).items():
-            if counts == model[name] and not (iteration == damaged[0] and name in damaged[1]):
+            if iteration == damaged[0] and name in damaged[1]:
+                continue
+            if counts == model[name]:
                 whole[name].add((iteration, "memory"))
+            elif counts == {"grad": model[name]["master"]}:
+                gradients[name].add(iteration)
     iterations = [{i for i, _ in places} for name, places in whole.items() if ".expert." not in name]
     base = max(set.intersection(*iterations))
-    best = {}
+    best, steps = {}, {}
     for name, places in whole.items():
         usable = places if ".expert." in name else {source for source in places if source[0] == base}
-        best[name] = min(usable, key=lambda source: (-source[0], source[1]))
-    return base, best
+        first = lambda source: (-source[0], source[1])  # noqa: E731
+        best[name] = min(usable, key=first)
+        past = min((source for source in usable if source[0] <= base), key=first)
+        unbroken = itertools.takewhile(gradients[name].__contains__, range(past[0] + 1, base + 1))
+        steps[name] = [(iteration, "memory") for iteration in unbroken]
+        if steps[name] and steps[name][-1][0] == base:
+            best[name] = past
+        elif best[name] != past:
+            steps[name] = []
+    return base, best, steps
 
 
 class Oracle:
@@ -120,7 +137,7 @@ class Oracle:
                     of_layer = self.tokens.setdefault(line["iteration"], {}).setdefault(int(layer), Counter())
                     of_layer.update(dict(enumerate(counts)))
 
-    def plt(self, base: int, best: dict[str, Source]) -> float:
+    def plt(self, base: int, reached: dict[str, int]) -> float:
         """MoC-System, eq. 7, for the first fault of a run."""
         shares = []
         for layer in self.tokens[base]:
@@ -128,7 +145,7 @@ class Oracle:
             for iteration in range(1, base + 1):
                 for expert, tokens in self.tokens[iteration][layer].items():
                     routed += tokens
-                    lost += tokens * (best[f"layers.{layer}.expert.{expert}"][0] < iteration)
+                    lost += tokens * (reached[f"layers.{layer}.expert.{expert}"] < iteration)
             shares.append(lost / routed)
         return sum(shares) / len(shares)
 
@@ -200,7 +217,13 @@ SCENES = {
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize(("policy", "scene"), [(policy, scene) for policy in (PEC, SELECTIVE) for scene in SCENES])
+@pytest.mark.parametrize(
+    ("policy", "scene"),
+    [
+        *((policy, scene) for policy in (PEC, SELECTIVE) for scene in SCENES),
+        *((GRADIENTS, scene) for scene in ("storage is behind", "a node is behind")),
+    ],
+)
 def test_every_subset_of_nodes_can_be_lost(policy, scene, data, tmp_path):
     flags = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8)
     pec = policy | SCENES[scene].changes
@@ -214,14 +237,16 @@ def test_every_subset_of_nodes_can_be_lost(policy, scene, data, tmp_path):
         wanted["damaged"] = newest(run, damaged=damage(spots["damaged"], "2"))
         load = dict(flags=flags | logged, places=[pec | spot.flags for spot in spots.values()])
         told = run_world(4, "tests.integration.node_bodies:load_each", **load)
-    check_scene(scene, wanted)
+    check_scene(scene, wanted, policy is GRADIENTS)
     loads = zip(wanted.values(), zip(*told, strict=True), events(logged, "resume"), events(logged, "lost"), strict=True)
-    for (base, best), workers, resumed, lost in loads:
+    for (base, best, steps), workers, resumed, lost in loads:
         assert {worker["start"] for worker in workers} == {base} and all(w["steps"] == [base] for w in workers)
         hashes = merged(worker["hashes"] for worker in workers)
-        assert hashes == {name: oracle.hashes[iteration][name] for name, (iteration, _) in best.items()}
-        assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == set(best.values())
-        assert lost["plt"] == pytest.approx(lost["raised_by"]) == pytest.approx(oracle.plt(base, best))
+        reached = {name: (steps[name] or [source])[-1][0] for name, source in best.items()}
+        assert hashes == {name: oracle.hashes[iteration][name] for name, iteration in reached.items()}
+        sources = set(best.values()).union(*steps.values())
+        assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == sources
+        assert lost["plt"] == pytest.approx(lost["raised_by"]) == pytest.approx(oracle.plt(base, reached))
 
 
 def kill(scene: Scene, flags: dict, spot: Spot, record: Path) -> Oracle:
@@ -235,15 +260,16 @@ def kill(scene: Scene, flags: dict, spot: Spot, record: Path) -> Oracle:
     return Oracle(record)
 
 
-def check_scene(scene: str, wanted: dict) -> None:
+def check_scene(scene: str, wanted: dict[tuple[str, ...] | str, Wanted], gradients: bool) -> None:
     """The scene is what it is meant to be."""
-    base, best = wanted[()]
+    base, best, steps = wanted[()]
+    assert gradients == any(steps.values())
     newest_in_storage = wanted[tuple(NODES)][0]
     one_lost = wanted["1",][1]
     if scene == "storage is behind":
         assert base > newest_in_storage and (base, "memory") in best.values()
     elif scene == "a node is behind":
-        assert max(best.values()) == (base + 1, "memory") and base > newest_in_storage
+        assert (gradients or max(best.values()) == (base + 1, "memory")) and base > newest_in_storage
     else:
         assert base == newest_in_storage and (base, "memory") in best.values()
     assert {tier for _, tier in one_lost.values()} == {"memory", "storage"}

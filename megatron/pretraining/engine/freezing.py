@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.pretraining.engine.owned import drop_frozen_gradients, members
+from megatron.pretraining.engine.owned import drop_gradients, members
 from megatron.pretraining.model.parameters import Pieces, unwrap
 from moc.state.interface import FreezingError
 from moc.state.operators import operator_of
@@ -63,7 +63,7 @@ class Freezer:
 
     def _optimizer_hooks(self):
         for member in members(self._optimizer):
-            yield member.optimizer.register_step_pre_hook(lambda *_, member=member: drop_frozen_gradients(member))
+            yield member.optimizer.register_step_pre_hook(lambda *_, member=member: drop_gradients(member))
 
     def _embedding_hooks(self):
         for model in map(unwrap, self._chunks):

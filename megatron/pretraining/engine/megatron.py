@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -91,14 +91,17 @@ class MegatronEngine:
         sums = self._stepper.repeat(record, samples, completing)
         return Outcome({name: float(value) for name, value in sums.items()}, rate)
 
-    def apply(self, record: StepRecord, gradients: Gradients | None = None) -> None:
+    def apply(
+        self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
+    ) -> None:
         """Updates the state from this worker's reduced gradients, or from ``gradients`` in their place."""
+        moving = set(self.state.operators() if operators is None else operators) - self.state.frozen
         if gradients is not None:
             self._stepper.optimizer.zero_grad()
             self._stepper.optimizer.hold_router_biases(lambda: None)
-            for fragment in self.state.fragments(set(self.state.operators()) - self.state.frozen, Detail.GRAD):
+            for fragment in self.state.fragments(moving, Detail.GRAD):
                 self.state.load(fragment, gradients(fragment))
-        self._stepper.optimizer.take_gradients()
+        self._stepper.optimizer.take_gradients(None if operators is None else self.state.parameters(moving))
         self._stepper.complete(record)
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterCounts:

@@ -9,6 +9,7 @@ of updated weights is :meth:`VotedOptimizer.gather_weights`, which is safe to re
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.engine.owned import drop_frozen_gradients, members
+from megatron.pretraining.engine.owned import drop_gradients, members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.model.build import compute_dtype
 
@@ -72,15 +73,19 @@ class VotedOptimizer:
                 module.expert_bias.copy_(bias)
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Hands the reduced gradients to the optimizer, without those of frozen operators."""
+    def take_gradients(self, moving: Collection[torch.nn.Parameter] | None = None) -> None:
+        """Hands the reduced gradients to the optimizer, without those of frozen operators.
+
+        With ``moving``, only those of these parameters: the others stay as they are.
+        """
+        moving = moving if moving is None else set(moving)
         for member in members(self.core):
             if isinstance(member, MixedPrecisionOptimizer):
                 copies: Any = member  # every subclass has the method; the base class does not declare it
                 copies._copy_model_grads_to_main_grads()
             else:
                 member.prepare_grads()
-            drop_frozen_gradients(member)
+            drop_gradients(member, moving)
 
     @torch.no_grad()
     def local_square_norm(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ masters beside 16-bit weights, and replicated with master and weight in one tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -62,13 +62,13 @@ def write_step(counter: dict, step: int) -> None:
         counter["step"] = step
 
 
-def drop_frozen_gradients(member: MegatronOptimizer) -> None:
-    """Removes the gradients of frozen parameters from an optimizer, which then skips them.
+def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parameter] | None = None) -> None:
+    """Removes the gradients of frozen parameters, or of all but the ``moving`` ones, from an optimizer: it skips them.
 
     Gradients of zeros would not do: momentum and weight decay would still be applied.
     """
     for parameter, main in _parameters_and_masters(member):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or moving is not None and parameter not in moving:
             main.grad = None
 
 

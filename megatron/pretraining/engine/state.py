@@ -56,6 +56,21 @@ class MegatronState:
                 if fragment.operator in wanted:
                     yield fragment
 
+    def parameters(self, operators: Iterable[str]) -> list[torch.nn.Parameter]:
+        """The parameters of some operators on this rank.
+
+        Raises:
+            ValueError: a parameter holds others, too, so that they cannot be updated apart.
+        """
+        wanted, found = set(operators), []
+        for parameter, pieces in self._parameters.items():
+            owners = {operator_of(piece.name) for piece in pieces}
+            if owners <= wanted:
+                found.append(parameter)
+            elif owners & wanted:
+                raise ValueError(f"{', '.join(sorted(owners))} share one parameter: drop --moe-grouped-gemm")
+        return found
+
     @torch.no_grad()
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:
         """Writes values into the live memory of a fragment, and keeps weights and masters consistent.

@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
-from moc.recovery.live import LIVE, live_states
+from moc.recovery.live import live_states
 from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
-from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath
+from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath
 from moc.runtime.agreement import gather, run_on_rank0
 from moc.session.components import Components
 from moc.session.engine import Engine, Listener
@@ -320,6 +320,7 @@ class SnapshotLoader:
 
     def _report(self, plan: RecoveryPlan, amount: int, begun: float) -> None:
         seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
+        folds = plan.way.folds if plan.way else {}
         self._log.events.write(
             "resume",
             iteration=plan.iteration,
@@ -330,6 +331,7 @@ class SnapshotLoader:
             kept=len(plan.keep) + len(plan.complete),
             stages=sorted(plan.stages),
             went_on={stage: course.begin for stage, course in plan.courses.items() if course.goes_on},
+            folded=len(folds),
         )
         kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
         source = f"from {tier}" if plan.way else "from one another"
@@ -337,7 +339,8 @@ class SnapshotLoader:
             continued = f"continued from iteration {course.begin} and " if course.goes_on else ""
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
             kept += f"stage {stage} {continued}replayed {what} by itself; "
-        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source} in {seconds:.2f} s")
+        folded = f", and brought {len(folds)} experts up to date by their gradients" if folds else ""
+        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s")
 
 
 def _record(saved: Mapping) -> StepRecord | None:

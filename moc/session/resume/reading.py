@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import torch
+
 from moc.faults import reach
-from moc.recovery.live import LIVE
 from moc.recovery.sources import (
     BEFORE,
     COMPUTE,
+    LIVE,
     MEMORY,
     STORAGE,
     AvailableCheckpoint,
@@ -68,7 +70,13 @@ class SnapshotReader:
                     held = moment.sources[fragment.operator, part]
                     if held.tier != LIVE:
                         fragments[held.key].append(fragment)
+            for one in (one for name in self.folded_at(moment) for one in moment.folds[name]):
+                fragments.setdefault(one.key, [])  # the gradients take memory when they are read
         return fragments
+
+    def folded_at(self, moment: ReplayPoint) -> list[str]:
+        """Returns the operators that this worker updates with saved gradients."""
+        return list(dict.fromkeys(one.operator for one in self._state.fragments(moment.folds, Detail.GRAD)))
 
     def loaded_at(self, moment: ReplayPoint) -> Iterator[Fragment]:
         """Returns the fragments of this worker that a replay point fills."""
@@ -99,8 +107,17 @@ class SnapshotReader:
                 manifest = manifests[one.key]
                 problem = self._fill_from(one, manifest, self._reader(one, manifest), fragments.get(one.key, []))
                 if problem is not None:
-                    return one.key, problem, None if self._exact else self._damaged(one, manifest)
+                    return self.problem(one, manifest, problem)
         return None
+
+    def problem(self, one: AvailableCheckpoint, manifest: Manifest, text: str) -> Problem:
+        """Returns the problem with a checkpoint, and the operators that this worker finds damaged."""
+        return one.key, text, None if self._exact else self._damaged(one, manifest)
+
+    def values(self, one: AvailableCheckpoint, manifest: Manifest) -> Callable[[Fragment], torch.Tensor]:
+        """Returns a function that reads a fragment from a checkpoint; it may raise MissingRegionError and OSError."""
+        reader = self._reader(one, manifest)
+        return lambda fragment: values_for(fragment, reader)
 
     def _fill_from(
         self, one: AvailableCheckpoint, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]

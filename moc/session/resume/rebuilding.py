@@ -2,6 +2,7 @@
 
 for each iteration, from the first at which a stage starts to that of the surviving state:
     load the state that snapshots of this iteration hold of operators that do not learn yet    # all verify it
+    update operators by the gradients that later snapshots hold                                # recovery of experts
     stages that have started:   replay the next iteration
     the others:                 serve their logs of it
 """
@@ -12,10 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from moc.recovery.going_on import Course
-from moc.recovery.live import LIVE
 from moc.recovery.plan import RecoveryPlan
+from moc.recovery.sources import LIVE
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
+from moc.session.resume.folding import Folder
 from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader
 from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing_frozen_after, record_of
@@ -39,7 +41,7 @@ class Rebuilder:
     ):
         self._engine, self._world, self._state = engine, engine.world, engine.state
         self._reader, self._replayer, self._records, self._repair = reader, replayer, records, repair
-        self._log = log
+        self._folder, self._log = Folder(engine, reader), log
 
     def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
         """Loads and replays what a plan, identical on all workers, says.
@@ -173,6 +175,8 @@ class Rebuilder:
         mine = None if course is None else course.moment(iteration)
         moment = mine or (plan.way and plan.way.moment(iteration))  # all verify the snapshot
         bad = self._agree(moment and self._reader.fill(moment, manifests, fragments))
+        if not bad and moment is not None and moment.folds:
+            bad = self._agree(mine and self._folder.fold(mine, manifests))
         if not bad:
             loaded = () if moment is None else self._reader.loaded_at(moment)
             give_to_other_stages(self._state, loaded, takes=mine is not None)

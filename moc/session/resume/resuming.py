@@ -9,7 +9,7 @@ from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.live import still_needed
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
-from moc.runtime.agreement import run_on_all, run_on_rank0
+from moc.runtime.agreement import gather, run_on_all, run_on_rank0
 from moc.session.components import Components
 from moc.session.elsewhere import Elsewhere
 from moc.session.engine import Engine, Listener
@@ -50,6 +50,7 @@ def resume(
     publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
     if parts.peers is not None:
         parts.peers.restore(log)
+    _reduce_superseded(parts)
     held = loader.find(left)
     oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
@@ -68,6 +69,22 @@ def resume(
         tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
         run_on_rank0(tidy, "cannot tidy up old snapshots")
     return start
+
+
+def _reduce_superseded(parts: Components) -> None:
+    """Reduces superseded snapshots whose buffers are in use again to what was carried out of them.
+
+    Workers of a node reuse them after a vote; if the one that leads it was lost in that moment, it has not reduced
+    them.  A node without a snapshot was lost with its memory.
+    """
+    tiers = parts.tiers
+    if tiers.memory is None or parts.policy.exact:
+        return
+    carrier = Carrier(tiers.memory, ())
+    told = gather(carrier.whole() if tiers.leads_node else None)
+    there = [whole for whole in told if whole]
+    newest = max(set.intersection(*there), default=0) if there else 0
+    run_on_all(lambda: carrier.reduce(newest) if tiers.leads_node else None, "cannot give up old snapshots")
 
 
 def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePoint:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from megatron.pretraining.convert.regions import cut, write_regions
 from megatron.pretraining.convert.snapshot import write_snapshot
 from moc.inspect import summary
 from moc.inspect import verify as tool
+from moc.state.operators import operator_of
 from moc.store.manifest import Manifest, OperatorEntry
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import save
@@ -210,3 +212,26 @@ def test_it_needs_no_torch(tmp_path, tool):
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.endswith("False\n"), done.stderr
     assert json.loads(done.stdout.removesuffix("False\n"))
+
+
+def test_gradients_are_of_no_use_without_the_state_that_they_follow(capsys, tmp_path):
+    """A full save and two gradients after it; then without the full save, then without the first of these."""
+    expert = f"layers.{LAYERS - 1}.expert.0"
+    for iteration, detail in ((3, "full"), (4, "grad"), (5, "grad")):
+        model = Model(iteration=iteration)
+        model.facts = replace(model.facts, iteration=iteration, policy="selective")
+        if detail == "grad":
+            model.operators[expert] = detail, 2
+            its = [tensor for tensor in model.tensors if operator_of(tensor.name) == expert]
+            model.tensors = [tensor for tensor in model.tensors if tensor not in its]
+            model.tensors += [replace(tensor, slot="grad") for tensor in its if tensor.slot == "master"]
+        write_snapshot(model, tmp_path, 2, lambda count: None)
+    assert verify(capsys, tmp_path, "--all") == (0, [])
+    told = inspect(capsys, tmp_path, "--by", "operator")
+    assert told["complete"] and [row.get("base") for row in told["rows"] if row["name"] == expert] == [3]
+    for missing in (3, 4):
+        shutil.rmtree(tmp_path / f"iter_{missing:07d}")
+        code, (problem, *others) = verify(capsys, tmp_path)
+        assert (
+            code == 1 and not others and f"{expert}: its gradients follow the state of iteration {missing}," in problem
+        )

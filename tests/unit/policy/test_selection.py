@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy.selection import Limit, allocate, number_of_experts, per_byte, proportional, scores, steady_risk
-from tests.unit.policy.routing import RECORDED
 
 MANY = 10**9
 
@@ -176,15 +175,6 @@ def test_no_intervals_leave_less_at_risk(rates, number):
         scale = number / sum(shares)
         shares = [min(1.0, share * scale) for share in shares]
         assert sum(rate * (1 / share - 1) / 2 for rate, share in zip(rates, shares, strict=True)) >= least * (1 - 1e-9)
-
-
-@pytest.fixture(scope="module")
-def trace():
-    if not RECORDED.exists():
-        pytest.skip("the recorded loads are not at hand")
-    numpy = pytest.importorskip("numpy")
-    with numpy.load(RECORDED, allow_pickle=False) as file:
-        return file["tokens"].tolist()
 
 
 def at_risk(trace, experts, choose):

@@ -180,6 +180,14 @@ REFUSED = [
         "--pec-dynamic-k goes by tokens that weights have lost.*so it would never act: drop one of them",
     ),
     ("--ckpt-policy pec --save x --pec-plt-limit 0.1", "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto"),
+    (
+        "--ckpt-policy selective --save x --ckpt-tier memory --selective-gradients on --optimizer sgd",
+        "--selective-gradients on is for Adam, .* not sgd: take adam, or drop --selective-gradients",
+    ),
+    (
+        "--ckpt-policy selective --save x --selective-gradients on",
+        "--selective-gradients on needs the snapshots of every iteration in memory: add --ckpt-tier memory or peers",
+    ),
     ("--ckpt-policy pec --save x --pec-k 0", "take auto or a number of at least 1, not 0"),
     ("--ckpt-policy pec --save x --pec-k auto --pec-k-persist 1", "--pec-k auto chooses how many experts go where"),
     ("--ckpt-policy full --save x --sparse-window 2", "--sparse-window needs --ckpt-policy sparse, not full"),

@@ -38,7 +38,7 @@ def save(store: Store, iteration: int, operators: dict[str, Detail], ranks: int 
                 PARAMETERS[name], slot, (ROWS, 2), Region((rank * ROWS // ranks, 0), (ROWS // ranks, 2)), torch.float32
             )
             for name, detail in operators.items()
-            for slot in ("master", "exp_avg")
+            for slot in ("master", "exp_avg", "grad")
             if detail.holds(slot)
         ]
         layout = FileLayout(entries)
@@ -122,6 +122,32 @@ def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_
     data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}
     assert sum(nbytes for i, nbytes in data.items() if i != last) <= EXPERTS * state
     assert sum(data.values()) == (EXPERTS + 1) * state  # one full state, to the byte; of some only masters or moments
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(["full", "grad", None]), min_size=EXPERTS, max_size=EXPERTS), max_size=7))
+def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_path_factory, wanted):
+    store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
+    carrier, chains = Carrier(store, NAMES), {}
+    take(store, carrier, 1, in_full(*range(EXPERTS)))
+    chains = {f"layers.0.expert.{e}": [1] for e in range(EXPERTS)}
+    for iteration, details in enumerate(wanted, start=2):
+        operators = in_full()
+        for expert, detail in enumerate(details):
+            chain = chains[name := f"layers.0.expert.{expert}"]
+            if detail == "grad" and chain[-1] == iteration - 1:
+                operators[name] = Detail.GRAD
+                chain.append(iteration)
+            elif detail is not None:
+                operators[name], chains[name] = Detail.FULL, [iteration]
+        take(store, carrier, iteration, operators)
+    way = next(recoveries(in_memory([look(store)[0]], OPERATORS), OPERATORS, exact=False))
+    folds = {name: [one.iteration for one in its] for name, its in way.folds.items()}
+    assert {name: [way.sources[name, "master"].iteration, *folds.get(name, ())] for name in NAMES} == chains
+    last = len(wanted) + 1
+    data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}
+    older = [i == chain[0] or 1 / 2 for chain in chains.values() for i in chain if i != last]  # of two slots, and one
+    assert sum(nbytes for i, nbytes in data.items() if i != last) == sum(older) * 2 * ROWS * 2 * 4
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
@@ -239,3 +265,24 @@ def test_an_expert_that_is_not_carried_is_told(store):
     with pytest.raises(Exception, match="rank_00001"):
         carrier.carry(held_of(2, in_full(0)))
     assert file_of_operator("layers.0.expert.1") not in store.place.names(directory_of(1))
+
+
+def test_what_was_carried_takes_the_place_of_a_snapshot_whose_buffer_is_used_again(store):
+    """A snapshot was safe, and the process ended before it could reduce the one before."""
+    carrier, before, after = Carrier(store, NAMES), in_full(*range(EXPERTS)), in_full(0, 1)
+    save(store, 1, before)
+    carrier.carry(held_of(2, after))
+    save(store, 2, after)
+    assert carrier.whole() == {1, 2}
+    for rank in range(2):
+        path = store.place.root / directory_of(1) / file_of(rank)
+        path.write_bytes(bytes(path.stat().st_size))
+    Carrier(store, ()).reduce(2)
+    assert carrier.whole() == {2} and newest(store) == {name: (1, 1) for name in before} | {n: (2, 2) for n in after}
+
+
+def test_a_snapshot_out_of_which_nothing_was_carried_stays_as_it_is(store):
+    save(store, 1, in_full(*range(EXPERTS)))
+    save(store, 2, in_full(0, 1))
+    Carrier(store, ()).reduce(2)
+    assert Carrier(store, NAMES).whole() == {1, 2} and newest(store)["layers.0.expert.7"] == (1, 1)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from moc.recovery.live import LIVE, live_states, still_needed
+from moc.recovery.live import live_states, still_needed
 from moc.recovery.plan import JobInventory, RankCopy, plans
-from moc.recovery.sources import MEMORY, AvailableCheckpoint
+from moc.recovery.sources import LIVE, MEMORY, AvailableCheckpoint
 from moc.state.operators import Operator
 
 DENSE, *EXPERTS = (
@@ -98,3 +98,19 @@ def test_an_expert_is_not_put_together_from_parts_of_two_iterations():
 @pytest.mark.parametrize("zero", [True, False])
 def test_without_survivors_nothing_is_live(zero):
     assert live_states({}, of_ranks(zero), "selective") == []
+
+
+def test_a_lost_expert_is_brought_up_to_date_by_gradients_and_live_ones_are_not():
+    details = {"embedding": "full"} | dict.fromkeys(NAMES, "grad")
+    later = [AvailableCheckpoint(iteration, MEMORY, details, "selective") for iteration in (5, 6)]
+    chains = [saved(4, 0, 1, 2), *later]
+        saved(4, 0, 1, 2),
+        *(AvailableCheckpoint(iteration, MEMORY, details, "selective") for iteration in (5, 6)),
+    ]
+    for live, reached in (({0: 6, 1: 6}, 6), ({0: 7, 1: 7}, 7)):
+        held = chains + live_states(live, of_ranks(zero=False), "selective")
+        plan = next(plans(JobInventory(held, live, of_ranks(zero=False)), OPERATORS, exact=False))
+        assert plan.iteration == reached and sources(plan)[NAMES[0]] == (reached, LIVE)
+        assert {name: [one.key for one in its] for name, its in plan.way.folds.items()} == {
+            NAMES[2]: [(5, MEMORY), (6, MEMORY)]
+        }

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.recovery.sources import (
+    BEFORE,
     COMPUTE,
     MASTER,
     MEMORY,
@@ -220,3 +221,43 @@ def test_throwing_the_rest_away_changes_nothing(held, exact, keep):
     before = list(recoveries(held, OPERATORS, exact))[:keep]
     after = list(recoveries([h for h in held if h.key in kept], OPERATORS, exact))[:keep]
     assert [(w.iteration, w.sources) for w in before] == [(w.iteration, w.sources) for w in after]
+
+
+def chained(iteration: int, gradients, experts=(), tier: str = MEMORY) -> AvailableCheckpoint:
+    """A checkpoint with all that is not an expert, some experts, and the gradients of others."""
+    details = dict.fromkeys([*DENSE, *(EXPERTS[e] for e in experts)], "full")
+    return AvailableCheckpoint(iteration, tier, details | dict.fromkeys([EXPERTS[e] for e in gradients], "grad"))
+
+
+def folded(recovery) -> dict[int, list[int]]:
+    """By expert with gradients, its base and the iterations of these."""
+    folds = {EXPERTS.index(name): [one.iteration for one in its] for name, its in recovery.folds.items()}
+    return {expert: [recovery.sources[EXPERTS[expert], MASTER].iteration, *its] for expert, its in folds.items()}
+
+
+def test_an_expert_with_every_gradient_since_its_base_is_as_new_as_the_rest():
+    held = [holds(10, MEMORY), chained(11, (0, 1), (2,)), chained(12, (0, 1, 2), (3,)), chained(13, (0, 2, 3))]
+    way = next(recoveries(held, OPERATORS, exact=False))
+    assert way.iteration == 13 and folded(way) == {0: [10, 11, 12, 13], 1: [10, 11, 12], 2: [11, 12, 13], 3: [12, 13]}
+    assert [way.learned_until(name) for name in (*EXPERTS, "output")] == [13, 12, 13, 13, 13]
+    assert [one.iteration for one in way.used()] == [13, 12, 11, 10]
+    assert needed(held, OPERATORS, exact=False, keep=1) == {one.key for one in held}
+    assert next(recoveries(held, OPERATORS, exact=True)).iteration == 10
+
+
+def test_a_chain_ends_at_its_first_gap_and_at_the_iteration_of_the_rest():
+    damaged = chained(12, (0, 1, 2, 3)).without({EXPERTS[1]})
+    held = [holds(10, MEMORY), chained(11, range(4)), damaged, chained(13, range(4))]
+    way = next(recoveries(held, OPERATORS, exact=False))
+    assert folded(way) == {0: [10, 11, 12, 13], 1: [10, 11], 2: [10, 11, 12, 13], 3: [10, 11, 12, 13]}
+    torn = AvailableCheckpoint(14, MEMORY, {EXPERTS[0]: "full", EXPERTS[1]: "full", EXPERTS[2]: "grad"})
+    way = next(recoveries([*held, torn], OPERATORS, exact=False))  # where its chain is broken, a newer state is taken
+    assert way.iteration == 13 and folded(way) == {0: [10, 11, 12, 13], 2: [10, 11, 12, 13], 3: [10, 11, 12, 13]}
+    assert way.sources[EXPERTS[1], MASTER] is torn
+
+
+def test_gradients_of_an_abandoned_time_line_lead_elsewhere():
+    held = [holds(10, MEMORY), chained(11, range(4), tier=BEFORE), chained(11, ())]
+    assert folded(next(recoveries(held, OPERATORS, exact=False))) == {}
+    held = [holds(10, STORAGE), chained(11, range(4), tier=MEMORY)]
+    assert folded(next(recoveries(held, OPERATORS, exact=False))) == {expert: [10, 11] for expert in range(4)}

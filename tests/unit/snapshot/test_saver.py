@@ -4,11 +4,13 @@ import os
 import threading
 import time
 from concurrent.futures import Future, wait
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from moc.snapshot import capture
 from moc.snapshot.capture import Gate
 from moc.snapshot.contents import share
 from moc.snapshot.saver import GivenUpError, Saver
@@ -392,3 +394,41 @@ def test_what_was_given_up_writes_no_more(storage, monkeypatch):
     goes_on.set()
     assert isinstance(snapshot.persisted.exception(), GivenUpError)
     assert list((storage.place.root / "iter_0000005").iterdir()) == []
+
+
+def test_a_snapshot_whose_buffer_is_in_use_again_can_be_told_by_its_header(memory):
+    """Before the first byte of its data is overwritten."""
+    gate, state = Gate(), state_of(6, 8)
+    saver = Saver(0, CPU, memory, None, gate)
+    try:
+        part = saver.take(0, 3, share(state), OPERATORS).sealed.result()
+        assert memory.damage_in_header(3, part.name, part.file) is None
+        gate.close()
+        saver.take(0, 4, share(state), OPERATORS)
+        assert memory.damage_in_header(3, part.name, part.file)
+    finally:
+        saver.close()
+
+
+def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
+    """While the gate holds up the rest: the file has what they were."""
+    gate, state = Gate(), state_of(6, 8)
+    gradient = torch.randn(8)
+    fragments = [*state, fragment("output_layer.0", "grad", gradient, 4)]
+    expected = values(fragments)
+    saver = Saver(0, CPU, memory, None, gate)
+    try:
+        capturing, copied = capture._copy, []
+        with mock.patch.object(capture, "_copy", lambda copies, gate: copied.append(copies) or capturing(copies, gate)):
+            gate.close()
+            snapshot = saver.take(0, 3, share(fragments), OPERATORS)
+            assert snapshot.gradients is not None
+            snapshot.gradients.wait()  # opens the gate
+            gradient.zero_()
+            snapshot.capture.wait()
+        assert [{one.source.data_ptr() for one in copies} for copies in copied][0] == {gradient.data_ptr()}
+        part = snapshot.sealed.result()
+        assert_holds(memory.place.root / "iter_0000003" / part.name, part, fragments, expected)
+        assert saver.take(1, 4, share(state), OPERATORS).gradients is None
+    finally:
+        saver.close()

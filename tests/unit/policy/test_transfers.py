@@ -1,0 +1,224 @@
+"""Gradients in place of state: which experts, at which cost, and never over a gap."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moc.policy import Every, JobShape
+from moc.policy.selection import number_of_experts
+from moc.policy.selective import FLAGS, Selective
+from moc.policy.transfers import chains_of, continuing, renewed
+from moc.state.detail import Detail
+from tests.unit.policy.test_pec import operators, take
+from tests.unit.policy.test_selective import OPERATORS, ZEROS, based, measured
+
+FULL, GRAD = Detail.FULL, Detail.GRAD
+FULL_BYTES, GRAD_BYTES = 12, 4
+
+
+class Told:
+    """Sizes: one rank with all experts, on one node."""
+
+    nodes, replicas = (0,), 0
+
+    def by_rank(self, plans):
+        """As the sizes of a session."""
+        each = {FULL: FULL_BYTES, GRAD: GRAD_BYTES}
+        return {name: {0: sum(each[detail] for detail in plan.values())} for name, plan in plans.items()}
+
+
+def policy(**settings):
+    found = Selective(OPERATORS, Every(1), gradients=True, score="tokens", **settings)
+    found.on_sizes(Told())
+    return based(found)
+
+
+def details(plan) -> dict[str, set]:
+    """Places of the experts in a plan, by detail."""
+    found = {FULL: set(), GRAD: set()}
+    for one in OPERATORS:
+        if one.place is not None and one.name in plan.operators:
+            found[plan.operators[one.name]].add(one.place)
+    return found
+
+
+def nbytes(plan) -> int:
+    """Bytes of the experts in a plan."""
+    found = details(plan)
+    return FULL_BYTES * len(found[FULL]) + GRAD_BYTES * len(found[GRAD])
+
+
+def loads(*experts, before=ZEROS):
+    """Tokens after an iteration that gave each expert of both layers so many."""
+    return {layer: [a + b for a, b in zip(before[layer], experts, strict=True)] for layer in before}
+
+
+def test_gradients_count_a_third_of_a_state():
+    """The budget of one expert of each layer, 24 bytes, has room for the gradients of six of the eight."""
+    one = policy(experts=1)
+    plan = take(one, 2, loads(9, 5, 3, 1))
+    assert one.gauges() | {"mlt": 0} == {"selective_experts": 3, "selective_gradients": 3, "mlt": 0}
+    assert details(plan) == {FULL: set(), GRAD: {(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)}}
+    assert nbytes(plan) == 2 * FULL_BYTES and not plan.complete
+
+
+def test_what_missed_a_snapshot_needs_its_state_again():
+    one = policy(experts=1)
+    take(one, 2, first := loads(9, 5, 3, 1))
+    plan = take(one, 3, loads(9, 5, 0, 200, before=first))  # two that were left out have the most to lose
+    assert details(plan)[FULL] == {(0, 3), (1, 3)} and not details(plan)[GRAD]
+    plan = one.plan(4, loads(18, 10, 3, 300, before=first))  # the others were left out by the snapshot before
+    assert details(plan)[GRAD] == {(0, 3), (1, 3)}
+
+
+def test_half_of_the_budget_renews_the_bases_that_are_too_old():
+    one, load = policy(experts=2, max_age=3), ZEROS
+    for iteration in (2, 3, 4):
+        load = loads(1, 1, 1, 1, before=load)
+        assert len(details(take(one, iteration, load))[GRAD]) == 8
+    seen = set()
+    for iteration in range(5, 9):
+        load = loads(1, 1, 1, 1, before=load)
+        found = details(take(one, iteration, load))
+        assert len(found[FULL]) == 2 and len(found[GRAD]) == 6  # 24 bytes, and 24 for the gradients of the others
+        seen |= found[FULL]
+    assert len(seen) == 8
+    limits = [number_of_experts([(0, 0), (0, 1)], 4)]
+    assert renewed({0: [5, 8]}, [(0, 0), (0, 1)], 10, 3, limits) == {(0, 0)}
+    assert renewed({0: [5, 4]}, [(0, 0), (0, 1)], 10, 3, [number_of_experts([(0, 0), (0, 1)], 2)]) == {(0, 1)}
+
+
+def test_every_rule_saves_gradients_within_its_budget():
+    one = policy(experts=1, rule="proportional")
+    plan = take(one, 2, loads(9, 5, 3, 1))
+    assert len(details(plan)[GRAD]) > 2 and nbytes(plan) <= 2 * FULL_BYTES
+
+
+def test_what_an_expert_has_to_lose_counts_by_the_byte():
+    """Gradients with 4 tokens to lose, at a third of the bytes, come before a state with 10."""
+    one = policy(experts=1)
+    take(one, 2, first := {0: [9, 9, 9, 0], 1: [9, 9, 9, 0]})  # the last one of each layer is left out
+    load = {0: [9 + 4, 9 + 4, 9 + 4, 10], 1: [9 + 4, 9 + 4, 9 + 4, 10]}
+    assert details(one.plan(3, load)) == {FULL: set(), GRAD: {(layer, e) for layer in first for e in (0, 1, 2)}}
+    load = {layer: [*row[:3], 13] for layer, row in load.items()}
+    assert details(one.plan(3, load))[FULL] == {(0, 3), (1, 3)}
+
+
+@pytest.mark.parametrize("budget", [dict(local_gb=4 * 12e-9), dict(remote_gb=4 * 12e-9, tier="peers")])
+def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
+    one = Selective(OPERATORS, Every(1), gradients=True, score="tokens", **budget)
+    told = Told()
+    told.by_rank = lambda plans: {  # no dense operators
+        name: {0: sum({FULL: FULL_BYTES, GRAD: GRAD_BYTES}[detail] for detail in plan.values())} if name else {}
+        for name, plan in plans.items()
+    }
+    one.on_sizes(told)
+    measured(based(one), copied=(1e9, 1.0), replicated=(1e9, 1.0))
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)))[GRAD]) == 8
+    one.told.bases.clear()
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)))[FULL]) == 4
+
+
+def test_a_state_saved_before_there_were_gradients_is_known():
+    state = policy(experts=1).state_dict()
+    del state["bases"]
+    one = policy(experts=1)
+    one.load_state_dict(state)
+    assert details(one.plan(2, loads(9, 5, 3, 1)))[FULL]
+
+
+def test_storage_gets_states_alone_and_chains_go_on():
+    one = policy(experts=2, persist_interval=4)
+    one.on_stored(one.everything(1))
+    load = ZEROS
+    for iteration in (2, 3):
+        load = loads(9, 5, 3, 1, before=load)
+        assert not details(take(one, iteration, load))[FULL]
+    plan = one.plan(4, loads(9, 5, 3, 1, before=load))  # goes to storage, on half of the budget
+    assert details(plan) == {FULL: {(0, 0), (1, 0)}, GRAD: {(layer, e) for layer in (0, 1) for e in (1, 2, 3)}}
+    stored = one.for_storage(plan)
+    assert set(stored.operators.values()) == {FULL} and stored.operators.items() < plan.operators.items()
+
+
+def test_no_chain_goes_on_over_a_recovery_or_a_gap():
+    one = policy(experts=2)
+    take(one, 2, loads(1, 1, 1, 1))
+    assert not details(one.plan(4, loads(3, 3, 3, 3)))[GRAD]
+    one.on_resume(in_memory=True, in_storage=True)
+    plan = one.plan(3, loads(2, 2, 2, 2))
+    assert details(plan)[FULL] and not details(plan)[GRAD]
+
+
+def test_the_experts_that_continue_are_those_of_the_snapshot_before():
+    chains = chains_of({0: [3, 0, 5]}, {0: [7, 8, 6]})
+    assert chains == {(0, 0): (3, 7), (0, 2): (5, 6)}
+    assert continuing(chains, 8) == {(0, 0)}
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=4, max_size=4), min_size=1, max_size=8), st.integers(1, 3))
+def test_a_plan_of_gradients_always_has_an_unbroken_chain_below_it(rows, experts):
+    """Recounted from the plans alone; and what the policy was told survives JSON."""
+    one, load, plans = policy(experts=experts, max_age=4), ZEROS, {1: policy().everything(1)}
+    for iteration, row in enumerate(rows, start=2):
+        load = loads(*row, before=load)
+        other = Selective(OPERATORS, Every(1), gradients=True, score="tokens", experts=experts, max_age=4)
+        other.on_sizes(Told())
+        other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+        plans[iteration] = take(one, iteration, load)
+        assert nbytes(plans[iteration]) <= 2 * experts * FULL_BYTES
+        assert other.plan(iteration, load) == plans[iteration]
+        for name in plans[iteration].of(GRAD):
+            at = iteration
+            while plans[at].operators.get(name) is GRAD:
+                at -= 1
+            assert plans[at].operators.get(name) is FULL
+
+
+def asked(**flags) -> SimpleNamespace:
+    defaults = {flag.name: flag.default for flag in FLAGS}
+    others = dict(ckpt_tier="peers", persist_interval=None, snapshot_interval="auto", mtbf_s=1.0)
+    return SimpleNamespace(**(others | defaults | flags))
+
+
+OBSTACLES = [
+    (dict(ckpt_tier="disk"), {}, "add --ckpt-tier memory or peers"),
+    (dict(snapshot_interval="2"), {}, "set --snapshot-interval 1"),
+    ({}, dict(optimizer="sgd"), "take adam"),
+    ({}, dict(experts_apart=False), "drop --moe-grouped-gemm"),
+]
+
+
+@pytest.mark.parametrize(("flags", "job", "remedy"), OBSTACLES)
+def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, remedy):
+    settings = Selective.settings(asked(**flags), JobShape(**job))
+    found = Selective(OPERATORS, Every(1), **settings)
+    assert not found.saves_gradients and found.score == "tokens-age" and remedy in next(found.remarks())
+    wanted = asked(**flags, selective_gradients="on")
+    (sentence,) = Selective.refusals(wanted) if flags else Selective.misfits(wanted, JobShape(**job))
+    assert remedy in sentence
+
+
+def test_by_default_they_are_on_where_they_can_be():
+    found = Selective(OPERATORS, Every(1), **Selective.settings(asked(), JobShape()))
+    assert found.saves_gradients and found.score == "tokens" and not list(found.remarks())
+    assert not [*Selective.refusals(asked()), *Selective.misfits(asked(), JobShape())]
+    off = Selective(OPERATORS, Every(1), **Selective.settings(asked(selective_gradients="off"), JobShape()))
+    assert not off.saves_gradients and off.score == "tokens-age" and not list(off.remarks())
+
+
+@pytest.mark.parametrize(("experts", "risk"), [(4, 0.51), (8, 0.005)])
+def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, experts, risk):
+    layers, width = len(trace[0]), len(trace[0][0])
+    model = operators((1,) * layers, experts=width)
+    one = Selective(model, Every(1), gradients=True, score="tokens", experts=experts)
+    one.on_sizes(Told())
+    load, found = {layer: [0] * width for layer in range(layers)}, []
+    based(one, load=load)
+    for iteration, row in enumerate(trace, start=2):
+        load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
+        take(one, iteration, load)
+        found.append(one.told.mlt)
+    assert sum(found[10:]) / len(found[10:]) == pytest.approx(risk, rel=0.1)
