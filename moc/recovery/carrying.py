@@ -19,9 +19,9 @@ from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
-from moc.store.manifest import NAME, FileEntry, Manifest, OperatorEntry
+from moc.store.manifest import NAME, FileEntry, Manifest
 from moc.store.regions import FileLayout, MissingRegionError, Source, read_sources
-from moc.store.store import Store, directory_of, is_of_rank
+from moc.store.store import SUFFIX, Store, directory_of, is_by_rank
 
 CARRIED = ".carried.json"
 """The manifest of what was carried out of a snapshot, beside the snapshot's own, which it replaces on reduction."""
@@ -70,7 +70,7 @@ class Carrier:
         newest, copied = max((one.iteration for one in held), default=0), 0
         for iteration, wanted in of_use(held, self._experts).items():
             names = self._names(iteration) if wanted and iteration != newest else []
-            if CARRIED not in names and any(map(is_of_rank, names)):
+            if CARRIED not in names and any(map(is_by_rank, names)):
                 copied += _carry(self._store, self._store.manifest(iteration), wanted)
         return copied
 
@@ -82,7 +82,7 @@ class Carrier:
         """
         for iteration in self._store.iterations():
             names = self._names(iteration)
-            if iteration < before and any(map(is_of_rank, names)):
+            if iteration < before and any(map(is_by_rank, names)):
                 self._retire(iteration, names)
 
     def drop(self, upto: int) -> None:
@@ -93,13 +93,13 @@ class Carrier:
         """
         held = [one for one in self._held() if one.iteration <= upto]
         for iteration, wanted in of_use(held, self._experts).items():
-            if iteration < upto and not any(map(is_of_rank, self._names(iteration))):
+            if iteration < upto and not any(map(is_by_rank, self._names(iteration))):
                 self._keep_only(iteration, wanted)
 
     def delete(self) -> None:
         """Removes experts carried for a snapshot that will not come; called when a run resumes."""
         for iteration in self._store.iterations():
-            if CARRIED in (names := self._names(iteration)) and any(map(is_of_rank, names)):
+            if CARRIED in (names := self._names(iteration)) and any(map(is_by_rank, names)):
                 self._store.rewrite(self._store.manifest(iteration))  # removes files that it does not name
 
     def _names(self, iteration: int) -> list[str]:
@@ -109,7 +109,7 @@ class Carrier:
         """Returns the stored snapshots; reads a manifest if it is new, or was reduced."""
         there = {}
         for iteration in self._store.iterations():
-            whole = any(map(is_of_rank, self._names(iteration)))
+            whole = any(map(is_by_rank, self._names(iteration)))
             known = self._known.get(iteration)
             if known is None or known[0] != whole:
                 try:
@@ -130,7 +130,7 @@ class Carrier:
         place.check_owner()
         place.write(f"{directory}/{NAME}", [place.read(f"{directory}/{CARRIED}")])
         for name in names:
-            if is_of_rank(name) or name == CARRIED:
+            if is_by_rank(name) or name == CARRIED:
                 place.remove(f"{directory}/{name}")
 
     def _keep_only(self, iteration: int, wanted: Collection[str]) -> None:
@@ -148,7 +148,7 @@ class Carrier:
 
 def file_of_operator(name: str) -> str:
     """Returns the name of the file that holds one operator alone."""
-    return f"{name}.safetensors"
+    return f"{name}{SUFFIX}"
 
 
 def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> int:
@@ -165,7 +165,7 @@ def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> in
     for name, its in sources.items():
         file = file_of_operator(name)
         files[file] = _write(store, f"{directory}/{file}", its)
-        operators[name] = _entry(manifest.operators[name], wanted[name])
+        operators[name] = manifest.operators[name].at(wanted[name])
     carried = dataclasses.replace(manifest, files=files, operators=operators)
     store.place.write(f"{directory}/{CARRIED}", [carried.to_json().encode()])
     return carried.bytes
@@ -178,9 +178,3 @@ def _write(store: Store, path: str, sources: Iterable[Source]) -> FileEntry:
     header = layout.header([source.digest or digest_of(source.data()) for source in ordered])
     store.place.write(path, [header, *(source.data() for source in ordered)], final=False)
     return FileEntry(layout.nbytes, len(header), digest_of(header))
-
-
-def _entry(entry: OperatorEntry, detail: Detail) -> OperatorEntry:
-    return OperatorEntry(
-        detail.value, entry.step, {slot: count for slot, count in entry.elements.items() if detail.holds(slot)}
-    )

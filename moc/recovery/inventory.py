@@ -19,7 +19,8 @@ class Summary(NamedTuple):
     Attributes:
         iteration: iterations completed.
         writers: number of ranks that wrote, over all nodes.
-        files: number of ranks' files that it names; 0 if the part was reduced to some experts.
+        files: number of ranks' files that it names; 0 if the part was reduced to some experts, or is a copy of some
+            operators.
         operators: by name, the detail, and by slot the number of elements in these files.
         job: the launch that published it; empty if the manifest does not say.
         policy: name of the policy that planned it.

@@ -66,14 +66,16 @@ def to_restore(
 def _find(
     name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
 ) -> tuple[Summary, Restore | None] | None:
-    """Returns a node's part, and its restore if the node lacks it; None if nobody has it."""
+    """Returns a node's part, and its restore, from the holder of most operators, if the node lacks it; None if lost."""
     if part := _part(nodes[name].own, snapshot):
         return part, None
-    for holder, inventory in nodes.items():
-        restore = Restore(name, holder, snapshot[0])
-        if (part := _part(inventory.copies.get(name, ()), snapshot)) and restore not in spoilt:
-            return part, restore
-    return None
+    found = [
+        (part, restore)
+        for holder, inventory in nodes.items()
+        if (part := _part(inventory.copies.get(name, ()), snapshot))
+        and (restore := Restore(name, holder, snapshot[0])) not in spoilt
+    ]
+    return max(found, key=lambda one: (one[0].files, len(one[0].operators)), default=None)
 
 
 def _part(parts: Iterable[Summary], snapshot: tuple[int, int, str]) -> Summary | None:

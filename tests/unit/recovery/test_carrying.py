@@ -19,7 +19,7 @@ from moc.state.region import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.regions import Entry, FileLayout, RegionReader, digest_of
 from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.store import Store, directory_of, file_of, part_of_file
 
 EXPERTS, ROWS = 8, 64
 OPERATORS = [Operator(f"layers.0.expert.{e}", "expert", 0, e, 2 * ROWS) for e in range(EXPERTS)]
@@ -29,7 +29,12 @@ PARAMETERS = {name: f"decoder.layers.0.mlp.experts.experts.{name.split('.')[-1]}
 PARAMETERS["output"] = "output_layer.weight"
 
 
-def save(store: Store, iteration: int, operators: dict[str, Detail], ranks: int = 2) -> None:
+def part_of_rank(rank: int) -> str:
+    """Name of a copy of some of the operators that a rank saved."""
+    return part_of_file(file_of(rank), 0)
+
+
+def save(store: Store, iteration: int, operators: dict[str, Detail], name_of=file_of, ranks: int = 2) -> None:
     """A snapshot of which each rank has some rows of everything; values tell operator and iteration."""
     files, elements = {}, {name: Counter() for name in operators}
     for rank in range(ranks):
@@ -44,8 +49,8 @@ def save(store: Store, iteration: int, operators: dict[str, Detail], ranks: int 
         layout = FileLayout(entries)
         data = [torch.full(entry.region.shape, float(iteration)).numpy().tobytes() for entry in layout.entries]
         header = layout.header(list(map(digest_of, data)))
-        store.write_file(iteration, rank, [header, *data])
-        files[file_of(rank)] = FileEntry(layout.nbytes, len(header), digest_of(header))
+        store.place.write(f"{directory_of(iteration)}/{name_of(rank)}", [header, *data], final=False)
+        files[name_of(rank)] = FileEntry(layout.nbytes, len(header), digest_of(header))
         for entry in entries:
             elements[operator_of(entry.name)][entry.slot] += entry.region.numel
     entries = {name: OperatorEntry(operators[name].value, iteration, dict(its)) for name, its in elements.items()}
@@ -56,10 +61,10 @@ def held_of(iteration, operators):
     return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in operators.items()})
 
 
-def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail]) -> int:
+def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail], name_of=file_of) -> int:
     """What a run does for one snapshot; the bytes that it has carried."""
     carried = carrier.carry(held_of(iteration, operators))
-    save(store, iteration, operators)
+    save(store, iteration, operators, name_of)
     carrier.retire(iteration)
     carrier.drop(iteration)
     return carried
@@ -102,14 +107,15 @@ def store(tmp_path):
 @given(
     st.lists(st.sets(st.integers(0, EXPERTS - 1), max_size=4), min_size=1, max_size=7),
     st.sampled_from([None, Detail.MOMENTS, Detail.MASTER]),
+    st.sampled_from([file_of, part_of_rank]),
 )
-def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_path_factory, chosen, rest):
+def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_path_factory, chosen, rest, name_of):
     store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
     carrier, wanted, saved = Carrier(store, NAMES), {}, {}
     for iteration, experts in enumerate([range(EXPERTS), *chosen], start=1):
         operators = dict.fromkeys(NAMES, rest) if rest else {}
         saved[iteration] = operators | in_full(*experts)
-        take(store, carrier, iteration, saved[iteration])
+        take(store, carrier, iteration, saved[iteration], name_of)
         for name, detail in saved[iteration].items():
             before = wanted.get(name, (0, 0))
             wanted[name] = tuple(
