@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Counts = Mapping[int, Sequence[int]]
@@ -48,21 +48,26 @@ def number_of_experts(places: Iterable[Place], number: int) -> Limit:
 
 
 class _Rooms:
-    """What is left of limits while experts are chosen."""
+    """What is left of limits while experts are chosen; some are ``taken`` before, whether they fit or not."""
 
-    def __init__(self, limits: Sequence[Limit], share: float = 1.0):
+    def __init__(self, limits: Sequence[Limit], taken: Iterable[Place], share: float = 1.0):
         self._limits = limits
         self._left = [{key: share * room for key, room in limit.room.items()} for limit in limits]
+        for place in taken:
+            self._subtract(place)
 
     def take(self, place: Place) -> bool:
         """Takes an expert if it fits."""
         costs = [limit.cost[place] for limit in self._limits]
         if any(left[key] < cost for left, bins in zip(self._left, costs, strict=True) for key, cost in bins.items()):
             return False
-        for left, bins in zip(self._left, costs, strict=True):
-            for key, cost in bins.items():
-                left[key] -= cost
+        self._subtract(place)
         return True
+
+    def _subtract(self, place: Place) -> None:
+        for left, limit in zip(self._left, self._limits, strict=True):
+            for key, cost in limit.cost[place].items():
+                left[key] -= cost
 
     def give(self, rest: float) -> None:
         """Adds a share of the limits."""
@@ -103,7 +108,7 @@ def allocate(unsaved: Counts, total: int) -> dict[int, int]:
     return given
 
 
-def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
+def proportional(unsaved: Counts, limits: Sequence[Limit], taken: Collection[Place] = ()) -> Experts:
     """Algorithm 1: the S[l] experts of each layer with the most tokens since they were last saved.
 
     S_total counts all bytes of the budget alike, so the chosen experts of a busy rank may exceed its own: such experts
@@ -112,11 +117,14 @@ def proportional(unsaved: Counts, limits: Sequence[Limit]) -> Experts:
     Args:
         unsaved: P, tokens of each expert since it was last saved.
         limits: the budget; S_total is the smallest of theirs.
+        taken: experts that are chosen already, and count.
     """
-    rooms, chosen = _Rooms(limits), {}
+    rooms, chosen = _Rooms(limits, taken), {}
     for layer, number in allocate(unsaved, min(limit.total() for limit in limits)).items():
-        fitting = (expert for expert in _descending(unsaved[layer]) if rooms.take((layer, expert)))
-        chosen[layer] = sorted(itertools.islice(fitting, number))
+        given = [expert for one, expert in taken if one == layer]
+        others = (expert for expert in _descending(unsaved[layer]) if expert not in given)
+        fitting = (expert for expert in others if rooms.take((layer, expert)))
+        chosen[layer] = sorted([*given, *itertools.islice(fitting, max(0, number - len(given)))])
     return chosen
 
 
@@ -124,7 +132,13 @@ def _descending(row: Sequence[int]) -> list[int]:
     return sorted(range(len(row)), key=lambda expert: (-row[expert], expert))
 
 
-def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float, limits: Sequence[Limit]) -> Experts:
+def per_byte(
+    scores: Mapping[int, Sequence[float]],
+    ages: Counts,
+    max_age: float,
+    limits: Sequence[Limit],
+    taken: Collection[Place] = (),
+) -> Experts:
     """The experts with the highest scores that fit, of all layers together; the oldest first where they are too old.
 
     Args:
@@ -132,11 +146,13 @@ def per_byte(scores: Mapping[int, Sequence[float]], ages: Counts, max_age: float
         ages: iterations since each expert was last saved.
         max_age: experts older than this come first, oldest first, on at most half of the limits.
         limits: the budget.
+        taken: experts that are chosen already, and count.
     """
     places = [(layer, expert) for layer, row in scores.items() for expert in range(len(row))]
-    old = sorted((place for place in places if _at(ages, place) > max_age), key=lambda place: -_at(ages, place))
-    rooms = _Rooms(limits, 0.5)
-    chosen = {place for place in old if rooms.take(place)}
+    open_ = [place for place in places if place not in taken]
+    old = sorted((place for place in open_ if _at(ages, place) > max_age), key=lambda place: -_at(ages, place))
+    rooms = _Rooms(limits, taken, 0.5)
+    chosen = {*taken, *(place for place in old if rooms.take(place))}
     rooms.give(0.5)
     # ties: model order
     waiting = sorted((place for place in places if place not in chosen), key=lambda place: -_at(scores, place))

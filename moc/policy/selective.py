@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from moc.policy.budgets import Sizes
@@ -39,7 +40,8 @@ class Selective(Policy):
 
     The first snapshot of a run is full; each later one saves all dense operators, and the experts that lose the most
     tokens otherwise, as many as two budgets allow: what a rank copies to host memory while it computes, and what nodes
-    send to each other, or ranks to storage, until the next snapshot.  With ``experts`` their number is fixed instead.
+    send to each other, or ranks to storage, until the next snapshot.  Nodes that send less than ranks copy choose what
+    they send by itself (Algorithm 1, lines 16 and 17).  With ``experts`` the number of experts is fixed instead.
 
     Attributes:
         experts: S, experts of each layer in the mean over layers; None to choose by budgets.
@@ -152,12 +154,13 @@ class Selective(Policy):
             return None
         if load is None:
             raise ValueError("nobody counts the tokens of experts, which selective snapshots choose by: count them")
-        return self._planned(iteration, self._selected(iteration, load))
+        return self._planned(iteration, *self._selected(iteration, load))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         self.told.based |= plan.complete
         self._note(plan, load or {}, self.told.saved, self.told.saved_at)
+        self._note(plan.copied, load or {}, self.told.copied, self.told.copied_at)
         if load:
             self._note_risk(plan.iteration, load)
 
@@ -241,18 +244,27 @@ class Selective(Policy):
         """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.
 
         MLT are the momentary lost tokens (eq. 6), which a fault right after the newest snapshot would lose, in units of
-        an iteration's tokens; the paper sums over layers, this is the mean.
+        an iteration's tokens; the paper sums over layers, this is the mean.  With peers, a node's loss costs
+        ``mlt_peers``: its experts come from copies.
         """
-        newest = max(map(max, self.told.saved_at.values()), default=0)
+        told = self.told
+        newest = max(map(max, told.saved_at.values()), default=0)
         if not newest:
             return {}
-        saved = sum(row.count(newest) for row in self.told.saved_at.values())
-        return {"selective_experts": saved / len(self.told.saved_at), "mlt": self.told.mlt}
+        found = {"selective_experts": _share(told.saved_at, newest), "mlt": told.mlt}
+        if self.tier == "peers":
+            found |= {"selective_copies": _share(told.copied_at, newest), "mlt_peers": told.mlt_peers}
+        return found
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
-        number = min(limit.total() for limit in self.limits().values()) / max(1, len(self.num_experts))
-        return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
+        limits, layers = self.limits(), max(1, len(self.num_experts))
+        found: dict[str, float] = {"snapshot_interval": self.iterations_apart}
+        if self.tier == "peers" and "remote" in limits:
+            found["selective_copies"] = round(min(limit.total() for limit in limits.values()) / layers, 2)
+            limits.pop("remote")
+        number = min(limit.total() for limit in limits.values()) / layers
+        return {"selective_experts": round(number, 2), **found}
 
     def reason(self) -> str | None:
         """As :meth:`Policy.reason`."""
@@ -274,16 +286,36 @@ class Selective(Policy):
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
         self.told.load_state_dict(state)
 
-    def _selected(self, iteration: int, load: Load) -> Experts:
-        """The experts of a snapshot; by what storage lacks if it goes there too, otherwise by what memory lacks."""
-        told, never, apart = self.told, self._zeros(), self.iterations_apart
+    def _selected(self, iteration: int, load: Load) -> tuple[Experts, Experts | None]:
+        """The experts of a snapshot, and those copied to other nodes; None if that is all.
+
+        Those copied come first, by what other nodes lack.  The others are chosen by what storage lacks if the snapshot
+        goes there too, otherwise by what memory lacks.
+        """
+        told, limits, apart, copied = self.told, self.limits(), self.iterations_apart, None
+        if self.tier == "peers" and "remote" in limits:
+            copied = self._chosen(iteration, load, (told.copied, told.copied_at), list(limits.values()))
+            limits.pop("remote")
         to_storage = self.persist_interval is not None and told.due <= iteration < told.due + apart
-        saved, saved_at = (told.persisted, told.persisted_at) if to_storage else (told.saved, told.saved_at)
-        unsaved, limits = _minus(load, never | saved), list(self.limits().values())
+        lacks = (told.persisted, told.persisted_at) if to_storage else (told.saved, told.saved_at)
+        saved = self._chosen(iteration, load, lacks, list(limits.values()), copied or {})
+        return saved, None if copied == saved else copied
+
+    def _chosen(
+        self,
+        iteration: int,
+        load: Load,
+        lacks: tuple[Table, Table],
+        limits: Sequence[Limit],
+        taken: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> Experts:
+        """The experts that fit, beside those taken, by tokens and iteration of the last save, which ``lacks`` has."""
+        never, places = self._zeros(), [(layer, expert) for layer, row in taken.items() for expert in row]
+        unsaved = _minus(load, never | lacks[0])
         if self.rule == "proportional":
-            return proportional(unsaved, limits)
-        ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | saved_at)
-        return per_byte(scores(unsaved, ages, self.score), ages, self._oldest(limits), limits)
+            return proportional(unsaved, limits, places)
+        ages = _minus({layer: [iteration] * len(row) for layer, row in never.items()}, never | lacks[1])
+        return per_byte(scores(unsaved, ages, self.score), ages, self._oldest(limits), limits, places)
 
     def _oldest(self, limits: Iterable[Limit]) -> int:
         if self.max_age is not None:
@@ -309,13 +341,19 @@ class Selective(Policy):
         each = {
             layer: (given[layer] - told.given.get(layer, 0)) / max(1, iteration - told.iteration) for layer in given
         }
-        risks = lost_by_layer(_minus(load, told.saved), each)
-        told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
+        risks = [lost_by_layer(_minus(load, saved), each) for saved in (told.saved, told.copied)]
+        told.given, told.iteration = given, iteration
+        told.mlt, told.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
 
-    def _planned(self, iteration: int, experts: Experts) -> SnapshotPlan:
+    def _planned(self, iteration: int, saved: Experts, copied: Experts | None) -> SnapshotPlan:
+        everything, remote = self._with(saved), None if copied is None else self._with(copied)
+        complete = len(everything) == len(self.operators)
+        return SnapshotPlan(iteration, self.name, everything, complete, remote=remote)
+
+    def _with(self, experts: Experts) -> dict[str, Detail]:
+        """All dense operators and these experts."""
         names = [one.name for one in self.operators if one.place is None or one.place[1] in experts[one.place[0]]]
-        complete = len(names) == len(self.operators)
-        return SnapshotPlan(iteration, self.name, dict.fromkeys(names, Detail.FULL), complete)
+        return dict.fromkeys(names, Detail.FULL)
 
     def _zeros(self) -> Table:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
@@ -331,6 +369,11 @@ class Selective(Policy):
         for layer, _ in self._places:
             numbers[layer] = numbers.get(layer, 0) + 1
         return dict(sorted(numbers.items()))
+
+
+def _share(saved_at: Table, iteration: int) -> float:
+    """Experts of each layer that were saved at an iteration, in the mean over layers."""
+    return sum(row.count(iteration) for row in saved_at.values()) / len(saved_at)
 
 
 def _minus(now: Load, before: Load) -> Table:
