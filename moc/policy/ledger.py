@@ -28,6 +28,8 @@ class Version(NamedTuple):
     learned: int
 
 
+_TIERS = ("memory", "storage", "peers")
+
 Versions = tuple[tuple[Version, ...], ...]
 """Versions by index of the layer and by expert."""
 
@@ -50,8 +52,10 @@ class Ledger:
         learned: tokens whose updates are in the live state.
         routed: tokens that routers sent to experts, by layer, dropped ones included: T_i TopK_i of MoC's eq. 7.
         memory: newest version of each expert in memory whose snapshot is complete.
+        peers: newest version of each expert of which other nodes' memory has copies, as ``memory`` without peers.
         storage: newest version of each expert in storage.
         to_memory: snapshots in progress, oldest first.
+        to_peers: what of these is copied to other nodes.
         to_storage: snapshots being persisted, oldest first.
     """
 
@@ -62,8 +66,10 @@ class Ledger:
     routed: tuple[int, ...]
     memory: Versions
     storage: Versions
+    peers: Versions
     to_memory: tuple[PendingSave, ...] = ()
     to_storage: tuple[PendingSave, ...] = ()
+    to_peers: tuple[PendingSave, ...] = ()
 
     @classmethod
     def of(cls, experts: Mapping[int, int]) -> Ledger:
@@ -71,7 +77,7 @@ class Ledger:
         layers = tuple(sorted(experts))
         zeros = tuple((0,) * experts[layer] for layer in layers)
         versions = tuple((Version(0, 0),) * experts[layer] for layer in layers)
-        return cls(0, layers, zeros, zeros, (0,) * len(layers), versions, versions)
+        return cls(0, layers, zeros, zeros, (0,) * len(layers), versions, versions, versions)
 
     def after(self, counts: Mapping[int, Sequence[int]], sent: Mapping[int, int] | None = None) -> Ledger:
         """The ledger after one more iteration.
@@ -95,27 +101,34 @@ class Ledger:
         )
 
     def begun(
-        self, experts: Mapping[int, Iterable[int]] | None, storage: Mapping[int, Iterable[int]] | None = None
+        self,
+        experts: Mapping[int, Iterable[int]] | None,
+        storage: Mapping[int, Iterable[int]] | None = None,
+        peers: Mapping[int, Iterable[int]] | None = None,
     ) -> Ledger:
         """The ledger after a snapshot has begun at this iteration.
 
         Args:
             experts: saved experts by layer; absent layers save none.  None if the snapshot began earlier.
             storage: those of them that are persisted; None if the snapshot is not.
+            peers: those of them that are copied to other nodes; None for all.
         """
-        to_memory, to_storage = ([] if saved is None else [self._begun(saved)] for saved in (experts, storage))
+        peers = experts if peers is None else peers
+        begun = {"to_memory": experts, "to_storage": storage, "to_peers": peers}
         return dataclasses.replace(
-            self, to_memory=(*self.to_memory, *to_memory), to_storage=(*self.to_storage, *to_storage)
+            self,
+            **{name: (*getattr(self, name), self._begun(saved)) for name, saved in begun.items() if saved is not None},
         )
 
     def snapshotted(self, iteration: int) -> Ledger:
-        """The ledger after the snapshot of an iteration is complete in memory; earlier pending ones are dropped.
+        """The ledger after the snapshot of an iteration, and its copies, are complete in memory; drops earlier ones.
 
         Raises:
             ValueError: no snapshot was begun at that iteration.
         """
         memory, later = _completed(self.memory, self.to_memory, iteration, "snapshot")
-        return dataclasses.replace(self, memory=memory, to_memory=later)
+        peers, copies = _completed(self.peers, self.to_peers, iteration, "copy")
+        return dataclasses.replace(self, memory=memory, to_memory=later, peers=peers, to_peers=copies)
 
     def persisted(self, iteration: int) -> Ledger:
         """Like :meth:`snapshotted`, for storage."""
@@ -142,18 +155,20 @@ class Ledger:
         known = {ledger.iteration: ledger for ledger in others}
         for layer in restored:
             self._place(layer)
-        learned, memory, storage = (list(map(list, table)) for table in (self.learned, self.memory, self.storage))
+        learned = list(map(list, self.learned))
+        saved_in = {name: list(map(list, getattr(self, name))) for name in _TIERS}
         for place, layer in enumerate(self.layers):
             for expert in range(len(learned[place])):
                 iteration = restored.get(layer, {}).get(expert, self.iteration)
                 version = self._version(layer, expert, iteration, known)
                 learned[place][expert] = version.learned
-                for table, under_way in ((memory, self.to_memory), (storage, self.to_storage)):
+                for name, table in saved_in.items():
                     # The version restored is complete; newer ones were unusable and are gone.
+                    under_way = getattr(self, f"to_{name}")
                     saved = [v for save in under_way if (v := _saved(save, place, expert)) and v == version]
                     table[place][expert] = min(version, max([table[place][expert], *saved]))
-        tables = {"learned": _frozen(learned), "memory": _frozen(memory), "storage": _frozen(storage)}
-        return dataclasses.replace(self, **tables, to_memory=(), to_storage=())
+        tables = {"learned": _frozen(learned)} | {name: _frozen(table) for name, table in saved_in.items()}
+        return dataclasses.replace(self, **tables, **{f"to_{name}": () for name in _TIERS})
 
     @property
     def lost(self) -> dict[int, tuple[int, ...]]:
@@ -170,6 +185,11 @@ class Ledger:
     def since_snapshot(self) -> dict[int, tuple[int, ...]]:
         """Tokens learned since the newest version in memory, by layer and expert."""
         return self._since(self.memory)
+
+    @property
+    def since_copy(self) -> dict[int, tuple[int, ...]]:
+        """Tokens learned since the newest version of which other nodes have copies, by layer and expert."""
+        return self._since(self.peers)
 
     @property
     def since_persist(self) -> dict[int, tuple[int, ...]]:
@@ -210,12 +230,14 @@ class Ledger:
                 routed=tuple(map(int, state["routed"])),
                 memory=_versions(state["memory"]),
                 storage=_versions(state["storage"]),
+                peers=_versions(state.get("peers", state["memory"])),
                 to_memory=tuple(map(_begun, state["to_memory"])),
                 to_storage=tuple(map(_begun, state["to_storage"])),
+                to_peers=tuple(map(_begun, state.get("to_peers", state["to_memory"]))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("this is no state of a token ledger: start without it") from error
-        tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage)
+        tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers)
         shapes = {tuple(map(len, table)) for table in tables}
         if len(shapes) > 1 or len(ledger.given) != len(ledger.layers) or len(ledger.routed) != len(ledger.layers):
             raise ValueError("this state of a token ledger contradicts itself: start without it")
@@ -250,10 +272,10 @@ class Ledger:
         if iteration == self.iteration:
             return Version(iteration, self.learned[place][expert])
         found = {0: 0} | {i: ledger.learned[ledger._place(layer)][expert] for i, ledger in known.items()}
-        for save in (*self.to_memory, *self.to_storage):
+        for save in (*self.to_memory, *self.to_storage, *self.to_peers):
             if saved := _saved(save, place, expert):
                 found[save.iteration] = saved.learned
-        found |= {v.iteration: v.learned for v in (self.memory[place][expert], self.storage[place][expert])}
+        found |= {v.iteration: v.learned for v in (getattr(self, name)[place][expert] for name in _TIERS)}
         if iteration not in found:
             raise ValueError(
                 f"what expert {expert} of layer {layer} had learned by iteration {iteration} is not in the ledger of "

@@ -49,9 +49,10 @@ class SnapshotPlan:
         operators: detail by operator name; in model order, read-only.
         complete: every operator is saved in full, so training can be recovered from this snapshot alone.
         since: iteration of the first snapshot of its window; its own iteration outside of a longer window.
+        remote: what of it other nodes' memory receives copies of; None for all of it.
 
     Raises:
-        ValueError: the plan is empty.
+        ValueError: the plan is empty, or copies something that it does not save.
     """
 
     iteration: int
@@ -59,8 +60,13 @@ class SnapshotPlan:
     operators: Mapping[str, Detail] = field(hash=False)
     complete: bool
     since: int | None = None
+    remote: Mapping[str, Detail] | None = field(default=None, hash=False)
 
     def __post_init__(self):
+        if self.remote is not None:
+            if unsaved := [name for name, detail in self.remote.items() if self.operators.get(name) is not detail]:
+                raise ValueError(f"policy {self.policy} plans copies of {min(unsaved)}, which it does not plan to save")
+            object.__setattr__(self, "remote", MappingProxyType(dict(self.remote)))
         if not self.operators:
             raise ValueError(
                 f"policy {self.policy} plans an empty snapshot for iteration {self.iteration}: its plan() must return "
@@ -76,9 +82,17 @@ class SnapshotPlan:
 
     def without(self, detail: Detail) -> SnapshotPlan:
         """This plan without the operators that it saves at a detail."""
-        return dataclasses.replace(
-            self, operators={name: planned for name, planned in self.operators.items() if planned is not detail}
-        )
+        left = {name: planned for name, planned in self.operators.items() if planned is not detail}
+        remote = self.remote and {name: left[name] for name in self.remote if name in left}
+        return dataclasses.replace(self, operators=left, remote=remote)
+
+    @property
+    def copied(self) -> SnapshotPlan:
+        """The part of which other nodes' memory receives copies."""
+        if self.remote is None:
+            return self
+        complete = self.complete and self.remote == self.operators
+        return dataclasses.replace(self, operators=self.remote, complete=complete, remote=None)
 
     @property
     def ends_window(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from moc.policy import transfers
@@ -30,8 +31,9 @@ from moc.policy.selection import (
     scores,
 )
 from moc.policy.selective_flags import FLAGS, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
-from moc.policy.selective_state import SelectiveState, Table
+from moc.policy.selective_state import Saves, SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
+from moc.policy.transfers import Chosen
 from moc.state.detail import Detail
 
 
@@ -42,7 +44,8 @@ class Selective(Policy):
 
     The first snapshot of a run is full; each later one saves all dense operators, and the experts that lose the most
     tokens otherwise, as many as two budgets allow: what a rank copies to host memory while it computes, and what nodes
-    send to each other, or ranks to storage, until the next snapshot.  With ``experts`` their number is fixed instead.
+    send to each other, or ranks to storage, until the next snapshot.  Nodes that send less than ranks copy choose what
+    they send by itself (Algorithm 1, lines 16 and 17).  With ``experts`` the number of experts is fixed instead.
 
     Attributes:
         experts: S, experts of each layer in the mean over layers; None to choose by budgets.
@@ -197,17 +200,19 @@ class Selective(Policy):
             return None
         if load is None:
             raise ValueError("nobody counts the tokens of experts, which selective snapshots choose by: count them")
-        chosen = self._selected(iteration, load)
-        details = {one.name: Detail.FULL if one.place is None else chosen.get(one.place) for one in self.operators}
-        saved = {name: detail for name, detail in details.items() if detail is not None}
-        return SnapshotPlan(iteration, self.name, saved, set(details.values()) == {Detail.FULL})
+        chosen, copied = self._selected(iteration, load)
+        saved, remote = self._with(chosen), None if copied is None else self._with(copied)
+        complete = len(saved) == len(self.operators) and Detail.GRAD not in saved.values()
+        return SnapshotPlan(iteration, self.name, saved, complete, remote=remote)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         self.told.based |= plan.complete
         self._note(plan, load or {}, self.told.saved, self.told.saved_at)
+        self._note(plan.copied, load or {}, self.told.copied, self.told.copied_at)
         if self.gradients:
-            self._note_bases(plan)
+            self._note_bases(plan, self.told.bases)
+            self._note_bases(plan.copied, self.told.copied_bases)
         if load:
             self._note_risk(plan.iteration, load)
 
@@ -239,6 +244,7 @@ class Selective(Policy):
         """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
         self.told.based, self.told.stored = in_memory and in_storage, in_storage
         self.told.bases.clear()  # no chain goes on over a recovery
+        self.told.copied_bases.clear()
 
     def storage_lost(self) -> None:
         """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
@@ -312,22 +318,29 @@ class Selective(Policy):
         """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, in the mean over layers, and MLT.
 
         MLT are the momentary lost tokens (eq. 6), which a fault right after the newest snapshot would lose, in units of
-        an iteration's tokens; the paper sums over layers, this is the mean.
+        an iteration's tokens; the paper sums over layers, this is the mean.  With peers, a node's loss costs
+        ``mlt_peers``: its experts come from copies.
         """
         told, newest = self.told, max(map(max, self.told.saved_at.values()), default=0)
         if not newest:
             return {}
-        saved = sum(row.count(newest) for row in told.saved_at.values())
-        found = {"selective_experts": saved / len(told.saved_at), "mlt": told.mlt}
+        found = {"selective_experts": _share(told.saved_at, newest), "mlt": told.mlt}
         if self.gradients:
             chains = transfers.chains_of(told.bases, told.saved_at).values()
             found["selective_gradients"] = sum(base < last == newest for base, last in chains) / len(told.saved_at)
+        if self.tier == "peers":
+            found |= {"selective_copies": _share(told.copied_at, newest), "mlt_peers": told.mlt_peers}
         return found
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`Policy.chosen`: the experts of each layer that budgets have room for, and the interval."""
-        number = min(limit.total() for limit in self.limits().values()) / len(self.num_experts)
-        return {"selective_experts": round(number, 2), "snapshot_interval": self.iterations_apart}
+        limits, layers = self.limits(), len(self.num_experts)
+        found: dict[str, float] = {"snapshot_interval": self.iterations_apart}
+        if self.tier == "peers" and "remote" in limits:
+            found["selective_copies"] = round(min(limit.total() for limit in limits.values()) / layers, 2)
+            limits.pop("remote")
+        number = min(limit.total() for limit in limits.values()) / layers
+        return {"selective_experts": round(number, 2), **found}
 
     def reason(self) -> str | None:
         """As :meth:`Policy.reason`."""
@@ -349,35 +362,51 @@ class Selective(Policy):
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
         self.told.load_state_dict(state)
 
-    def _selected(self, iteration: int, load: Load) -> dict[Place, Detail]:
-        """The experts of a snapshot, each at its detail.
+    def _selected(self, iteration: int, load: Load) -> tuple[Chosen, Chosen | None]:
+        """The experts of a snapshot, each at its detail, and those copied to other nodes; None if that is all.
 
-        They are chosen by what memory lacks.  If the snapshot goes to storage too, it is by what storage lacks; where
-        gradients are saved, that takes half of the limits, so that chains do not end there.
+        Those copied come first, by what other nodes lack.  The others are chosen by what memory lacks.  If the snapshot
+        goes to storage too, it is by what storage lacks; where gradients are saved, that takes at most half of the
+        limits, so that chains do not end there.
         """
-        told, apart = self.told, self.iterations_apart
+        told, limits, apart, copied = self.told, self.limits(), self.iterations_apart, None
+        if self.tier == "peers" and "remote" in limits:
+            copied = self._chosen(iteration, load, told.in_peers, list(limits.values()))
+            limits.pop("remote")
         to_storage = self.persist_interval is not None and told.due <= iteration < told.due + apart
-        limits, of_memory, of_storage = list(self.limits().values()), told.in_memory, told.in_storage
-        oldest = self._oldest(limits)
+        storage = told.in_storage if to_storage else None
+        saved = self._chosen(iteration, load, told.in_memory, list(limits.values()), copied or {}, storage)
+        return saved, None if copied == saved else copied
 
-        def select(saved: tuple[Table, Table], given: Given) -> Experts:
-            never = self._zeros()
-            unsaved = _minus(load, never | saved[0])
-            if self.rule == "proportional":
-                return proportional(unsaved, limits, given)
-            ages = {layer: [iteration - at for at in row] for layer, row in (never | saved[1]).items()}
-            by_cost = transfers.by_cost(scores(unsaved, ages, self.score), given.cheaper, *self.sizes[:1])
-            return per_byte(by_cost, ages, oldest, limits, given)
-
+    def _chosen(
+        self,
+        iteration: int,
+        load: Load,
+        memory: Saves,
+        limits: Sequence[Limit],
+        before: Chosen = MappingProxyType({}),
+        storage: Saves | None = None,
+    ) -> Chosen:
+        """The experts that fit, by what ``memory`` lacks and the ``storage`` that they go to, beside those before."""
+        select = partial(self._select, iteration, load, limits)
         if not self.gradients:
-            chosen = select(of_storage if to_storage else of_memory, Given())
-            return dict.fromkeys(places_of(chosen), Detail.FULL)
-        chained = transfers.continuing(transfers.chains_of(told.bases, told.saved_at), iteration)
-        if to_storage:
-            full = places_of(select(of_storage, Given(share=0.5)))
+            return dict.fromkeys(places_of(select(storage or memory, Given(before.keys()))), Detail.FULL)
+        chained = transfers.continuing(transfers.chains_of(memory.bases, memory.at), iteration)
+        given = Given(before.keys(), [place for place in before if before[place] is Detail.GRAD], 0.5)
+        if storage is not None:
+            full = places_of(select(storage, given))
         else:
-            full = transfers.renewed(told.bases, chained, iteration, oldest, limits)
-        return transfers.choose(partial(select, of_memory), full, chained)
+            full = transfers.renewed(memory.bases, chained, iteration, self._oldest(limits), limits, given)
+        return transfers.choose(partial(select, memory), before, full, chained)
+
+    def _select(self, iteration: int, load: Load, limits: Sequence[Limit], saves: Saves, given: Given) -> Experts:
+        never = self._zeros()
+        unsaved = _minus(load, never | saves.tokens)
+        if self.rule == "proportional":
+            return proportional(unsaved, limits, given)
+        ages = {layer: [iteration - at for at in row] for layer, row in (never | saves.at).items()}
+        by_cost = transfers.by_cost(scores(unsaved, ages, self.score), given.cheaper, *self.sizes[:1])
+        return per_byte(by_cost, ages, self._oldest(limits), limits, given)
 
     def _oldest(self, limits: Iterable[Limit]) -> int:
         if self.max_age is not None:
@@ -404,15 +433,22 @@ class Selective(Policy):
         each = {
             layer: (given[layer] - told.given.get(layer, 0)) / max(1, iteration - told.iteration) for layer in given
         }
-        risks = lost_by_layer(_minus(load, told.saved), each)
-        told.given, told.iteration, told.mlt = given, iteration, sum(risks) / max(1, len(risks))
+        risks = [lost_by_layer(_minus(load, saved), each) for saved in (told.saved, told.copied)]
+        told.given, told.iteration = given, iteration
+        told.mlt, told.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
 
-    def _note_bases(self, plan: SnapshotPlan) -> None:
+    def _note_bases(self, plan: SnapshotPlan, bases: Table) -> None:
         for name, detail in plan.operators.items():
             place = self._places_of[name]
             if place is not None and detail is Detail.FULL:
                 layer, expert = place
-                self.told.bases.setdefault(layer, [0] * self.num_experts[layer])[expert] = plan.iteration
+                bases.setdefault(layer, [0] * self.num_experts[layer])[expert] = plan.iteration
+
+    def _with(self, experts: Chosen) -> dict[str, Detail]:
+        """All dense operators and these experts."""
+        places = self._places_of.items()
+        details = {name: Detail.FULL if place is None else experts.get(place) for name, place in places}
+        return {name: detail for name, detail in details.items() if detail is not None}
 
     def _zeros(self) -> Table:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
@@ -445,6 +481,11 @@ class Selective(Policy):
         for layer, _ in self._places:
             numbers[layer] = numbers.get(layer, 0) + 1
         return dict(sorted(numbers.items()))
+
+
+def _share(saved_at: Table, iteration: int) -> float:
+    """Experts of each layer that were saved at an iteration, in the mean over layers."""
+    return sum(row.count(iteration) for row in saved_at.values()) / len(saved_at)
 
 
 def _minus(now: Load, before: Load) -> Table:

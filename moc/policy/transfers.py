@@ -17,6 +17,9 @@ from moc.state.detail import Detail
 Chains = Mapping[Place, tuple[int, int]]
 """By expert, the iteration of its base, the last full save, and of the last save, both inclusive."""
 
+Chosen = Mapping[Place, Detail]
+"""By chosen expert, its detail."""
+
 
 def chains_of(bases: Counts, saved_at: Counts) -> dict[Place, tuple[int, int]]:
     """The chains of all experts that were ever saved in full.
@@ -39,32 +42,35 @@ def continuing(chains: Chains, iteration: int) -> frozenset[Place]:
 
 
 def renewed(
-    bases: Counts, chained: Collection[Place], iteration: int, max_age: float, limits: Sequence[Limit]
+    bases: Counts, chained: Collection[Place], iteration: int, max_age: float, limits: Sequence[Limit], given: Given
 ) -> frozenset[Place]:
     """The chained experts that are saved in full again, since a longer chain takes more memory and time to fold.
 
-    Those are the ones with a base older than ``max_age`` iterations, the oldest first, on at most half of the limits.
+    Those are the ones with a base older than ``max_age`` iterations, the oldest first, within what is ``given``.
     """
     old = frozenset(place for place in chained if iteration - bases[place[0]][place[1]] > max_age)
+    old = old.difference(given.taken)
     if not old:
         return old
     ages = {layer: [iteration - base for base in row] for layer, row in bases.items()}
     first = {layer: [age * ((layer, e) in old) for e, age in enumerate(row)] for layer, row in ages.items()}
-    return old.intersection(places_of(per_byte(first, ages, math.inf, limits, Given(share=0.5))))
+    return old.intersection(places_of(per_byte(first, ages, math.inf, limits, given)))
 
 
 def choose(
-    select: Callable[[Given], Experts], full: Collection[Place], chained: Collection[Place]
-) -> dict[Place, Detail]:
+    select: Callable[[Given], Experts], before: Chosen, full: Collection[Place], chained: Collection[Place]
+) -> Chosen:
     """The experts of a snapshot, each at its detail.
 
     Args:
         select: chooses experts within limits.
+        before: experts that are chosen already.
         full: experts that are saved in full before any is chosen.
         chained: experts whose gradients suffice.
     """
-    cheaper = frozenset(chained).difference(full)
-    found = places_of(select(Given(full, cheaper)))
+    whole = {place: Detail.FULL for place in full} | dict(before)
+    cheaper = frozenset(place for place in chained if whole.get(place) is not Detail.FULL)
+    found = places_of(select(Given(whole.keys(), cheaper)))
     return {place: Detail.GRAD if place in cheaper else Detail.FULL for place in sorted(found)}
 
 

@@ -7,6 +7,9 @@ ones are *reduced* to these files, which frees their buffers; once a newer snaps
 removed.  So beside the newest snapshot, memory has one version of each expert that this snapshot lacks, together at
 most one full state, and every version is copied once.  An expert's version may be a full save and the gradients of all
 later iterations (MoEtion, section 5.2): these are carried, too.
+
+Other nodes may receive copies of fewer experts (:mod:`moc.recovery.copies`).  An expert of which several nodes save
+parts is whole only with all of them.  So a node's memory also keeps its part of the version that others have copies of.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
+from moc.recovery.inventory import summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.detail import Detail
-from moc.state.operators import operator_of
+from moc.state.operators import Operator, operator_of
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
-from moc.store.manifest import NAME, FileEntry, Manifest, OperatorEntry
+from moc.store.manifest import NAME, FileEntry, Manifest
 from moc.store.regions import FileLayout, MissingRegionError, Source, read_sources
-from moc.store.store import Store, directory_of, is_of_rank
+from moc.store.store import SUFFIX, Store, directory_of, is_by_rank
 
 CARRIED = ".carried.json"
 """The manifest of what was carried out of a snapshot, beside the snapshot's own, which it replaces on reduction."""
@@ -50,32 +55,44 @@ def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dic
     return found
 
 
+class Held(NamedTuple):
+    """A snapshot in memory, and what of it other nodes have copies of and need the rest of."""
+
+    whole: AvailableCheckpoint
+    copied: AvailableCheckpoint
+
+
 class Carrier:
     """Carries experts of one node's snapshots in its memory: its own, or copies that it keeps for another node.
 
     ``experts`` are the operators that may be older than the rest; empty if none may.
     """
 
-    def __init__(self, store: Store, experts: Collection[str]):
-        self._store, self._experts, self.name = store, frozenset(experts), store.place.name
-        self._known: dict[int, tuple[bool, AvailableCheckpoint]] = {}
+    def __init__(self, store: Store, experts: Iterable[Operator]):
+        self._store, self.name = store, store.place.name
+        self._experts = {one.name: one.parameters for one in experts}
+        self._known: dict[int, tuple[bool, Held]] = {}
+        self._shared: set[str] = set()  # experts of which other nodes save parts, too
 
-    def carry(self, coming: AvailableCheckpoint | None = None) -> int:
+    def carry(self, coming: AvailableCheckpoint | None = None, copied: Collection[str] | None = None) -> int:
         """Copies the experts that the coming snapshot lacks out of earlier ones; removes nothing.
 
-        The coming snapshot is by default the newest one stored.  Returns the bytes copied.
+        The coming snapshot is by default the newest one stored; ``copied`` are the operators that other nodes receive
+        copies of, all by default.  Returns the bytes copied.
 
         Raises:
             CheckpointError, OSError: a snapshot cannot be read, or there is no room.
         """
         held = self._held()
-        held = held if coming is None else [*(one for one in held if one.iteration < coming.iteration), coming]
-        newest, copied = max((one.iteration for one in held), default=0), 0
-        for iteration, wanted in of_use(held, self._experts).items():
+        if coming is not None:
+            earlier = [one for one in held if one.whole.iteration < coming.iteration]
+            held = [*earlier, Held(coming, self._copied(coming, copied))]
+        newest, amount = max((one.whole.iteration for one in held), default=0), 0
+        for iteration, wanted in self._of_use(held).items():
             names = self._names(iteration) if wanted and iteration != newest else []
-            if CARRIED not in names and any(map(is_of_rank, names)):
-                copied += _carry(self._store, self._store.manifest(iteration), wanted)
-        return copied
+            if CARRIED not in names and any(map(is_by_rank, names)):
+                amount += _carry(self._store, self._store.manifest(iteration), wanted)
+        return amount
 
     def retire(self, before: int) -> None:
         """Reduces the snapshots before an iteration to their carried experts; quick, since it copies no tensors.
@@ -85,12 +102,12 @@ class Carrier:
         """
         for iteration in self._store.iterations():
             names = self._names(iteration)
-            if iteration < before and any(map(is_of_rank, names)):
+            if iteration < before and any(map(is_by_rank, names)):
                 self._retire(iteration, names)
 
     def whole(self) -> set[int]:
         """Returns the iterations of the snapshots that are not reduced."""
-        return {iteration for iteration in self._store.iterations() if any(map(is_of_rank, self._names(iteration)))}
+        return {iteration for iteration in self._store.iterations() if any(map(is_by_rank, self._names(iteration)))}
 
     def reduce(self, before: int) -> None:
         """Reduces the snapshots before an iteration whose buffers are in use again; leaves all others as they are.
@@ -112,36 +129,52 @@ class Carrier:
         Raises:
             CheckpointError, OSError: it cannot be written.
         """
-        held = [one for one in self._held() if one.iteration <= upto]
-        for iteration, wanted in of_use(held, self._experts).items():
-            if iteration < upto and not any(map(is_of_rank, self._names(iteration))):
+        held = [one for one in self._held() if one.whole.iteration <= upto]
+        for iteration, wanted in self._of_use(held).items():
+            if iteration < upto and not any(map(is_by_rank, self._names(iteration))):
                 self._keep_only(iteration, wanted)
 
     def delete(self) -> None:
         """Removes experts carried for a snapshot that will not come; called when a run resumes."""
         for iteration in self._store.iterations():
-            if CARRIED in (names := self._names(iteration)) and any(map(is_of_rank, names)):
+            if CARRIED in (names := self._names(iteration)) and any(map(is_by_rank, names)):
                 self._store.rewrite(self._store.manifest(iteration))  # removes files that it does not name
 
     def _names(self, iteration: int) -> list[str]:
         return self._store.place.names(directory_of(iteration))
 
-    def _held(self) -> list[AvailableCheckpoint]:
+    def _held(self) -> list[Held]:
         """Returns the stored snapshots; reads a manifest if it is new, or was reduced."""
         there = {}
         for iteration in self._store.iterations():
-            whole = any(map(is_of_rank, self._names(iteration)))
+            whole = any(map(is_by_rank, self._names(iteration)))
             known = self._known.get(iteration)
             if known is None or known[0] != whole:
                 try:
-                    operators = self._store.manifest(iteration).operators
+                    manifest = self._store.manifest(iteration)
                 except CheckpointError:
                     continue  # removed meanwhile, or unreadable
-                details = {name: entry.detail for name, entry in operators.items()}
-                known = whole, AvailableCheckpoint(iteration, MEMORY, details)
+                part, sizes = summary(manifest), self._experts
+                self._shared |= {n for n in part.operators if n in sizes and part.shares(n, sizes[n])}
+                one = AvailableCheckpoint(iteration, MEMORY, part.details)
+                known = whole, Held(one, self._copied(one, part.copied))
             there[iteration] = known
         self._known = there
         return [one for _, one in there.values()]
+
+    def _copied(self, one: AvailableCheckpoint, names: Collection[str] | None) -> AvailableCheckpoint:
+        its = {n: d for n, d in one.operators.items() if n in self._shared and (names is None or n in names)}
+        return dataclasses.replace(one, operators=its)
+
+    def _of_use(self, held: Iterable[Held]) -> dict[int, dict[str, Detail]]:
+        held = list(held)
+        found = of_use((one.whole for one in held), self._experts.keys())
+        for iteration, copied in of_use((one.copied for one in held), self._experts.keys()).items():
+            for name, detail in copied.items():
+                other = found[iteration].get(name, detail)
+                parts = {part for one in (detail, other) for part in PARTS.get(one.value, ())}
+                found[iteration][name] = _DETAILS.get(frozenset(parts), detail)
+        return found
 
     def _retire(self, iteration: int, names: Collection[str]) -> None:
         place, directory = self._store.place, directory_of(iteration)
@@ -151,11 +184,11 @@ class Carrier:
         place.check_owner()
         place.write(f"{directory}/{NAME}", [place.read(f"{directory}/{CARRIED}")])
         for name in names:
-            if is_of_rank(name) or name == CARRIED:
+            if is_by_rank(name) or name == CARRIED:
                 place.remove(f"{directory}/{name}")
 
     def _keep_only(self, iteration: int, wanted: Collection[str]) -> None:
-        if not self._known[iteration][1].operators.keys() - wanted:
+        if not self._known[iteration][1].whole.operators.keys() - wanted:
             return
         self._known.pop(iteration)
         manifest = self._store.manifest(iteration)
@@ -169,7 +202,7 @@ class Carrier:
 
 def file_of_operator(name: str) -> str:
     """Returns the name of the file that holds one operator alone."""
-    return f"{name}.safetensors"
+    return f"{name}{SUFFIX}"
 
 
 def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> int:
@@ -186,7 +219,7 @@ def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> in
     for name, its in sources.items():
         file = file_of_operator(name)
         files[file] = _write(store, f"{directory}/{file}", its)
-        operators[name] = _entry(manifest.operators[name], wanted[name])
+        operators[name] = manifest.operators[name].at(wanted[name])
     carried = dataclasses.replace(manifest, files=files, operators=operators)
     store.place.write(f"{directory}/{CARRIED}", [carried.to_json().encode()])
     return carried.bytes
@@ -199,9 +232,3 @@ def _write(store: Store, path: str, sources: Iterable[Source]) -> FileEntry:
     header = layout.header([source.digest or digest_of(source.data()) for source in ordered])
     store.place.write(path, [header, *(source.data() for source in ordered)], final=False)
     return FileEntry(layout.nbytes, len(header), digest_of(header))
-
-
-def _entry(entry: OperatorEntry, detail: Detail) -> OperatorEntry:
-    return OperatorEntry(
-        detail.value, entry.step, {slot: count for slot, count in entry.elements.items() if detail.holds(slot)}
-    )

@@ -12,6 +12,9 @@ from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
 from moc.store.store import Store, is_of_rank
 
+COPIED = "copied"
+"""In the state of a snapshot in memory, the names of the operators that other nodes receive copies of, if not all."""
+
 
 class Summary(NamedTuple):
     """The part of a manifest that other workers need; in memory each node has one, of its part of a snapshot.
@@ -19,10 +22,12 @@ class Summary(NamedTuple):
     Attributes:
         iteration: iterations completed.
         writers: number of ranks that wrote, over all nodes.
-        files: number of ranks' files that it names; 0 if the part was reduced to some experts.
+        files: number of ranks' files that it names; 0 if the part was reduced to some experts, or is a copy of some
+            operators.
         operators: by name, the detail, and by slot the number of elements in these files.
         job: the launch that published it; empty if the manifest does not say.
         policy: name of the policy that planned it.
+        copied: the operators that other nodes receive copies of; None for all.
     """
 
     iteration: int
@@ -31,6 +36,7 @@ class Summary(NamedTuple):
     operators: dict[str, tuple[str, dict[str, int]]]
     job: str = ""
     policy: str = ""
+    copied: tuple[str, ...] | None = None
 
     @property
     def snapshot(self) -> tuple[int, int, str]:
@@ -42,12 +48,17 @@ class Summary(NamedTuple):
         """By operator, its detail."""
         return {name: detail for name, (detail, _) in self.operators.items()}
 
+    def shares(self, name: str, parameters: int) -> bool:
+        """Whether other nodes hold the rest of an operator, of so many parameters."""
+        return max((n for slot, n in self.operators[name][1].items() if slot != "param"), default=0) < parameters
+
 
 def summary(manifest: Manifest) -> Summary:
     """Returns the summary of a manifest."""
     operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
-    files = sum(map(is_of_rank, manifest.files))
-    return Summary(manifest.iteration, manifest.writers, files, operators, manifest.job, manifest.policy)
+    files, copied = sum(map(is_of_rank, manifest.files)), manifest.state.get(COPIED)
+    copied = None if copied is None else tuple(copied)
+    return Summary(manifest.iteration, manifest.writers, files, operators, manifest.job, manifest.policy, copied)
 
 
 def look(store: Store) -> tuple[list[Summary], list[str]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from moc.recovery.inventory import Summary
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 
@@ -37,8 +38,8 @@ def to_restore(
     """Returns the parts to restore, so that the newest window that the nodes can complete together is whole again.
 
     A full snapshot is a window of one.  Newer snapshots that can be completed are restored, too: they belong to the
-    current window.  If experts may be older (not ``exact``), every part that another node keeps a copy of is restored.
-    Restores that failed are ``spoilt``.
+    current window.  If experts may be older (not ``exact``), every part that another node keeps a copy of is restored,
+    unless the node itself has all of it in a newer state.  Restores that failed are ``spoilt``.
     """
     there = {part.snapshot for node in nodes.values() for parts in (node.own, *node.copies.values()) for part in parts}
     found = {
@@ -46,7 +47,9 @@ def to_restore(
         for snapshot in sorted(there)
     }
     if not exact:
-        return [restore for parts in found.values() for _, restore in parts if restore is not None]
+        sizes = {operator.name: operator.parameters for operator in operators}
+        restores = [(part, restore) for parts in found.values() for part, restore in parts if restore is not None]
+        return [restore for part, restore in restores if _is_of_use(part, nodes[restore.of].own, sizes)]
     whole = {
         iteration: parts
         for (iteration, writers, _), parts in found.items()
@@ -66,14 +69,30 @@ def to_restore(
 def _find(
     name: str, snapshot: tuple[int, int, str], nodes: Mapping[str, NodeInventory], spoilt: Container[Restore]
 ) -> tuple[Summary, Restore | None] | None:
-    """Returns a node's part, and its restore if the node lacks it; None if nobody has it."""
+    """Returns a node's part, and its restore, from the holder of most operators, if the node lacks it; None if lost."""
     if part := _part(nodes[name].own, snapshot):
         return part, None
-    for holder, inventory in nodes.items():
-        restore = Restore(name, holder, snapshot[0])
-        if (part := _part(inventory.copies.get(name, ()), snapshot)) and restore not in spoilt:
-            return part, restore
-    return None
+    found = [
+        (part, restore)
+        for holder, inventory in nodes.items()
+        if (part := _part(inventory.copies.get(name, ()), snapshot))
+        and (restore := Restore(name, holder, snapshot[0])) not in spoilt
+    ]
+    return max(found, key=lambda one: (one[0].files, len(one[0].operators)), default=None)
+
+
+def _is_of_use(part: Summary, own: Sequence[Summary], sizes: Mapping[str, int]) -> bool:
+    """Whether a copy has what its node lacks, or part of an operator that other nodes may hold only in this state.
+
+    Gradients are no newer state: they need what a copy may have.
+    """
+    newer = {
+        name
+        for one in own
+        for name, detail in one.details.items()
+        if one.iteration == part.iteration or one.iteration > part.iteration and detail != Detail.GRAD.value
+    }
+    return any(name not in newer or part.shares(name, sizes.get(name, 0)) for name in part.operators)
 
 
 def _part(parts: Iterable[Summary], snapshot: tuple[int, int, str]) -> Summary | None:

@@ -1,5 +1,8 @@
 """Copies a snapshot from another node's memory: files first, the manifest last, so that it is whole or absent.
 
+Of some operators alone, a copy has files of its own: the header of each is made of the boxes, and hashes, that the
+header of the original has, and its data are read from there, each byte once.
+
 Protocol: a *read* names the node that has offered its memory to the other replica server, the node whose snapshot is
 wanted (the same, or one that it keeps a copy for), the iteration, a file and a range of bytes.  The answer is *data*,
 with the size of the file; *absent*, if there is no such file; or *refused*.
@@ -8,26 +11,35 @@ with the size of the file; *absent*, if there is no such file; or *refused*.
 from __future__ import annotations
 
 import asyncio
+import collections
+import dataclasses
+import itertools
 import os
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moc.runtime import async_connections as wire
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError
+from moc.state.detail import Detail
+from moc.state.operators import operator_of
 from moc.store import manifest as manifests
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError
+from moc.store.layout import extract
 from moc.store.manifest import FileEntry, Manifest
 from moc.store.slots import free_slot
 from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.store import Store, directory_of, part_of_file
 
 CHUNK = 4 << 20
-"""Bytes per request."""
+"""Bytes per request, and at most those requested ahead of it."""
+
+_REQUESTS = 16  # pending at most: both ends wait until the other has read, so they must fit into the sockets' buffers
 
 SILENCE_S = 30.0
 """Seconds without a byte after which a node counts as gone; a slow one does not."""
@@ -50,6 +62,16 @@ class Wanted:
     address: str  # ``host:port`` of that node's replica server
     rate: float | None = None  # most bytes per second; None for no limit
     patient: bool = False  # retry while the snapshot is absent or its holder does not answer
+    operators: Mapping[str, str] | None = None  # those to copy, with the detail of each; None for everything
+
+
+class _Piece(NamedTuple):
+    """A file of a copy: its name and manifest entry, the header if it has one of its own, and spans of the original."""
+
+    name: str
+    entry: FileEntry
+    header: bytes
+    spans: list[tuple[int, int]]
 
 
 def part_of(root: Path, node: str, of: str) -> Path:
@@ -85,34 +107,91 @@ async def pull(wanted: Wanted, token: bytes, into: Path) -> int:
     """
     async with _Remote(wanted, await wire.open(wanted.address, token)) as remote:
         size = await remote.size(manifests.NAME)
-        text = b"".join([bytes(data) async for _, data in remote.read(manifests.NAME, size)])
+        text = b"".join([bytes(data) async for data in remote.read(manifests.NAME, [(0, size)])])
         name = f"{manifests.NAME} of iteration {wanted.iteration} in the memory of node {wanted.held_by}"
         manifest = Manifest.from_json(text.decode(errors="replace"), name)
         if manifest.iteration != wanted.iteration or not all(map(_FILE.fullmatch, manifest.files)):
             raise CheckpointError(f"{name} is of iteration {manifest.iteration}: somebody moved it")
         store = Store(LocalPlace(into, in_memory=True), slack=True)
+        if wanted.operators is not None:
+            return await _pull_some(remote, manifest, wanted.operators, store, into)
         published = f"{directory_of(wanted.iteration)}/{manifests.NAME}"
         if wanted.iteration in store.iterations() and store.place.read(published) == text:
             return 0
         store.remove(wanted.iteration)
         for file, entry in manifest.files.items():
-            await _pull_file(remote, file, entry, into)
+            await _pull_file(remote, file, _Piece(file, entry, b"", [(0, entry.bytes)]), into)
         store.place.write(published, [text])
         return manifest.bytes
 
 
-async def _pull_file(remote: _Remote, file: str, entry: FileEntry, into: Path) -> None:
-    slot = _slot(into, file, entry, remote.wanted)
+async def _pull_some(
+    remote: _Remote, manifest: Manifest, operators: Mapping[str, str], store: Store, into: Path
+) -> int:
+    """Copies those of some operators that the copy of the snapshot lacks; returns the bytes copied."""
+    here = _here(store, manifest)
+    details = {name: Detail(operators[name]) for name in manifest.operators.keys() & operators - here.operators.keys()}
+    if not details:
+        return 0
+    if not here.files:
+        store.remove(manifest.iteration)  # of another snapshot, or unfinished
+    files, amount = dict(here.files), 0
+    for file, entry in manifest.files.items():
+        header = await remote.header(file, entry)
+        piece = _some(remote, file, entry, header, details, files)
+        amount += len(header)
+        if piece is not None:
+            await _pull_file(remote, file, piece, into)
+            files[piece.name] = piece.entry
+            amount += sum(stop - start for start, stop in piece.spans)
+    added = {name: entry.at(details[name]) for name, entry in manifest.operators.items() if name in details}
+    whole = dataclasses.replace(manifest, files=files, operators={**here.operators, **added})
+    store.place.write(f"{directory_of(manifest.iteration)}/{manifests.NAME}", [whole.to_json().encode()])
+    return amount
+
+
+def _here(store: Store, manifest: Manifest) -> Manifest:
+    """Returns the manifest of the copy of the same snapshot; it names nothing if there is none."""
+    nothing = dataclasses.replace(manifest, files={}, operators={})
+    try:
+        here = store.manifest(manifest.iteration)
+    except CheckpointError:
+        return nothing
+    return here if dataclasses.replace(here, files={}, operators={}) == nothing else nothing
+
+
+def _some(
+    remote: _Remote, file: str, entry: FileEntry, header: bytes, details: Mapping[str, Detail], taken: Container[str]
+) -> _Piece | None:
+    def keeps(name: str, slot: str) -> bool:
+        detail = details.get(operator_of(name))
+        return detail is not None and detail.holds(slot)
+
+    try:
+        found = extract(file, entry, header, keeps)
+    except ValueError as error:
+        raise DamagedRegionError(f"{remote.name(file)} is damaged: {error}") from None
+    if found is None:
+        return None
+    names = itertools.chain([file] if found.entry == entry else [], (part_of_file(file, n) for n in itertools.count()))
+    return _Piece(next(name for name in names if name not in taken), found.entry, found.header, found.spans)
+
+
+async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> None:
+    slot, entry, position = _slot(into, piece.name, piece.entry, remote.wanted), piece.entry, len(piece.header)
     descriptor = os.open(slot, os.O_RDWR)
     try:
-        async for start, data in remote.read(file, entry.bytes):
-            os.pwrite(descriptor, data, start)
+        os.pwrite(descriptor, piece.header, 0)
+        async for data in remote.read(file, piece.spans):
+            os.pwrite(descriptor, data, position)
+            position += len(data)
         if digest_of(os.pread(descriptor, entry.header_bytes, 0)) != entry.header_xxh3_128:
             raise DamagedRegionError(f"{remote.name(file)} is damaged: its header does not match its hash")
     finally:
         os.close(descriptor)
-    target = into / directory_of(remote.wanted.iteration) / file
+    target = into / directory_of(remote.wanted.iteration) / piece.name
     target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)  # of a copy that was not finished
     os.link(slot, target)
 
 
@@ -150,19 +229,32 @@ class _Remote:
         await self._ask(file, 0, 0)
         return (await self._answer()).header["size"]
 
-    async def read(self, file: str, nbytes: int) -> AsyncIterator[tuple[int, bytes | bytearray | memoryview]]:
-        """Reads the first bytes of a file as pairs of offset and piece; one piece is prefetched."""
-        spans = [(start, min(CHUNK, nbytes - start)) for start in range(0, nbytes, CHUNK)]
-        for span in spans[:1]:
-            await self._ask(file, *span)
-        for (start, length), following in zip(spans, [*spans[1:], None], strict=True):
-            if following:
-                await self._ask(file, *following)
+    async def header(self, file: str, entry: FileEntry) -> bytes:
+        """Reads what precedes the data of a file; raises DamagedRegionError if that does not match its hash."""
+        header = b"".join([bytes(data) async for data in self.read(file, [(0, entry.header_bytes)])])
+        if digest_of(header) != entry.header_xxh3_128:
+            raise DamagedRegionError(f"{self.name(file)} is damaged: its header does not match its hash")
+        return header
+
+    async def read(self, file: str, spans: list[tuple[int, int]]) -> AsyncIterator[bytes | bytearray | memoryview]:
+        """Reads spans of a file, in pieces; up to two chunks are requested at once."""
+        waiting = collections.deque(
+            (start, min(CHUNK, stop - start)) for begin, stop in spans for start in range(begin, stop, CHUNK)
+        )
+        asked: collections.deque[tuple[int, int]] = collections.deque()
+        ahead = 0
+        while waiting or asked:
+            while waiting and len(asked) < _REQUESTS and ahead + waiting[0][1] <= 2 * CHUNK:
+                await self._ask(file, *waiting[0])
+                ahead += waiting[0][1]
+                asked.append(waiting.popleft())
+            start, length = asked.popleft()
             data = (await self._answer()).body
             if len(data) != length:
                 raise DamagedRegionError(f"{self.name(file)} ends before byte {start + length}: it is truncated")
             await self._keep_pace(length)
-            yield start, data
+            ahead -= length
+            yield data
 
     async def _ask(self, file: str, start: int, nbytes: int) -> None:
         wanted = self.wanted

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.carrying import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.session.tiers import Tiers
+from moc.state.detail import Detail
+from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 
+Coming = tuple[AvailableCheckpoint, Mapping[str, Detail]]
+"""A snapshot, and the operators of it that other nodes receive copies of."""
 
-def experts_of(policy: Policy) -> frozenset[str]:
+
+def experts_of(policy: Policy) -> list[Operator]:
     """Returns the operators that may be older than the rest: the experts, unless the policy is exact."""
-    return frozenset(one.name for one in policy.operators if one.expert is not None and not policy.exact)
+    return [one for one in policy.operators if one.expert is not None and not policy.exact]
 
 
 class Carrying:
@@ -42,7 +48,7 @@ class Carrying:
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
         coming = AvailableCheckpoint(plan.iteration, MEMORY, details)
-        return self._thread.submit(self._carry, self._carrier, coming, before)
+        return self._thread.submit(self._carry, self._carrier, (coming, plan.copied.operators), before)
 
     def published(self, iteration: int) -> None:
         """This node's part of a snapshot has been published in its memory."""
@@ -70,22 +76,25 @@ class Carrying:
             self._published.notify_all()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _carry(self, carrier: Carrier, coming: AvailableCheckpoint, before: int | None) -> None:
+    def _carry(self, carrier: Carrier, coming: Coming, before: int | None) -> None:
         with self._published:
             self._published.wait_for(lambda: self._closed or before in (None, self._newest))
             if self._closed:
                 return
-        carry(carrier, self._safe, coming)
+        carry(carrier, self._safe, *coming)
 
 
-def carry(carrier: Carrier, safe: int, coming: AvailableCheckpoint | None = None) -> None:
+def carry(
+    carrier: Carrier, safe: int, coming: AvailableCheckpoint | None = None, copied: Collection[str] | None = None
+) -> None:
     """Drops carried experts that a newer snapshot holds, and carries those that the coming one lacks.
 
-    The coming snapshot is by default the newest one stored; ``safe`` is the iteration of the newest safe one.
+    The coming snapshot, with what of it is copied to other nodes, is by default the newest one stored; ``safe`` is the
+    iteration of the newest safe one.
     """
     try:
         carrier.drop(safe)
-        carrier.carry(coming)
+        carrier.carry(coming, copied)
     except (CheckpointError, OSError) as error:
         if carrier.name not in _warned:
             _warned.add(carrier.name)

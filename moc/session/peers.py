@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from moc.policy import Policy
 from moc.recovery.carrying import Carrier
+from moc.recovery.copies import copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
 from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
 from moc.recovery.placement import Placement, describe, place, survival
+from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.pull import Wanted, part_of
@@ -29,6 +31,7 @@ from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
+from moc.state.detail import Detail
 from moc.store.errors import CheckpointError, MissingRegionError
 from moc.store.regions import RegionReader
 from moc.store.storage import LocalPlace
@@ -118,6 +121,7 @@ class Peers:
         assert tiers.memory is not None  # copies are in it
         self._memory, self._leads = tiers.memory, tiers.leads_node
         self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
+        self._names = frozenset(one.name for one in self._experts)
         self._safe = 0
         self._node = tiers.nodes[tiers.node[0]]
         self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
@@ -137,16 +141,17 @@ class Peers:
         told = gather(None if self._client is None else (self._node, self._client.address))
         self._addresses = dict(filter(None, told))
 
-    def replicate(self, iteration: int, patient: bool = True) -> Future[Copied]:
-        """Starts to copy other nodes' parts of a snapshot to this node; returns at once.
+    def replicate(self, iteration: int, operators: Mapping[str, Detail] | None = None) -> Future[Copied]:
+        """Starts to copy operators of other nodes' parts of a snapshot to this node, by default all; returns at once.
 
-        If ``patient``, it waits for nodes that have not published yet, or cannot be reached.
+        It waits for nodes that have not published yet, or cannot be reached.
 
         Returns:
             Done when the copies are here; fails with a CheckpointError if they cannot be had.
         """
         if self._leads:
-            return self._thread.submit(self._replicate, iteration, patient)
+            details = None if operators is None else {name: detail.value for name, detail in operators.items()}
+            return self._thread.submit(self._replicate, iteration, details)
         done: Future[Copied] = Future()
         done.set_result(Copied())
         return done
@@ -179,19 +184,48 @@ class Peers:
                         f"the memory of node {restore.held_by}"
                     )
 
-    def goes_on_from(self, iterations: Collection[int], log: Listener) -> None:
-        """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call."""
-        problems = []
-        for iteration in iterations:
-            try:
-                self.replicate(iteration, patient=False).result()
-            except (CheckpointError, WireError) as error:
-                problems.append((iteration, str(error)))
+    def goes_on_from(
+        self, resumed: Collection[int], log: Listener, experts: Collection[int] = (), way: RecoveryPath | None = None
+    ) -> tuple[int, ...]:
+        """Makes missing copies of the snapshots still needed, and removes all other copies; a collective call.
+
+        Args:
+            resumed: iterations of the snapshots in memory that the run resumes from.
+            log: receives warnings.
+            experts: iterations of others, with experts.
+            way: how the run has resumed; None without checkpoints.
+
+        Returns:
+            The iterations of other snapshots with experts that are still of use, here or in copies.
+        """
+        nodes, upto = self._inventories(), 0 if way is None else way.iteration
+        some = bool(self._names) and partly_copied(nodes)
+        others = {*experts, *(copies_of_use(nodes, self._names, upto) if some else ())} - {*resumed}
+        needed, problems = sorted({*resumed, *others}), []
+        for node in self._kept if self._leads else ():
+            missing: dict[int, dict[str, str] | None] = dict.fromkeys(needed)
+            if some:
+                own = [part for part in nodes[node].own if part.iteration in needed]
+                copies = [part for part in nodes[self._node].copies[node] if part.iteration in needed]
+                missing = {**to_copy(own, copies, self._names, resumed, _loaded(way))}
+            problems += self._complete(node, missing)
         for iteration, text in (problem for told in gather(problems) for problem in told):
             log.message(
                 f"WARNING: the snapshot of iteration {iteration} has a copy less until a newer one is safe: {text}"
             )
-        run_on_all(lambda: self._remove_others(iterations), "cannot tidy up old copies of snapshots")
+        run_on_all(lambda: self._remove_others(needed), "cannot tidy up old copies of snapshots")
+        return tuple(sorted(others))
+
+    def _complete(self, node: str, missing: Mapping[int, Mapping[str, str] | None]) -> list[tuple[int, str]]:
+        """Copies what is missing of a node's snapshots; returns by iteration why that failed."""
+        problems = []
+        for iteration, operators in missing.items():
+            try:
+                wanted = self._wanted(node, iteration, operators)
+                self._thread.submit(self._pull, wanted).result()
+            except (CheckpointError, WireError) as error:
+                problems.append((iteration, str(error)))
+        return problems
 
     def _remove_others(self, iterations: Collection[int]) -> None:
         if not self._leads:
@@ -235,14 +269,17 @@ class Peers:
             if self._left:
                 client.close()
 
-    def _replicate(self, iteration: int, patient: bool) -> Copied:
+    def _replicate(self, iteration: int, operators: Mapping[str, str] | None) -> Copied:
         amount, seconds = 0, 0.0
         for node in self._kept:
-            copied = self._pull(Wanted(iteration, node, node, self._addresses[node], self._rate, patient))
+            copied = self._pull(self._wanted(node, iteration, operators, patient=True))
             amount, seconds = amount + copied[0], seconds + copied[1]
-            if patient and self._experts:
+            if self._experts:
                 carry(self._carriers[node], self._safe)
         return Copied(amount, seconds)
+
+    def _wanted(self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False) -> Wanted:
+        return Wanted(iteration, node, node, self._addresses[node], self._rate, patient, operators)
 
     def _pull(self, wanted: Wanted) -> tuple[int, float]:
         while True:
@@ -295,6 +332,17 @@ class Peers:
     @cached_property
     def _carriers(self) -> dict[str, Carrier]:
         return {node: Carrier(copies, self._experts) for node, copies in self._copies().items()}
+
+
+def _loaded(way: RecoveryPath | None) -> dict[str, set[int]]:
+    """Returns, by operator, the iterations in memory whose state, or gradients, a run has resumed with."""
+    if way is None:
+        return {}
+    return {
+        name: {one.iteration for one in (held, *way.folds.get(name, ())) if one.tier == MEMORY}
+        for (name, part), held in way.sources.items()
+        if part == MASTER
+    }
 
 
 def _verify(store: Store, iteration: int) -> None:

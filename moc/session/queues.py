@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from moc.policy import SnapshotPlan
+from moc.recovery.inventory import COPIED
 from moc.session.peers import Copied
 from moc.session.storage_health import tolerable
 from moc.snapshot.saver import Snapshot
@@ -41,6 +42,11 @@ class Taken:
     snapshot: Snapshot
     copied: Future[Copied] | None = None
     published: Future[None] | None = None
+
+    @property
+    def state_in_memory(self) -> dict:
+        """The state, with the names of the operators that other nodes receive copies of, if not all."""
+        return self.state if self.plan.remote is None else {**self.state, COPIED: list(self.plan.remote)}
 
 
 @dataclass(frozen=True)

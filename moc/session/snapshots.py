@@ -233,7 +233,7 @@ class Snapshots:
             self._persist(taken)
 
     def _remember(self, taken: Taken) -> None:
-        self.begun[taken.plan.iteration] = StartedSnapshot(dict(taken.plan.operators), taken.state)
+        self.begun[taken.plan.iteration] = StartedSnapshot(dict(taken.plan.operators), taken.state_in_memory)
         most = 2 * self._policy.window_length + self._rotation.spare  # two windows, and those still being copied
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
@@ -318,13 +318,14 @@ class Snapshots:
         if self._memory is not None and self._tiers.leads_node:
             # now: until the next vote no worker may overwrite the previous snapshot
             with self._remembering_failure():
-                self._publisher.in_memory(taken.plan, taken.state)
+                self._publisher.in_memory(taken.plan, taken.state_in_memory)
             self._carrying.published(iteration)
         reach("snapshot_published")
         if self._peers is None:
             self._is_safe(taken)
         else:
-            self._queues.replicating.append(dataclasses.replace(taken, copied=self._peers.replicate(iteration)))
+            copies = self._peers.replicate(iteration, taken.plan.remote)
+            self._queues.replicating.append(dataclasses.replace(taken, copied=copies))
             reach("replicating")
 
     def _all_replicated(self, taken: Taken, told: dict[str, float]) -> None:

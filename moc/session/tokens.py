@@ -65,7 +65,8 @@ class TokenTracker:
 
     def begun(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """A snapshot starts, with the part of it that goes to storage."""
-        self._ledger = self._ledger.begun(self._saved(plan), None if storage is None else self._saved(storage))
+        stored = None if storage is None else self._saved(storage)
+        self._ledger = self._ledger.begun(self._saved(plan), stored, self._saved(plan.copied))
 
     def brought_to_storage(self, plan: SnapshotPlan) -> None:
         """A snapshot of this iteration, complete in memory, starts on its way to storage."""

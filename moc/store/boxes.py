@@ -30,8 +30,19 @@ class StoredBox:
     """Offset of the first byte in the file."""
     digest: str | None = None
     """xxh3-128 of the bytes in hex, if the file records it."""
-    dtype: str = ""
+    stored_as: str = ""
     """safetensors' name of the dtype."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element.
+
+        Raises:
+            ValueError: the dtype is unknown.
+        """
+        if self.stored_as not in _ELEMENT_BYTES:
+            raise ValueError(f"nothing says how large an element of dtype {self.stored_as!r} is")
+        return _ELEMENT_BYTES[self.stored_as]
 
 
 def read_boxes(

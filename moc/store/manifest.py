@@ -9,6 +9,7 @@ from typing import Any
 
 import xxhash
 
+from moc.state.detail import Detail
 from moc.store.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -37,6 +38,11 @@ class OperatorEntry:
     detail: str
     step: int | None
     elements: Mapping[str, int]
+
+    def at(self, detail: Detail) -> OperatorEntry:
+        """What a detail holds of it; the entry itself if that is everything."""
+        elements = {slot: count for slot, count in self.elements.items() if detail.holds(slot)}
+        return self if elements == self.elements else OperatorEntry(detail.value, self.step, elements)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ Nothing is unpickled, and only the needed bytes are read.  The format is describ
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,12 @@ import torch
 
 from moc.state.region import Region
 from moc.store.blobs import Blob, LocalBlob
-from moc.store.boxes import INDEX, read_boxes
+from moc.store.boxes import read_boxes
 from moc.store.digest import digest_of
 from moc.store.errors import DamagedRegionError, MissingRegionError
+from moc.store.layout import FileLayout
 from moc.store.manifest import FileEntry
 
-_PAGE = 4096  # the data start at a multiple of it, so that they can be mapped and written by pages
-_NO_DIGEST = "0" * 32
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,6 +59,16 @@ class Entry:
         """Its size in bytes."""
         return self.region.numel * self.dtype.itemsize
 
+    @property
+    def stored_as(self) -> str:
+        """Name of the dtype in safetensors."""
+        return _NAMES[self.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class RegionTensor:
@@ -77,52 +84,6 @@ class RegionTensor:
     def entry(self) -> Entry:
         """What it is, without the values."""
         return Entry(self.name, self.slot, self.global_shape, self.region, self.values.dtype)
-
-
-class FileLayout:
-    """Offsets of the entries in a file, known before their bytes.
-
-    Attributes:
-        entries: entries in file order: wide dtypes first, for alignment.
-        spans: bytes [start, stop) of each entry, from the beginning of the file.
-        header_bytes: size of everything before the data.
-        nbytes: size of the file.
-    """
-
-    def __init__(self, entries: Iterable[Entry]):
-        self.entries = tuple(sorted(entries, key=lambda entry: -entry.dtype.itemsize))
-        self.header_bytes = 0
-        unpadded = len(self.header([_NO_DIGEST] * len(self.entries)))
-        self.header_bytes = -(-unpadded // _PAGE) * _PAGE
-        spans, position = [], self.header_bytes
-        for entry in self.entries:
-            spans.append((position, position + entry.nbytes))
-            position += entry.nbytes
-        self.spans, self.nbytes = tuple(spans), position
-
-    @cached_property
-    def _named(self) -> dict[str, list]:
-        """Index rows by entry number, without the hash."""
-        return {
-            str(number): [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset)]
-            for number, entry in enumerate(self.entries)
-        }
-
-    @cached_property
-    def _described(self) -> str:
-        """The safetensors part of the header: dtype, shape and offsets of each entry."""
-        described, position = {}, 0
-        for number, entry in enumerate(self.entries):
-            ends = [position, position := position + entry.nbytes]
-            described[str(number)] = dict(dtype=_NAMES[entry.dtype], shape=list(entry.region.shape), data_offsets=ends)
-        return f", {json.dumps(described)[1:]}" if described else "}"
-
-    def header(self, digests: Sequence[str]) -> bytes:
-        """The bytes before the data, given the xxh3-128 of each entry's bytes in hex."""
-        index = {key: [*named, digest] for (key, named), digest in zip(self._named.items(), digests, strict=True)}
-        text = f'{{"__metadata__": {json.dumps({INDEX: json.dumps(index)})}{self._described}'.encode()
-        text = text.ljust(self.header_bytes - 8)
-        return len(text).to_bytes(8, "little") + text
 
 
 def write_regions(path: Path, tensors: Iterable[RegionTensor]) -> FileEntry:
@@ -194,7 +155,7 @@ def read_sources(blob: Blob) -> list[Source]:
     """
     try:
         boxes = read_boxes(blob.name, blob.size, blob.read)
-        entries = [Entry(box.name, box.slot, box.global_shape, box.region, _DTYPES[box.dtype]) for box in boxes]
+        entries = [Entry(box.name, box.slot, box.global_shape, box.region, _DTYPES[box.stored_as]) for box in boxes]
         return [Source(blob, entry, box.start, box.digest) for entry, box in zip(entries, boxes, strict=True)]
     except (OSError, KeyError, ValueError) as error:
         raise MissingRegionError(f"{blob.name} is not a file of regions: its header is damaged ({error})") from None

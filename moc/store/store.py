@@ -17,8 +17,10 @@ from moc.store.errors import CheckpointError, DamagedRegionError
 from moc.store.manifest import FileEntry, Manifest, RankReport
 from moc.store.storage import Storage
 
+SUFFIX = ".safetensors"
+
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
-_RANK = re.compile(r"rank_\d{5,}\.safetensors")
+_RANK = re.compile(r"rank_\d{5,}(?P<part>\.\d+)?\.safetensors")
 _CHUNK = 16 << 20  # bytes written at once
 _SET_ASIDE = f"{manifests.NAME}.superseded"
 _REMOVED = f"{manifests.NAME}.removed"
@@ -37,11 +39,22 @@ def iteration_of(name: str) -> int | None:
 
 def file_of(rank: int) -> str:
     """Name of a rank's file."""
-    return f"rank_{rank:05d}.safetensors"
+    return f"rank_{rank:05d}{SUFFIX}"
+
+
+def part_of_file(file: str, number: int) -> str:
+    """Name of a file with some of the operators of a file; a copy may have several."""
+    return f"{file.removesuffix(SUFFIX)}.{number}{SUFFIX}"
 
 
 def is_of_rank(file: str) -> bool:
     """Whether a file name is that of a rank's file, which holds all that the rank saved."""
+    match = _RANK.fullmatch(file)
+    return match is not None and match["part"] is None
+
+
+def is_by_rank(file: str) -> bool:
+    """Whether a file name is that of a rank's file, or of a part of one."""
     return _RANK.fullmatch(file) is not None
 
 

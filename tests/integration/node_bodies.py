@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +20,9 @@ from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.session import settings_of
+from moc.policy.selective import Selective
+from moc.policy.selective_tuner import SelectiveTuner
+from moc.runtime import environment, job_token
 from moc.session.publishing import Publisher
 from moc.session.session import Session
 from moc.session.snapshots import Snapshots
@@ -23,6 +30,7 @@ from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from tests.integration import bodies
 from tests.integration.bodies import digest, with_run
+from tests.worlds import REPOSITORY
 
 Hashes = dict[str, dict[str, str]]
 """By operator and fragment."""
@@ -88,6 +96,44 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
         return told
 
     return with_run(flags, use)
+
+
+def train_with_two_budgets(flags: dict, directory: str, experts: list[int], **told) -> None:
+    """As :func:`train_recorded`, with a replica server, and budgets for so many experts of each rank and each node."""
+    measure = Selective.on_sizes
+
+    def on_sizes(policy: Selective, busiest) -> None:
+        measure(policy, busiest)
+        (sizes,) = policy.sizes
+        expert = sizes.busiest[1]
+        leasts = {"local_gb": sizes.least_of_rank, "remote_gb": sizes.least_of_node}
+        for (name, least), number in zip(leasts.items(), experts, strict=True):
+            object.__setattr__(policy, name, (least + (number - 0.5) * expert) / 1e9)
+
+    Selective.on_sizes = on_sizes
+    SelectiveTuner.due = lambda tuner, iteration: True  # measures nothing
+    with replica_server(Path(directory)):
+        train_recorded(flags, **told)
+
+
+def load_each_with_copies(directory: str, **told) -> list[dict]:
+    """As :func:`load_each`, with a replica server."""
+    with replica_server(Path(directory)):
+        return load_each(**told)
+
+
+@contextlib.contextmanager
+def replica_server(directory: Path) -> Iterator[None]:
+    """Keeps copies for this worker's node."""
+    os.environ[job_token.VARIABLE] = "ab" * 32
+    os.environ[environment.REPLICA_SERVER] = orders = f"unix:{directory}/{os.environ['RANK']}"
+    command = [sys.executable, "-m", "moc.runtime.replica_server", "--listen", "127.0.0.1:0", "--orders", orders]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield
+        finally:
+            process.kill()
 
 
 def hashes_of(state: MegatronState) -> Hashes:

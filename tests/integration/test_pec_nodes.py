@@ -32,6 +32,7 @@ NODES = ["0", "1", "2", "3"]
 SUBSETS = [lost for number in range(len(NODES) + 1) for lost in itertools.combinations(NODES, number)]
 PLACES = dict(ckpt_tier="memory", ckpt_keep=99, node_of_rank=",".join(NODES), snapshot_interval=1, persist_interval=2)
 PEC = PLACES | dict(ckpt_policy="pec", pec_k_snapshot=4, pec_k_persist=1)
+TRAIN = "tests.integration.node_bodies:train_recorded"
 SELECTIVE = PLACES | dict(ckpt_policy="selective", selective_experts=2, selective_gradients="off")
 GRADIENTS = SELECTIVE | dict(selective_gradients="on")
 
@@ -249,11 +250,10 @@ def test_every_subset_of_nodes_can_be_lost(policy, scene, data, tmp_path):
         assert lost["plt"] == pytest.approx(lost["raised_by"]) == pytest.approx(oracle.plt(base, reached))
 
 
-def kill(scene: Scene, flags: dict, spot: Spot, record: Path) -> Oracle:
+def kill(scene: Scene, flags: dict, spot: Spot, record: Path, body: str = TRAIN, **told) -> Oracle:
     """Trains, and kills all workers when a scene has come; what they recorded."""
     record.mkdir()
-    body, told = "tests.integration.node_bodies:train_recorded", dict(record_dir=str(record), **scene.body)
-    world = start_world(4, body, flags=flags, **told)
+    world = start_world(4, body, flags=flags, record_dir=str(record), **scene.body, **told)
     wait_for(lambda: world.ended() or scene.reached(spot))
     world.kill()
     assert {result.exit for result in world.wait()} == {-9}

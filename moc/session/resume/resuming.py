@@ -63,7 +63,9 @@ def resume(
     if parts.tokens is not None and not loaded:
         parts.tokens.starts_at(start.position.iteration)
     if parts.peers is not None:
-        parts.peers.goes_on_from(sorted({*start.in_memory, *start.experts}), log)
+        way = loaded.plan.way if loaded else None
+        older = parts.peers.goes_on_from(start.in_memory, log, start.experts, way)
+        start = dataclasses.replace(start, experts=older)
     run_on_all(lambda: tidy_memory(parts.tiers, start), "cannot tidy up old snapshots")
     if tidies:
         tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731

@@ -146,6 +146,6 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
             publisher.reported(store, iteration, state, ranks)
 
     begun = {iteration: one.state for iteration, one in left.begun.items()}
-    for iteration, state in sorted({**begun, **left.states}.items()):
+    for iteration, state in sorted({**left.states, **begun}.items()):
         if all(gather(not publishes or store.has_all(iteration, ranks))):
             run_on_all(partial(publish, iteration, state), "cannot publish what all workers had saved")

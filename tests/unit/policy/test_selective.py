@@ -138,16 +138,83 @@ def test_what_nodes_receive_is_a_budget_of_its_own():
     policy = based(measured(Selective(OPERATORS, **sized), copied=(1e9, 1.0), replicated=(55.0, 1.0)))
     policy.on_sizes(Told())
     load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
-    assert saved(policy.plan(20, load)) == {0: [0], 1: [2]}  # 110 bytes in an iteration of 2 s
+    plan = policy.plan(20, load)
+    assert saved(plan.copied) == {0: [0], 1: [2]}  # 110 bytes in an iteration of 2 s
+    assert saved(plan) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]} and plan.complete and not plan.copied.complete
     assert "a node receives 1.1e-07 GB" in policy.reason()
     given_ = based(measured(Selective(OPERATORS, **sized, remote_gb=130 / GB), copied=(1e9, 1.0)))
     given_.on_sizes(Told())
-    assert saved(given_.plan(20, load)) == {0: [0, 1, 2, 3], 1: [0, 2]}
+    assert saved(given_.plan(20, load).copied) == {0: [0, 1, 2, 3], 1: [0, 2]}
     on_disk = based(
         measured(Selective(OPERATORS, Every(1), tier="disk", max_age=99), copied=(1e9, 1.0), written=(65.0, 1.0))
     )
     on_disk.on_sizes(Told())
-    assert saved(on_disk.plan(20, load)) == {0: [0, 1, 2, 3], 1: [0, 2]}
+    plan = on_disk.plan(20, load)
+    assert saved(plan) == {0: [0, 1, 2, 3], 1: [0, 2]} and plan.remote is None
+
+
+def by_rank(experts: dict[int, list[int]]) -> list[int]:
+    """Bytes of each of the ranks of :class:`Told`, each a node."""
+    numbers = [number for row in experts.values() for number in row]
+    return [100 + 10 * sum(number // 2 == rank for number in numbers) for rank in (0, 1)]
+
+
+loads = st.lists(st.lists(st.integers(0, 99), min_size=8, max_size=8), min_size=1, max_size=8)
+
+
+@given(loads, st.integers(110, 150), st.integers(110, 150), st.sampled_from(["per-byte", "proportional"]))
+def test_memory_and_copies_each_have_the_experts_that_they_lack(rows, local, remote, rule):
+    """Within both budgets; copies are chosen as if there was nothing else, and memory has them, too."""
+    budgets = dict(local_gb=local / GB, remote_gb=remote / GB, rule=rule, tier="peers")
+    policy, alone = (based(measured(Selective(OPERATORS, Every(1), **budgets), copied=(1e9, 1.0))) for _ in range(2))
+    for each in (policy, alone):
+        each.on_sizes(Told())
+    load = ZEROS
+    for iteration, row in enumerate(rows, start=2):
+        load = {layer: [*map(sum, zip(load[layer], row[4 * layer : 4 * layer + 4], strict=True))] for layer in load}
+        as_copied = {"saved": policy.told.copied, "saved_at": policy.told.copied_at}
+        alone.told.load_state_dict(json.loads(json.dumps(policy.state_dict() | as_copied)))
+        apart = saved(alone.plan(iteration, load).copied)
+        plan = take(policy, iteration, load)
+        assert saved(plan.copied) == apart
+        assert plan.copied.operators.keys() <= plan.operators.keys() and set(DENSE) < plan.copied.operators.keys()
+        assert plan.remote is None or plan.remote != plan.operators
+        assert max(by_rank(saved(plan))) <= local and max(by_rank(saved(plan.copied))) <= min(local, remote)
+        if remote >= local:
+            assert plan.remote is None
+        for told, names in ((policy.told.saved_at, plan.operators), (policy.told.copied_at, plan.copied.operators)):
+            newest = {
+                f"layers.{layer}.expert.{e}" for layer, at in told.items() for e, i in enumerate(at) if i == iteration
+            }
+            assert newest == {name for name in names if ".expert." in name}
+
+
+def test_what_copies_lack_is_not_what_memory_lacks():
+    budgets = dict(local_gb=121 / GB, remote_gb=111 / GB, tier="peers", max_age=99)
+    policy = based(measured(Selective(OPERATORS, Every(1), **budgets), copied=(1e9, 1.0)))
+    policy.on_sizes(Told())
+    first = take(policy, 2, {0: [9, 8, 7, 6], 1: [5, 1, 5, 1]})  # two experts of each rank, and copies of one
+    assert (saved(first), saved(first.copied)) == ({0: [0, 1, 2, 3]}, {0: [0, 2]})
+    assert policy.gauges() == {
+        "selective_experts": 2.0,
+        "selective_copies": 1.0,
+        "mlt": pytest.approx(12 / 12 / 2),
+        "mlt_peers": pytest.approx((14 / 30 + 12 / 12) / 2),  # a node's loss costs the 8 and the 6, too
+    }
+    second = take(policy, 3, {0: [9, 8, 7, 6], 1: [5, 1, 5, 1]})  # without a token more
+    assert (saved(second), saved(second.copied)) == ({0: [1, 3], 1: [0, 2]}, {0: [1, 3]})
+    assert policy.chosen() == {"selective_experts": 2.0, "selective_copies": 1.0, "snapshot_interval": 1}
+
+
+def test_a_state_of_before_there_were_separate_copies_loads():
+    policy = based(Selective(OPERATORS, Every(1), experts=1))
+    take(policy, 2, {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]})
+    state = {
+        name: value for name, value in policy.state_dict().items() if name not in ("copied", "copied_at", "mlt_peers")
+    }
+    other = Selective(OPERATORS, Every(1), experts=1)
+    other.load_state_dict(json.loads(json.dumps(state)))
+    assert other.told == policy.told and other.told.copied_at == policy.told.saved_at
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy import Every, JobShape
-from moc.policy.selection import number_of_experts
+from moc.policy.selection import Given, number_of_experts
 from moc.policy.selective import FLAGS, Selective
 from moc.policy.transfers import chains_of, continuing, renewed
 from moc.state.detail import Detail
@@ -86,9 +86,9 @@ def test_half_of_the_budget_renews_the_bases_that_are_too_old():
         assert len(found[FULL]) == 2 and len(found[GRAD]) == 6  # 24 bytes, and 24 for the gradients of the others
         seen |= found[FULL]
     assert len(seen) == 8
-    limits = [number_of_experts([(0, 0), (0, 1)], 4)]
-    assert renewed({0: [5, 8]}, [(0, 0), (0, 1)], 10, 3, limits) == {(0, 0)}
-    assert renewed({0: [5, 4]}, [(0, 0), (0, 1)], 10, 3, [number_of_experts([(0, 0), (0, 1)], 2)]) == {(0, 1)}
+    limits, half = [number_of_experts([(0, 0), (0, 1)], 4)], Given(share=0.5)
+    assert renewed({0: [5, 8]}, [(0, 0), (0, 1)], 10, 3, limits, half) == {(0, 0)}
+    assert renewed({0: [5, 4]}, [(0, 0), (0, 1)], 10, 3, limits, Given(share=0.25)) == {(0, 1)}
 
 
 def test_every_rule_saves_gradients_within_its_budget():
@@ -117,9 +117,9 @@ def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
     }
     one.on_sizes(told)
     measured(based(one), copied=(1e9, 1.0), replicated=(1e9, 1.0))
-    assert len(details(one.plan(2, loads(9, 5, 3, 1)))[GRAD]) == 8
-    one.told.bases.clear()
-    assert len(details(one.plan(2, loads(9, 5, 3, 1)))[FULL]) == 4
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)).copied)[GRAD]) == 8
+    one.on_resume(in_memory=True, in_storage=True)
+    assert len(details(one.plan(2, loads(9, 5, 3, 1)).copied)[FULL]) == 4
 
 
 def test_a_state_saved_before_there_were_gradients_is_known():

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
 from moc.recovery.carrying import CARRIED, Carrier, file_of_operator
-from moc.recovery.inventory import in_memory, look
+from moc.recovery.inventory import COPIED, in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.detail import Detail
 from moc.state.operators import Operator, operator_of
@@ -19,17 +20,23 @@ from moc.state.region import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.regions import Entry, FileLayout, RegionReader, digest_of
 from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.store import Store, directory_of, file_of, part_of_file
 
 EXPERTS, ROWS = 8, 64
 OPERATORS = [Operator(f"layers.0.expert.{e}", "expert", 0, e, 2 * ROWS) for e in range(EXPERTS)]
 OPERATORS.append(Operator("output", "output", None, None, 2 * ROWS))
-NAMES = frozenset(one.name for one in OPERATORS if one.expert is not None)
+ONES = [one for one in OPERATORS if one.expert is not None]
+NAMES = frozenset(one.name for one in ONES)
 PARAMETERS = {name: f"decoder.layers.0.mlp.experts.experts.{name.split('.')[-1]}.linear_fc1.weight" for name in NAMES}
 PARAMETERS["output"] = "output_layer.weight"
 
 
-def save(store: Store, iteration: int, operators: dict[str, Detail], ranks: int = 2) -> None:
+def part_of_rank(rank: int) -> str:
+    """Name of a copy of some of the operators that a rank saved."""
+    return part_of_file(file_of(rank), 0)
+
+
+def save(store: Store, iteration: int, operators: dict[str, Detail], name_of=file_of, ranks: int = 2) -> None:
     """A snapshot of which each rank has some rows of everything; values tell operator and iteration."""
     files, elements = {}, {name: Counter() for name in operators}
     for rank in range(ranks):
@@ -44,8 +51,8 @@ def save(store: Store, iteration: int, operators: dict[str, Detail], ranks: int 
         layout = FileLayout(entries)
         data = [torch.full(entry.region.shape, float(iteration)).numpy().tobytes() for entry in layout.entries]
         header = layout.header(list(map(digest_of, data)))
-        store.write_file(iteration, rank, [header, *data])
-        files[file_of(rank)] = FileEntry(layout.nbytes, len(header), digest_of(header))
+        store.place.write(f"{directory_of(iteration)}/{name_of(rank)}", [header, *data], final=False)
+        files[name_of(rank)] = FileEntry(layout.nbytes, len(header), digest_of(header))
         for entry in entries:
             elements[operator_of(entry.name)][entry.slot] += entry.region.numel
     entries = {name: OperatorEntry(operators[name].value, iteration, dict(its)) for name, its in elements.items()}
@@ -56,10 +63,10 @@ def held_of(iteration, operators):
     return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in operators.items()})
 
 
-def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail]) -> int:
+def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail], name_of=file_of) -> int:
     """What a run does for one snapshot; the bytes that it has carried."""
     carried = carrier.carry(held_of(iteration, operators))
-    save(store, iteration, operators)
+    save(store, iteration, operators, name_of)
     carrier.retire(iteration)
     carrier.drop(iteration)
     return carried
@@ -102,14 +109,15 @@ def store(tmp_path):
 @given(
     st.lists(st.sets(st.integers(0, EXPERTS - 1), max_size=4), min_size=1, max_size=7),
     st.sampled_from([None, Detail.MOMENTS, Detail.MASTER]),
+    st.sampled_from([file_of, part_of_rank]),
 )
-def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_path_factory, chosen, rest):
+def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_path_factory, chosen, rest, name_of):
     store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
-    carrier, wanted, saved = Carrier(store, NAMES), {}, {}
+    carrier, wanted, saved = Carrier(store, ONES), {}, {}
     for iteration, experts in enumerate([range(EXPERTS), *chosen], start=1):
         operators = dict.fromkeys(NAMES, rest) if rest else {}
         saved[iteration] = operators | in_full(*experts)
-        take(store, carrier, iteration, saved[iteration])
+        take(store, carrier, iteration, saved[iteration], name_of)
         for name, detail in saved[iteration].items():
             before = wanted.get(name, (0, 0))
             wanted[name] = tuple(
@@ -128,7 +136,7 @@ def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_
 @given(st.lists(st.lists(st.sampled_from(["full", "grad", None]), min_size=EXPERTS, max_size=EXPERTS), max_size=7))
 def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_path_factory, wanted):
     store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
-    carrier, chains = Carrier(store, NAMES), {}
+    carrier, chains = Carrier(store, ONES), {}
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     chains = {f"layers.0.expert.{e}": [1] for e in range(EXPERTS)}
     for iteration, details in enumerate(wanted, start=2):
@@ -152,7 +160,7 @@ def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
 def test_what_is_carried_is_what_the_next_snapshot_lacks(store, k):
-    policy, carrier = policy_named("pec")(OPERATORS, Every(1), k=k), Carrier(store, NAMES)
+    policy, carrier = policy_named("pec")(OPERATORS, Every(1), k=k), Carrier(store, ONES)
     expert, moved, partial = 2 * ROWS * 2 * 4, [], False
     for iteration in range(1, 2 * EXPERTS):
         plan = policy.plan(iteration)
@@ -174,7 +182,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
 
     def life(root, dies_after):
         store = Store(LocalPlace(root, in_memory=True), slack=True)
-        carrier, left = Carrier(store, NAMES), itertools.count()
+        carrier, left = Carrier(store, ONES), itertools.count()
         real = {name: getattr(os, name) for name in ("replace", "unlink")}
 
         def dying(name):
@@ -211,7 +219,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
         for name in ("replace", "unlink"):
             monkeypatch.setattr(os, name, getattr(os, name))
         monkeypatch.undo()
-        Carrier(store, NAMES).delete()
+        Carrier(store, ONES).delete()
         return {int(name.split(".")[-1]): of[0] for name, of in newest(store).items() if name in NAMES}
 
     before = {0: 2, 1: 2, 2: 3, 3: 3} | dict.fromkeys(range(4, 8), 1)
@@ -228,7 +236,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
 
 def test_of_copies_the_newest_is_left_alone(store):
     """Who keeps them for another node carries when a copy is whole: nothing else is coming."""
-    carrier = Carrier(store, NAMES)
+    carrier = Carrier(store, ONES)
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
     assert carrier.carry() // (2 * ROWS * 2 * 4 + 4096) == EXPERTS - 2
@@ -236,7 +244,7 @@ def test_of_copies_the_newest_is_left_alone(store):
 
 
 def test_what_is_not_reduced_yet_is_left_as_it_is(store):
-    carrier = Carrier(store, NAMES)
+    carrier = Carrier(store, ONES)
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
     manifest, files = store.manifest(1), store.place.names(directory_of(1))
@@ -245,10 +253,10 @@ def test_what_is_not_reduced_yet_is_left_as_it_is(store):
 
 
 def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
-    carrier = Carrier(store, NAMES)
+    carrier = Carrier(store, ONES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     carrier.carry(held_of(2, in_full(0, 1)))
-    again = Carrier(store, NAMES)
+    again = Carrier(store, ONES)
     again.delete()
     assert CARRIED not in store.place.names(directory_of(1))
     untouched = {path.name: path.stat().st_ino for path in (store.place.root / directory_of(1)).iterdir()}
@@ -259,7 +267,7 @@ def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
 
 
 def test_an_expert_that_is_not_carried_is_told(store):
-    carrier = Carrier(store, NAMES)
+    carrier = Carrier(store, ONES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     (store.place.root / directory_of(1) / file_of(1)).unlink()
     with pytest.raises(Exception, match="rank_00001"):
@@ -269,7 +277,7 @@ def test_an_expert_that_is_not_carried_is_told(store):
 
 def test_what_was_carried_takes_the_place_of_a_snapshot_whose_buffer_is_used_again(store):
     """A snapshot was safe, and the process ended before it could reduce the one before."""
-    carrier, before, after = Carrier(store, NAMES), in_full(*range(EXPERTS)), in_full(0, 1)
+    carrier, before, after = Carrier(store, ONES), in_full(*range(EXPERTS)), in_full(0, 1)
     save(store, 1, before)
     carrier.carry(held_of(2, after))
     save(store, 2, after)
@@ -285,4 +293,27 @@ def test_a_snapshot_out_of_which_nothing_was_carried_stays_as_it_is(store):
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
     Carrier(store, ()).reduce(2)
-    assert Carrier(store, NAMES).whole() == {1, 2} and newest(store)["layers.0.expert.7"] == (1, 1)
+    assert Carrier(store, ONES).whole() == {1, 2} and newest(store)["layers.0.expert.7"] == (1, 1)
+
+
+def test_of_shared_experts_memory_keeps_what_the_newest_copies_of_other_parts_need(store):
+    """Other nodes save as much of each expert, and get copies of some of what this one saves."""
+    shared = [Operator(one.name, one.kind, one.layer, one.expert, 2 * one.parameters) for one in ONES]
+    for carrier, versions in (
+        (Carrier(store, shared), {1: {3}, 2: {0, 1}, 3: {2, 0, 1}}),
+        (Carrier(store, ONES), {1: {3}}),
+    ):
+        for iteration in store.iterations():
+            store.remove(iteration)
+        for iteration, experts, copied in ((1, range(4), range(4)), (2, (0, 1, 2), (0, 1)), (3, (0, 1, 2), (2,))):
+            names = [f"layers.0.expert.{e}" for e in copied]
+            carrier.carry(held_of(iteration, in_full(*experts)), names)
+            save(store, iteration, in_full(*experts))
+            manifest = store.manifest(iteration)
+            store.rewrite(replace(manifest, state={**manifest.state, COPIED: ["output", *names]}))
+            carrier.retire(iteration)
+            carrier.drop(iteration)
+        there = {
+            i: {int(n.split(".")[-1]) for n in store.manifest(i).operators if n != "output"} for i in store.iterations()
+        }
+        assert there == versions | {3: {0, 1, 2}}

@@ -104,9 +104,6 @@ def test_a_lost_expert_is_brought_up_to_date_by_gradients_and_live_ones_are_not(
     details = {"embedding": "full"} | dict.fromkeys(NAMES, "grad")
     later = [AvailableCheckpoint(iteration, MEMORY, details, "selective") for iteration in (5, 6)]
     chains = [saved(4, 0, 1, 2), *later]
-        saved(4, 0, 1, 2),
-        *(AvailableCheckpoint(iteration, MEMORY, details, "selective") for iteration in (5, 6)),
-    ]
     for live, reached in (({0: 6, 1: 6}, 6), ({0: 7, 1: 7}, 7)):
         held = chains + live_states(live, of_ranks(zero=False), "selective")
         plan = next(plans(JobInventory(held, live, of_ranks(zero=False)), OPERATORS, exact=False))

@@ -88,6 +88,15 @@ def test_what_there_is_of_older_partial_ones_comes_back_too():
     assert back(nodes, exact=False) == [Restore("a", "b", 3), Restore("a", "b", 4)] and back(nodes) == []
 
 
+def test_of_partial_copies_the_one_with_most_operators_comes_back():
+    fewer, more = ({name: "full" for name in names} for names in (["output"], ["output", NAMES[1]]))
+    nodes = {"a": has("a", [])} | {
+        node: NodeInventory([], {"a": [part(4, WRITERS, 0, d)]}) for node, d in zip("bc", (fewer, more), strict=True)
+    }
+    assert back(nodes, exact=False) == [Restore("a", "c", 4)]
+    assert back(nodes, {Restore("a", "c", 4)}, exact=False) == [Restore("a", "b", 4)]
+
+
 iterations = st.lists(st.integers(1, 4), max_size=3, unique=True)
 inventories = st.fixed_dictionaries(
     {node: st.builds(has, st.just(node), iterations, **{o: iterations for o in FILES if o != node}) for node in FILES}

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from moc.recovery.inventory import summary
 from moc.runtime import environment, job_token, pull
 from moc.runtime import replica_server as replica_server_module
 from moc.runtime.connections import connect
@@ -20,11 +23,13 @@ from moc.runtime.pull import CHUNK, Wanted
 from moc.runtime.replica_client import ReplicaClient
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.wire import WireError
+from moc.state.region import Region
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, Manifest
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry
+from moc.store.regions import RegionReader, RegionTensor, write_regions
 from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.store import Store, directory_of, file_of, is_of_rank
 from tests.slow_way import SlowWay
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 
@@ -328,3 +333,108 @@ def listens(process: psutil.Process) -> list:
         return [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     except psutil.Error:
         return []
+
+
+EXPERTS = {f"layers.0.expert.{e}": f"decoder.layers.0.mlp.experts.experts.{e}.linear_fc1.weight" for e in range(4)}
+TENSORS = EXPERTS | {"output": "output_layer.weight"}
+ROWS = 6
+
+
+def save(root: Path, iteration: int = 3) -> Manifest:
+    """As a node with two writers, each of which has rows of every operator."""
+    files, elements = {}, {"master": ROWS * 2, "exp_avg": ROWS * 2}
+    for rank, rows in enumerate((2, 4)):
+        where = Region((2 * rank, 0), (rows, 2))
+        values = {(name, slot): torch.rand(rows, 2) for name in TENSORS.values() for slot in elements}
+        path = root / directory_of(iteration) / file_of(rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = [RegionTensor(name, slot, (ROWS, 2), where, data) for (name, slot), data in values.items()]
+        files[path.name] = write_regions(path, tensors)
+    operators = {name: OperatorEntry("full", iteration, elements) for name in TENSORS}
+    snapshots(root).publish(Manifest(iteration, "selective", 4, files, operators, state={"ledger": 7}))
+    return snapshots(root).manifest(iteration)
+
+
+def values(root: Path, iteration: int = 3) -> dict[tuple[str, str], list]:
+    """All that is there, every hash compared."""
+    store = snapshots(root)
+    manifest = store.manifest(iteration)
+    reader = RegionReader([store.blob(iteration, name, entry) for name, entry in manifest.files.items()], verify=True)
+    sources = list(reader.sources())
+    assert len({(s.entry.name, s.entry.slot, s.entry.region) for s in sources}) == len(sources)  # each once
+    there = {(s.entry.name, s.entry.slot) for s in sources}
+    return {key: reader.get(*key, Region((0, 0), (ROWS, 2))).tolist() for key in there}
+
+
+def some_of_a(replica_servers, **details) -> Wanted:
+    named = {f"layers.0.{name[:6]}.{name[6:]}" if name.startswith("expert") else name: d for name, d in details.items()}
+    return of_a(replica_servers, 3, operators=named)
+
+
+def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
+    whole, before = save(tmp_path / "a"), values(tmp_path / "a")
+    slot_bytes, headers = ROWS * 2 * 4, sum(entry.header_bytes for entry in whole.files.values())
+
+    def wants(number: int, **details) -> dict:
+        """Pulls, and says what is there then."""
+        assert b.pull(some_of_a(replica_servers, **details))[0] == number * slot_bytes + (headers if number else 0)
+        return snapshots(copies).manifest(3).operators
+
+    assert wants(4, output="full", expert2="full").keys() == {"output", "layers.0.expert.2"}
+    assert values(copies) == {
+        key: v for key, v in before.items() if key[0] in (TENSORS["output"], EXPERTS["layers.0.expert.2"])
+    }
+    assert wants(0, expert2="full").keys() == {"output", "layers.0.expert.2"}  # it is here
+    moments = wants(1, output="full", expert1="moments")["layers.0.expert.1"]
+    assert moments == OperatorEntry("moments", 3, {"exp_avg": ROWS * 2})
+    assert (EXPERTS["layers.0.expert.1"], "master") not in values(copies)
+    wants(4, expert0="full", expert3="full", elsewhere="full")
+    there = values(copies)
+    assert there == {key: before[key] for key in there} and len(there) == len(before) - 1
+    manifest = snapshots(copies).manifest(3)
+    assert replace(manifest, files={}, operators={}) == replace(whole, files={}, operators={})
+    assert summary(manifest).files == 0 and not any(
+        map(is_of_rank, manifest.files)
+    )  # these are not all that ranks saved
+
+
+def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    manifest = save(tmp_path / "a")
+    amount = lead(replica_servers[1], "b").pull(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0]
+    amount_again = lead(replica_servers[1], "c").pull(of_a(replica_servers, 3))[0]
+    assert amount == amount_again == manifest.bytes
+    assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "c" / "of_a", manifest)
+
+
+def test_some_operators_come_back_to_a_lost_node_from_their_copy(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    save(tmp_path / "a")
+    lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert1="full"))
+    snapshots(tmp_path / "a").clear()
+    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
+    assert values(tmp_path / "a") == values(tmp_path / "b" / "of_a") and len(values(tmp_path / "a")) == 2
+
+
+def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
+    save(tmp_path / "a")
+    b.pull(some_of_a(replica_servers, expert1="full"))
+    manifest = save(tmp_path / "a")
+    snapshots(tmp_path / "a").publish(replace(manifest, state={"ledger": 8}))
+    b.pull(some_of_a(replica_servers, expert2="full"))
+    there = values(copies)
+    assert there == {key: v for key, v in values(tmp_path / "a").items() if key[0] == EXPERTS["layers.0.expert.2"]}
+
+
+def test_of_a_damaged_header_nothing_is_taken(replica_servers, lead, tmp_path):
+    lead(replica_servers[0], "a")
+    save(tmp_path / "a")
+    path = tmp_path / "a" / directory_of(3) / file_of(1)
+    path.write_bytes(path.read_bytes().replace(b"experts.1.", b"experts.2."))
+    with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*does not match its hash"):
+        lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert2="full"))
+    assert_nothing_is_published(tmp_path / "b" / "of_a")

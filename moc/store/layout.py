@@ -1,0 +1,150 @@
+"""Layout of a region file: its header, and the offset of each box; known before the bytes, and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from moc.state.region import Region
+from moc.store.boxes import INDEX, read_boxes
+from moc.store.digest import digest_of
+from moc.store.manifest import FileEntry
+
+_PAGE = 4096  # the data start at a multiple of it, so that they can be mapped and written by pages
+_NO_DIGEST = "0" * 32
+
+
+class Box(Protocol):
+    """A box of one slot of a named tensor, as a header describes it."""
+
+    @property
+    def name(self) -> str:
+        """Tensor name in the unpartitioned model."""
+        ...
+
+    @property
+    def slot(self) -> str:
+        """What of it."""
+        ...
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        ...
+
+    @property
+    def region(self) -> Region:
+        """The box."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        ...
+
+    @property
+    def stored_as(self) -> str:
+        """Name of the dtype in safetensors."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        ...
+
+
+B = TypeVar("B", bound=Box)
+
+
+class FileLayout(Generic[B]):
+    """Offsets of the entries in a file, known before their bytes.
+
+    Attributes:
+        entries: entries in file order: wide dtypes first, for alignment.
+        spans: bytes [start, stop) of each entry, from the beginning of the file.
+        header_bytes: size of everything before the data.
+        nbytes: size of the file.
+    """
+
+    def __init__(self, entries: Iterable[B]):
+        self.entries = tuple(sorted(entries, key=lambda entry: -entry.itemsize))
+        self.header_bytes = 0
+        unpadded = len(self.header([_NO_DIGEST] * len(self.entries)))
+        self.header_bytes = -(-unpadded // _PAGE) * _PAGE
+        spans, position = [], self.header_bytes
+        for entry in self.entries:
+            spans.append((position, position + entry.nbytes))
+            position += entry.nbytes
+        self.spans, self.nbytes = tuple(spans), position
+
+    @cached_property
+    def _named(self) -> dict[str, list]:
+        """Index rows by entry number, without the hash."""
+        return {
+            str(number): [entry.name, entry.slot, list(entry.global_shape), list(entry.region.offset)]
+            for number, entry in enumerate(self.entries)
+        }
+
+    @cached_property
+    def _described(self) -> str:
+        """The safetensors part of the header: dtype, shape and offsets of each entry."""
+        described, position = {}, 0
+        for number, entry in enumerate(self.entries):
+            ends = [position, position := position + entry.nbytes]
+            described[str(number)] = dict(dtype=entry.stored_as, shape=list(entry.region.shape), data_offsets=ends)
+        return f", {json.dumps(described)[1:]}" if described else "}"
+
+    def header(self, digests: Sequence[str]) -> bytes:
+        """The bytes before the data, given the xxh3-128 of each entry's bytes in hex."""
+        index = {key: [*named, digest] for (key, named), digest in zip(self._named.items(), digests, strict=True)}
+        text = f'{{"__metadata__": {json.dumps({INDEX: json.dumps(index)})}{self._described}'.encode()
+        text = text.ljust(self.header_bytes - 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+class Extract(NamedTuple):
+    """Some boxes of a file, as a file of their own.
+
+    Attributes:
+        header: its bytes before the data.
+        spans: bytes [start, stop) of the source that follow the header, in this order.
+        entry: its manifest entry.
+    """
+
+    header: bytes
+    spans: list[tuple[int, int]]
+    entry: FileEntry
+
+
+def extract(file: str, entry: FileEntry, header: bytes, keeps: Callable[[str, str], bool]) -> Extract | None:
+    """Returns the boxes of a file that are kept, with the hashes that its header has; None if there are none.
+
+    If all are kept, it is the file itself.
+
+    Args:
+        file: name of the file, for messages.
+        entry: its manifest entry.
+        header: its bytes before the data.
+        keeps: whether a box is kept, by the name of its tensor and by its slot.
+
+    Raises:
+        ValueError: the header is malformed, or lacks hashes.
+    """
+    boxes = read_boxes(file, entry.bytes, lambda start, stop: header[start:stop])
+    chosen = sorted((b for b in boxes if keeps(b.name, b.slot)), key=lambda box: (-box.itemsize, box.start))
+    digests = [box.digest for box in chosen if box.digest is not None]
+    if len(digests) < len(chosen):
+        raise ValueError("it has no hashes")
+    if not chosen:
+        return None
+    if len(chosen) == len(boxes):
+        return Extract(header, [(len(header), entry.bytes)], entry)
+    layout = FileLayout(chosen)
+    spans: list[tuple[int, int]] = []
+    for box in chosen:
+        begin = spans.pop()[0] if spans and spans[-1][1] == box.start else box.start
+        spans.append((begin, box.start + box.nbytes))
+    text = layout.header(digests)
+    return Extract(text, spans, FileEntry(layout.nbytes, len(text), digest_of(text)))
