@@ -45,10 +45,17 @@ class JobShape:
     Attributes:
         ep: expert-parallel ranks.
         stages: pipeline stage of each layer.
+        pp: pipeline stages.
+        num_experts: experts of a layer; 0 without experts.
+        bubble_share: share of forward and backward in the pipeline's bubbles, as estimated; 0 where copies cannot be
+            held up until one.
     """
 
     ep: int = 1
     stages: tuple[int, ...] = ()
+    pp: int = 1
+    num_experts: int = 0
+    bubble_share: float = 0.0
 
 
 def number_or_auto(text: Any) -> str:

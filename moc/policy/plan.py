@@ -125,6 +125,14 @@ class Policy(ABC):
         return iter(())
 
     @classmethod
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+        """Yields what flags ask for and the job does not have, as sentences that name the remedy.
+
+        Not all of ``job`` is known yet: ``stages`` and ``bubble_share`` are not.
+        """
+        return iter(())
+
+    @classmethod
     def reckons_with_faults(cls, asked: Asked) -> bool:
         """Whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
         return False
@@ -177,6 +185,15 @@ class Policy(ABC):
     def counts_tokens(self) -> bool:
         """Whether the policy needs the token counts of experts; by default, if it is not exact."""
         return not self.exact
+
+    @property
+    def in_bubbles(self) -> bool:
+        """Whether snapshots are copied in the pipeline's bubbles first, and the bubbles timed."""
+        return False
+
+    def remarks(self) -> Iterator[str]:
+        """Yields sentences for people, told once before training, such as of settings that have no effect."""
+        return iter(())
 
     @property
     def counts_probabilities(self) -> bool:

@@ -26,7 +26,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, refusals
+from moc.policy.selective_flags import FLAGS, HIDES, misfits, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -48,6 +48,8 @@ class Selective(Policy):
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
         max_age: iterations after which an expert is saved first; None for 4 E / S.
+        hide: what copies hide behind: ``compute``, or ``bubble`` for the pipeline's bubbles.
+        bubble_share: share of forward and backward in bubbles until they are timed; 0 to hide behind computation.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         told: what the policy was told; stored with snapshots.
@@ -67,14 +69,16 @@ class Selective(Policy):
     rule: str = "per-byte"
     score: str = "tokens-age"
     max_age: int | None = None
+    hide: str = "compute"
+    bubble_share: float = 0.0
     tier: str = "memory"
     persist_interval: int | None = None
     told: SelectiveState = field(default_factory=SelectiveState, compare=False)
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
-        for name, value, choices in (("rule", self.rule, RULES), ("score", self.score, SCORES)):
-            if value not in choices:
+        for name, choices in (("rule", RULES), ("score", SCORES), ("hide", HIDES)):
+            if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
         fewest = min(self.num_experts.values(), default=0)
         if self.experts is not None and not 1 <= self.experts <= fewest:
@@ -84,7 +88,8 @@ class Selective(Policy):
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
-            interval: Interval = Every(every) if self.experts else SelectiveTuner(every)
+            share = self.bubble_share if self.in_bubbles else 0.0
+            interval: Interval = Every(every) if self.experts else SelectiveTuner(every, bubble_share=share)
             object.__setattr__(self, "interval", interval)
 
     @classmethod
@@ -96,7 +101,12 @@ class Selective(Policy):
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
-        return super().settings(asked, job) | found
+        return super().settings(asked, job) | found | {"bubble_share": job.bubble_share}
+
+    @classmethod
+    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
+        """As :meth:`Policy.misfits`."""
+        return misfits(asked, job)
 
     @classmethod
     def candidates(cls, machine: Machine) -> Iterator[Settings]:
@@ -116,6 +126,19 @@ class Selective(Policy):
     def described(cls, settings: Settings) -> str:
         """As :meth:`Policy.described`."""
         return f"{settings['experts']} experts" if "experts" in settings else ""
+
+    @property
+    def in_bubbles(self) -> bool:
+        """As :meth:`Policy.in_bubbles`."""
+        return self.hide == "bubble" and self.bubble_share > 0
+
+    def remarks(self) -> Iterator[str]:
+        """As :meth:`Policy.remarks`."""
+        if self.hide == "bubble" and not self.in_bubbles:
+            yield (
+                "--selective-hide bubble has no effect: copies cannot be held up until a stage waits, since on CUDA "
+                "the host does not wait; they run beside forward and backward"
+            )
 
     def on_sizes(self, busiest: Busiest) -> None:
         """As :meth:`Policy.on_sizes`: the bytes of each expert by rank, unless their number is fixed.
@@ -259,7 +282,8 @@ class Selective(Policy):
         seen = self.interval
         if not isinstance(seen, SelectiveTuner) or seen.local is None:
             return None
-        text = f"a rank copies {seen.local / 1e9:.3g} GB during forward and backward"
+        during = "in the pipeline's bubbles" if self.in_bubbles else "during forward and backward"
+        text = f"a rank copies {seen.local / 1e9:.3g} GB {during}"
         remote = seen.remote(self.tier)
         if remote is not None:
             who = "a node receives" if self.tier == "peers" else "a rank writes"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moc.policy.flags import Asked, PolicyFlag
+from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.selection import RULES, SCORES
+
+HIDES = ("compute", "bubble")
 
 FLAGS = (
     PolicyFlag(
@@ -58,7 +60,29 @@ FLAGS = (
         "all experts in turn would take.",
         at_least=1,
     ),
+    PolicyFlag(
+        "selective_hide",
+        str,
+        "compute",
+        "What copies to host memory hide behind: forward and backward, or the pipeline's bubbles, beside which only "
+        "what they have no time for is copied (MoEtion's Algorithm 4; not on CUDA).",
+        choices=HIDES,
+    ),
 )
+
+
+def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
+    """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
+    if asked.selective_hide == "bubble" and job.pp == 1:
+        yield (
+            "--selective-hide bubble copies while a pipeline's stage waits for others, and there is one stage: raise "
+            "--pipeline-model-parallel-size, or drop --selective-hide."
+        )
+    if asked.selective_hide == "bubble" and not job.num_experts:
+        yield (
+            "--selective-hide bubble chooses experts by the time of the pipeline's bubbles, and there are none: add "
+            "--num-experts, or drop --selective-hide."
+        )
 
 
 def refusals(asked: Asked) -> Iterator[str]:

@@ -101,6 +101,8 @@ class Session(VoteParticipant):
             settings = chooser.in_force(engine, tiers, mine)
             tiers = dataclasses.replace(tiers_of(settings, engine.world, claim), storage=tiers.storage)
         policy = make_policy(settings, engine)
+        for remark in policy.remarks() if mine is None else ():
+            log.message(remark)
         counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
         parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None)
         undo.callback(close, parts, _patience_s(parts))

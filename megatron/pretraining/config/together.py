@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.flag import dashed, refuse, refuse_remainder
 from megatron.pretraining.config.groups import FlagGroups
+from moc.policy import POLICIES, JobShape
 
 
 def check_together(config: FlagGroups) -> None:
@@ -60,6 +61,10 @@ def _check_snapshots(config: FlagGroups) -> None:
         "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow: "
         "add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
     )
+    job = JobShape(pp=config.parallel.pipeline_model_parallel_size, num_experts=config.moe.num_experts or 0)
+    for kind in POLICIES.values():
+        for sentence in kind.misfits(snapshot, job):
+            refuse(True, sentence)
     interval = int(snapshot.snapshot_interval) if snapshot.snapshot_interval.isdecimal() else None
     refuse_remainder("persist_interval", snapshot.persist_interval, "snapshot_interval", interval)
 

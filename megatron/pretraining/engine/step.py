@@ -147,7 +147,8 @@ class Stepper:
         if self.params_norm:
             ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
         reach("before_vote")
-        return sum_over_workers(ballot, self.world)
+        with self.boundaries.waiting():  # stages that are done early wait here
+            return sum_over_workers(ballot, self.world)
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
         skipped = not math.isfinite(vote["square_norm"])
