@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -51,11 +51,11 @@ class Stepper:
     auxiliary: AuxiliaryLosses
     seed: int
     global_batch_size: int
+    boundaries: UpstreamTap
     count_zeros: bool = False
     params_norm: bool = False
     refuse_non_finite: bool = True
     participants: tuple[VoteParticipant, ...] = ()
-    boundaries: UpstreamTap = field(default_factory=UpstreamTap)
 
     def step(self, iteration: int, batches: Iterator[Batch] | None, stop: bool = False) -> StepRecord:
         """Computes and commits the iteration after ``iteration`` completed ones; call :meth:`gather_weights` next.

@@ -35,15 +35,14 @@ from moc.store.errors import CheckpointError, MissingRegionError
 class UpstreamTap(PipelineTap):
     """The boundaries of this worker's stage; the base class logs nothing."""
 
-    def __init__(self, core_config: TransformerConfig | None = None):
+    def __init__(self, core_config: TransformerConfig):
         self._core_config = core_config
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
         """Context of the forward and backward of an iteration (from 1); yields a communicator, None for the default."""
         with self.computing():
-            timed = self.bubbles is not None and self._core_config is not None
-            yield TimedCommunicator(self._core_config, self.waiting) if timed else None
+            yield None if self.bubbles is None else TimedCommunicator(self._core_config, self.waiting)
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
         """Reduces the gradients of an iteration.

@@ -1,0 +1,52 @@
+"""Waits for other stages: each is in its context, now or when a request is waited for."""
+
+from megatron.pretraining.process import cpu
+
+cpu.install()
+
+import contextlib  # noqa: E402
+
+import pytest  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+
+from megatron.pretraining.engine.boundary import Recorder, TimedCommunicator  # noqa: E402
+
+
+class Request:
+    """Notes when it is waited for."""
+
+    def __init__(self, seen: list):
+        self._seen = seen
+
+    def wait(self) -> None:
+        self._seen.append("waits")
+
+
+@pytest.mark.parametrize("kind", [TimedCommunicator, Recorder])
+def test_every_wait_is_in_its_context(kind, monkeypatch):
+    seen, sent = [], []
+
+    @contextlib.contextmanager
+    def waiting():
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    def communicate(self, *, wait_on_reqs=True, **message):
+        seen.append("waits" if wait_on_reqs else "asks")
+        return "activation", None, None if wait_on_reqs else {"recv_prev": Request(seen)}
+
+    def through(wait_on_reqs: bool):
+        seen.clear()
+        message = dict(tensor_send_next=None, tensor_send_prev=None, recv_prev=True, recv_next=False)
+        return one._communicate(**message, tensor_shape=(1,), wait_on_reqs=wait_on_reqs)
+
+    monkeypatch.setattr(P2PCommunicator, "_communicate", communicate)
+    one = object.__new__(kind)
+    one._waiting, one._sending = waiting, lambda *tensors: sent.append(tensors)
+    assert through(True) == ("activation", None, None) and seen == ["begins", "waits", "ends"]
+    _, _, requests = through(False)
+    assert seen == ["asks"]
+    requests["recv_prev"].wait()
+    assert seen == ["asks", "begins", "waits", "ends"]
+    assert len(sent) == (2 if kind is Recorder else 0)
