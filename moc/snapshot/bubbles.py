@@ -53,11 +53,13 @@ class Bubbles(Gate):
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Context in which this worker waits for another one."""
-        was_open, begun = self.is_open, time.perf_counter()
+        before, begun = (self.is_open, self.waits), time.perf_counter()
+        self.waits = True
         self.open()
         try:
             yield
         finally:
+            was_open, self.waits = before
             if not was_open:
                 self.close()
             self._waited_s += time.perf_counter() - begun

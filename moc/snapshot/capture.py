@@ -37,8 +37,11 @@ class Gate:
     If it is closed during an iteration, it must be opened again before the vote.
 
     Attributes:
-        passed: bytes that have passed while it was open.
+        waits: whether it is open because this worker waits for another one; by default, nobody tells.
+        passed: bytes that have passed meanwhile.
     """
+
+    waits = False
 
     def __init__(self):
         self._is_open = threading.Event()
@@ -79,7 +82,7 @@ class Gate:
                 beside -= amount
             else:
                 self.wait()
-                self.passed += amount
+                self.passed += amount if self.waits else 0
             yield piece
 
 
@@ -100,7 +103,7 @@ class Capture(ABC):
 
     @property
     def bubble_bytes(self) -> int:
-        """Bytes copied while the gate was open; 0 without a gate, valid after :meth:`wait`."""
+        """Bytes copied while this worker waited for another one; 0 without a gate, valid after :meth:`wait`."""
         return 0
 
 

@@ -28,10 +28,10 @@ def train_watching_the_gate(flags: dict, bytes_per_s: float) -> dict:
 
     Returns:
         ``computing``: when a micro batch was computed; ``voting``: when the vote began; ``updating``: when the update
-        was next.
+        was next; and ``waits``, how often another stage was waited for in between.
     """
     slow_down_pieces(bytes_per_s)
-    gates, seen = [], {"computing": [], "voting": [], "updating": []}
+    gates, seen, waits = [], {"computing": [], "voting": [], "updating": []}, []
 
     def noting(kind: type, name: str, when: str) -> None:
         method = getattr(kind, name)
@@ -42,12 +42,20 @@ def train_watching_the_gate(flags: dict, bytes_per_s: float) -> dict:
 
         setattr(kind, name, noted)
 
+    class Watched(Bubbles):
+        """Notes waits while it is closed."""
+
+        def waiting(self):
+            waits.extend([self] if not self.is_open else [])
+            return super().waiting()
+
     def watched() -> Bubbles:
-        gates.append(Bubbles())
+        gates.append(Watched())
         return gates[-1]
 
     components.Bubbles = watched
     noting(Schedule, "_one_micro_batch", "computing")
     noting(Stepper, "_vote", "voting")
     noting(Stepper, "complete", "updating")
-    return bodies.train(flags) | {when: sorted(set(states)) for when, states in seen.items()}
+    told = bodies.train(flags) | {when: sorted(set(states)) for when, states in seen.items()}
+    return told | {"waits": len(waits)}

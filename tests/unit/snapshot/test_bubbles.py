@@ -103,8 +103,12 @@ def test_what_does_not_fit_passes_beside_the_computation(clock, monkeypatch):
     assert copies[0].target.all() and second.bubble_bytes == 160
 
 
-def test_without_a_closed_gate_all_is_copied_while_it_is_open():
-    bubbles = Bubbles()
-    capture = ThreadCapturer(bubbles).start([Copy(torch.ones(6), torch.zeros(6))])
+def test_bytes_count_that_are_copied_in_waits():
+    bubbles, copies = Bubbles(), [Copy(torch.ones(6), torch.zeros(6))]
+    capture = ThreadCapturer(bubbles).start(copies)
     capture.wait()
-    assert capture.bubble_bytes == 24 and ThreadCapturer().start([]).bubble_bytes == 0
+    assert capture.bubble_bytes == 0  # between iterations, or when the update is due
+    with bubbles.waiting():
+        capture = ThreadCapturer(bubbles).start(copies)
+        capture.wait()
+    assert capture.bubble_bytes == 24 and ThreadCapturer().start(copies).bubble_bytes == 0
