@@ -176,9 +176,9 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--schedule", choices=SCHEDULES, help="one schedule only (default: both)")
     parser.add_argument("--ratio", type=float, help="t_ss / t_bubble (default: 0.5, 1, 2 and 3)")
-    parser.add_argument("--iterations", type=int, default=8, help="iterations that count (default: 8)")
-    parser.add_argument("--forward-s", type=float, default=0.08, help="added to a forward (default: 0.08)")
-    parser.add_argument("--backward-s", type=float, default=0.16, help="added to a backward (default: 0.16)")
+    parser.add_argument("--iterations", type=int, default=6, help="iterations that count (default: 6)")
+    parser.add_argument("--forward-s", type=float, default=0.06, help="added to a forward (default: 0.06)")
+    parser.add_argument("--backward-s", type=float, default=0.12, help="added to a backward (default: 0.12)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     own, flags = parser.parse_known_args()
     if own.worker:
