@@ -149,8 +149,9 @@ def figures(ranks: Sequence[Mapping[str, Sequence[float]]], chunks: int) -> dict
     """Medians over iterations, and means over ranks; ``worst_*`` of the rank that is farthest off.
 
     Returns:
-        ``bubble_s`` as timed, ``formula_s``, and ``length``, the one by the other; t_ss by ``bubble_s`` (``ratio``); the
-        shares copied with an open gate (``open``), of them ``in_waits``, and the first by what fits (``of_fitting``).
+        ``bubble_s`` as timed, ``formula_s``, and ``length``, the one by the other; t_ss by ``bubble_s`` (``ratio``);
+        the shares copied with an open gate (``open``) and of them ``in_waits``, and the first by what fits
+        (``of_fitting``).
     """
     each = []
     for told in ranks:
