@@ -10,8 +10,8 @@ from statistics import median_low
 
 from moc.snapshot.capture import PIECE, Gate, Split
 
-_PIECES = 64
-"""Pieces that the bubbles of an iteration have time for: a wait that ends during one is overrun by little."""
+_PIECES = 256
+"""Pieces that the bubbles of an iteration have time for: each wait, however short, is overrun by one at most."""
 
 _LEAST_PIECE = 64 << 10
 """Bytes below which a check of the gate takes longer than the copy."""

@@ -45,8 +45,8 @@ def iterate(bubbles: Bubbles, clock: Clock, *waits: float) -> float:
     [
         (1000, None, Split(beside=1000, piece=PIECE)),  # nothing is known
         (1 << 30, 0.0, Split(beside=1 << 30, piece=64 << 10)),  # there are no bubbles
-        (1 << 30, float(1 << 28), Split(beside=3 << 28, piece=1 << 22)),  # a quarter fits, in 64 pieces
-        (1 << 28, float(1 << 28), Split(beside=0, piece=1 << 22)),
+        (1 << 30, float(1 << 28), Split(beside=3 << 28, piece=1 << 20)),  # a quarter fits, in 256 pieces
+        (1 << 28, float(1 << 28), Split(beside=0, piece=1 << 20)),
         (1 << 20, float(1 << 40), Split(beside=0, piece=PIECE)),  # all fits
     ],
 )
