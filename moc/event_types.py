@@ -62,6 +62,8 @@ EVENTS = {
             "k_persist": "experts of each layer in a snapshot in storage",
             "snapshot_interval": "iterations from one snapshot to the next, as the tuner has chosen it",
             "sparse_window": "iterations of a window",
+            "bubble_s": "seconds for which a worker waited for other pipeline stages in the previous iteration, mean",
+            "bubble_share": "share of the newest copied snapshot's bytes that was copied in the pipeline's bubbles",
             "hhi": "Herfindahl-Hirschman index of the tokens of experts, mean over layers",
             "skewness": "hhi, scaled to 0 (all experts are equally busy) to 1 (one has all tokens)",
             "upstream_log_bytes": "in upstream logs, over all workers",
@@ -93,6 +95,7 @@ EVENTS = {
             "copy_s": "device to host, mean over ranks",
             "hash_s": "hashing and sealing, mean over ranks",
         },
+        {"bubble_bytes": "of the bytes, those copied in the pipeline's bubbles, if any"},
     ),
     "stall": EventType(
         "Training waited for snapshots.",

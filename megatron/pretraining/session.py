@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.pretraining.config import Config, ConfigError, train_iterations
+from megatron.pretraining.config import Config, ConfigError, num_microbatches, train_iterations
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
+from moc.policy.bubbles import bubble_share
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
@@ -20,12 +21,7 @@ def settings_of(config: Config, engine: Engine) -> Settings:
     """The settings of this job's session; raises ConfigError if the policy cannot be built for this model."""
     snapshot, options = config.snapshot, {}
     if snapshot.ckpt_policy not in (None, AUTO):
-        job = JobShape(
-            ep=config.parallel.expert_model_parallel_size,
-            stages=tuple(engine.stages),
-            optimizer=config.regularization.optimizer,
-            experts_apart=not config.moe.moe_grouped_gemm,
-        )
+        job = _job_shape(config, engine)
         try:
             options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:
@@ -51,6 +47,21 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         upstream_logging=snapshot.upstream_logging,
         begin_at=config.checkpoint.ckpt_step,
         stops=config.checkpoint.save_failure == "stop",
+    )
+
+
+def _job_shape(config: Config, engine: Engine) -> JobShape:
+    pp, world = config.parallel.pipeline_model_parallel_size, engine.world
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    share = bubble_share(pp, num_microbatches(config, world.size), chunks)
+    return JobShape(
+        ep=config.parallel.expert_model_parallel_size,
+        stages=tuple(engine.stages),
+        optimizer=config.regularization.optimizer,
+        experts_apart=not config.moe.moe_grouped_gemm,
+        pp=pp,
+        num_experts=config.moe.num_experts or 0,
+        bubble_share=0.0 if world.device.type == "cuda" else share,  # there, the host does not wait for other stages
     )
 
 

@@ -47,12 +47,19 @@ class JobShape:
         stages: pipeline stage of each layer.
         optimizer: ``adam`` or ``sgd``.
         experts_apart: each expert has parameters of its own, so that the optimizer can update it alone.
+        pp: pipeline stages.
+        num_experts: experts of a layer; 0 without experts.
+        bubble_share: share of forward and backward in the pipeline's bubbles, as estimated; 0 where copies cannot be
+            held up until one.
     """
 
     ep: int = 1
     stages: tuple[int, ...] = ()
     optimizer: str = "adam"
     experts_apart: bool = True
+    pp: int = 1
+    num_experts: int = 0
+    bubble_share: float = 0.0
 
 
 def number_or_auto(text: Any) -> str:

@@ -50,6 +50,7 @@ class Observed:
         started: a snapshot was started in this iteration.
         busy: on some rank, a snapshot is not persisted yet.
         forward_backward_s: seconds of these before the update, which a snapshot can overlap.
+        bubble_s: seconds of these for which a worker waited for other pipeline stages; 0 if nobody times them.
         copied: snapshots newly known to be copied by all ranks.
         written: snapshots newly known to be written to storage.
         replicated: snapshots newly known to be replicated to other nodes; means over nodes.
@@ -63,6 +64,7 @@ class Observed:
     copied: Transfer = Transfer()
     written: Transfer = Transfer()
     replicated: Transfer = Transfer()
+    bubble_s: float = 0.0
 
 
 class Interval(ABC):

@@ -31,6 +31,7 @@ class Measurements:
         self._passed_over = 0
         self._iteration_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
         self._forward_backward_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
+        self._bubble_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
         self._transfers: dict[str, deque[Transfer]] = {name: deque(maxlen=BLOCK) for name in _TRANSFERS}
 
     def observe(self, seen: Observed) -> None:
@@ -46,20 +47,24 @@ class Measurements:
         self._iteration_s.append(max(0.0, seen.iteration_s - seen.stall_s))
         if seen.forward_backward_s > 0:
             self._forward_backward_s.append(seen.forward_backward_s)
+        if seen.bubble_s > 0:
+            self._bubble_s.append(seen.bubble_s)
 
     @property
     def figures(self) -> dict[str, float]:
         """The figures known so far, by name.
 
-        ``iteration_s`` and ``forward_backward_s`` are in seconds; the rates are in bytes per second: ``copy_rate`` of a
-        rank to host memory, ``write_rate`` of a rank to storage while all write, ``replicate_rate`` of a node from
-        others.
+        ``iteration_s``, ``forward_backward_s`` and ``bubble_s`` are in seconds; the rates are in bytes per second:
+        ``copy_rate`` of a rank to host memory, ``write_rate`` of a rank to storage while all write, ``replicate_rate``
+        of a node from others.
         """
         rates = zip(("copy_rate", "write_rate", "replicate_rate"), self._transfers.values(), strict=True)
         found = {name: median(one.bytes / one.seconds for one in seen) for name, seen in rates if seen}
         if len(self._forward_backward_s) >= BLOCK:
             found["iteration_s"] = median(self._iteration_s)
             found["forward_backward_s"] = min(found["iteration_s"], median(self._forward_backward_s))
+        if len(self._bubble_s) >= BLOCK:
+            found["bubble_s"] = median(self._bubble_s)
         return found
 
     @property
@@ -71,6 +76,7 @@ class Measurements:
         """All measurements, as JSON-compatible values."""
         transfers = {name: [[one.bytes, one.seconds] for one in seen] for name, seen in self._transfers.items()}
         times = {"iteration_s": list(self._iteration_s), "forward_backward_s": list(self._forward_backward_s)}
+        times |= {"bubble_s": list(self._bubble_s)} if self._bubble_s else {}
         return {"trained_s": self.trained_s, "faults": self.faults} | times | transfers
 
     @classmethod
@@ -84,6 +90,7 @@ class Measurements:
             measured = cls(float(state["trained_s"]), int(state["faults"]))
             measured._iteration_s.extend(map(float, state["iteration_s"]))
             measured._forward_backward_s.extend(map(float, state["forward_backward_s"]))
+            measured._bubble_s.extend(map(float, state.get("bubble_s", ())))
             for name, seen in measured._transfers.items():
                 seen.extend(Transfer(float(amount), float(seconds)) for amount, seconds in state[name])
         except (AttributeError, KeyError, TypeError, ValueError) as error:

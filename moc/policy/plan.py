@@ -148,7 +148,7 @@ class Policy(ABC):
     def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str]:
         """Yields what flags ask for and the job does not have, as sentences that name the remedy.
 
-        Not all of ``job`` is known yet: ``stages`` are not.
+        Not all of ``job`` is known yet: ``stages`` and ``bubble_share`` are not.
         """
         return iter(())
 
@@ -223,6 +223,11 @@ class Policy(ABC):
     @property
     def saves_gradients(self) -> bool:
         """Whether plans may hold gradients (:attr:`Detail.GRAD`)."""
+        return False
+
+    @property
+    def in_bubbles(self) -> bool:
+        """Whether snapshots are copied in the pipeline's bubbles first, and the bubbles timed."""
         return False
 
     @property

@@ -30,7 +30,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
+from moc.policy.selective_flags import FLAGS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
 from moc.policy.selective_state import Saves, SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.policy.transfers import Chosen
@@ -56,6 +56,8 @@ class Selective(Policy):
         max_age: iterations after which an expert is saved first; None for 4 E / S.
         mlt_limit: proportion of the training's tokens that faults may lose without a warning.
         survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
+        hide: what copies hide behind: ``compute``, or ``bubble`` for the pipeline's bubbles.
+        bubble_share: share of forward and backward in bubbles until they are timed; 0 to hide behind computation.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         gradients: memory has the gradients of experts in place of their state where these suffice.
@@ -79,6 +81,8 @@ class Selective(Policy):
     max_age: int | None = None
     mlt_limit: float = MLT_LIMIT
     survivors: str = "reload"
+    hide: str = "compute"
+    bubble_share: float = 0.0
     tier: str = "memory"
     persist_interval: int | None = None
     gradients: bool = False
@@ -87,9 +91,8 @@ class Selective(Policy):
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
-        chosen = ("rule", self.rule, RULES), ("score", self.score, SCORES), ("survivors", self.survivors, SURVIVORS)
-        for name, value, choices in chosen:
-            if value not in choices:
+        for name, choices in (("rule", RULES), ("score", SCORES), ("survivors", SURVIVORS), ("hide", HIDES)):
+            if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
         if not self.num_experts:
             raise ValueError("the model has no experts to select: choose --ckpt-policy full")
@@ -101,7 +104,8 @@ class Selective(Policy):
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
-            interval: Interval = Every(every) if self.experts else SelectiveTuner(every)
+            share = self.bubble_share if self.in_bubbles else 0.0
+            interval: Interval = Every(every) if self.experts else SelectiveTuner(every, bubble_share=share)
             object.__setattr__(self, "interval", interval)
 
     @classmethod
@@ -124,7 +128,7 @@ class Selective(Policy):
         """As :meth:`Policy.settings`."""
         gradients, why = gradients_of(asked, job)
         found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
-        found |= {"gradients": gradients, "no_gradients": why}
+        found |= {"gradients": gradients, "no_gradients": why, "bubble_share": job.bubble_share}
         found["score"] = asked.selective_score or ("tokens" if gradients else "tokens-age")
         return super().settings(asked, job) | found
 
@@ -156,11 +160,21 @@ class Selective(Policy):
         """As :meth:`Policy.remarks`."""
         if self.no_gradients is not None:
             yield f"experts are saved as their state, not as gradients: --selective-gradients on {self.no_gradients}"
+        if self.hide == "bubble" and not self.in_bubbles:
+            yield (
+                "--selective-hide bubble has no effect: copies cannot be held up until a stage waits, since on CUDA "
+                "the host does not wait; they run beside forward and backward"
+            )
 
     @property
     def saves_gradients(self) -> bool:
         """As :attr:`Policy.saves_gradients`."""
         return self.gradients
+
+    @property
+    def in_bubbles(self) -> bool:
+        """As :meth:`Policy.in_bubbles`."""
+        return self.hide == "bubble" and self.bubble_share > 0
 
     def on_sizes(self, busiest: Busiest) -> None:
         """As :meth:`Policy.on_sizes`: the bytes of each expert by rank, unless their number is fixed.
@@ -347,7 +361,8 @@ class Selective(Policy):
         seen = self.interval
         if not isinstance(seen, SelectiveTuner) or seen.local is None:
             return None
-        text = f"a rank copies {seen.local / 1e9:.3g} GB during forward and backward"
+        during = "in the pipeline's bubbles" if self.in_bubbles else "during forward and backward"
+        text = f"a rank copies {seen.local / 1e9:.3g} GB {during}"
         remote = seen.remote(self.tier)
         if remote is not None:
             who = "a node receives" if self.tier == "peers" else "a rank writes"

@@ -13,6 +13,8 @@ SURVIVORS = ("keep", "reload")
 MLT_LIMIT = 0.03
 """Share of dropped tokens up to which MoEtion finds no loss of accuracy (section 4.1, Table 1)."""
 
+HIDES = ("compute", "bubble")
+
 FLAGS = (
     PolicyFlag(
         "selective_experts",
@@ -90,6 +92,14 @@ FLAGS = (
         "on where that is possible: with --ckpt-tier memory or peers, a snapshot in every iteration, and Adam.",
         choices=("on", "off"),
     ),
+    PolicyFlag(
+        "selective_hide",
+        str,
+        "compute",
+        "What copies to host memory hide behind: forward and backward, or the pipeline's bubbles, beside which only "
+        "what they have no time for is copied (MoEtion's Algorithm 4; not on CUDA).",
+        choices=HIDES,
+    ),
 )
 
 
@@ -113,6 +123,16 @@ def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
     """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
     if asked.selective_gradients == "on":
         yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles_of(job))
+    if asked.selective_hide == "bubble" and job.pp == 1:
+        yield (
+            "--selective-hide bubble copies while a pipeline's stage waits for others, and there is one stage: raise "
+            "--pipeline-model-parallel-size, or drop --selective-hide."
+        )
+    if asked.selective_hide == "bubble" and not job.num_experts:
+        yield (
+            "--selective-hide bubble chooses experts by the time of the pipeline's bubbles, and there are none: add "
+            "--num-experts, or drop --selective-hide."
+        )
 
 
 def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:

@@ -27,10 +27,12 @@ class SelectiveTuner(Interval):
     Args:
         every: iterations between snapshots.
         figures: measured before, named as in :attr:`Measurements.figures`; budgets follow them until others are known.
+        bubble_share: copies hide in the pipeline's bubbles, this share of forward and backward until they are timed; by
+            default, behind forward and backward.
     """
 
-    def __init__(self, every: int = 1, figures: Mapping[str, float] | None = None):
-        self.every = every
+    def __init__(self, every: int = 1, figures: Mapping[str, float] | None = None, bubble_share: float = 0.0):
+        self.every, self.bubble_share = every, bubble_share
         self._seen = Measurements()
         self._used: dict[str, float] = dict(figures or {})
         self._started = self._busy = False
@@ -53,8 +55,17 @@ class SelectiveTuner(Interval):
         """B_local: bytes that a rank copies to host memory while it computes; None until measured.
 
         The paper has the whole iteration for it; training waits for the copy before the update, so here it is the time
-        of forward and backward.
+        of forward and backward, or of the pipeline's bubbles.
         """
+        computing = self._computing
+        if not self.bubble_share or computing is None:
+            return computing
+        bubble_s = self._used.get("bubble_s", self.bubble_share * self._used["forward_backward_s"])
+        return min(computing, self._used["copy_rate"] * bubble_s)
+
+    @property
+    def _computing(self) -> float | None:
+        """Bytes that a rank copies during forward and backward, bubbles included; None until measured."""
         if not {"copy_rate", "iteration_s"} <= self._used.keys():
             return None
         return self._used["copy_rate"] * self._used["forward_backward_s"]
@@ -75,9 +86,10 @@ class SelectiveTuner(Interval):
         Args:
             least: bytes of the busiest rank's smallest snapshot.
         """
-        if self.local is None or least <= self.local:
+        hidden = self._computing  # what the bubbles have no time for is copied beside the computation
+        if hidden is None or least <= hidden:
             return 1
-        stall_s = (least - self.local) / self._used["copy_rate"]
+        stall_s = (least - hidden) / self._used["copy_rate"]
         return math.ceil(stall_s / (_STALL * self._used["iteration_s"]))
 
     def state_dict(self) -> dict[str, Any]:

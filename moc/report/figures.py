@@ -43,6 +43,7 @@ class Saving:
     Attributes:
         tier: where snapshots were safe.
         snapshot_bytes: of all snapshots.
+        bubble_bytes: of these, copied in the pipeline's bubbles.
         copy_s: from the device to host memory.
         stall_s: total time that training waited for snapshots.
         replicated: snapshots with all copies made.
@@ -58,6 +59,7 @@ class Saving:
     tier: str
     snapshots: int
     snapshot_bytes: int
+    bubble_bytes: int
     copy_s: float | None
     hash_s: float | None
     stall_s: float
@@ -233,6 +235,7 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         tier=", ".join(dict.fromkeys(event["tier"] for event in snapshots)),
         snapshots=len(snapshots),
         snapshot_bytes=int(_sum(snapshots, "bytes")),
+        bubble_bytes=sum(event.get("bubble_bytes", 0) for event in snapshots),
         copy_s=_mean(snapshots, "copy_s"),
         hash_s=_mean(snapshots, "hash_s"),
         stall_s=_sum(of_kind("stall", events), "seconds"),

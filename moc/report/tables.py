@@ -208,6 +208,9 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "bytes an iteration, to host memory": _an_iteration("snapshot_bytes"),
         "bytes an iteration, to peers": _an_iteration("replicated_bytes"),
         "bytes an iteration, to storage": _an_iteration("persisted_bytes"),
+        "copied in bubbles": _saved(
+            lambda saving: _percent(saving.bubble_bytes / saving.snapshot_bytes, 1), "bubble_bytes"
+        ),
         "copy, hash": _saved(lambda saving: f"{seconds(saving.copy_s)}, {seconds(saving.hash_s)}"),
         "stall of an iteration": _stall,
         "replicated": _saved(

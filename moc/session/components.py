@@ -19,6 +19,7 @@ from moc.session.tiers import Tiers, check_nodes, memory_of
 from moc.session.tokens import TokenTracker
 from moc.sharding import scheme_named
 from moc.sharding.shares import StageHoldings, describe, pack, unpack
+from moc.snapshot.bubbles import Bubbles
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
@@ -79,10 +80,12 @@ def build(
             run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
             undo.callback(tap.close)
         contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding))
-        saver = Saver(world.rank, world.device, tiers.memory, tiers.storage)
+        bubbles = tap.bubbles = Bubbles() if policy.in_bubbles else None
+        saver = Saver(world.rank, world.device, tiers.memory, tiers.storage, bubbles)
         undo.callback(saver.close)
         undo.pop_all()
-    meter, report = Meter(world.size), SnapshotReport(log, settings.tier)
+    meter = Meter(world.size, float if bubbles is None else bubbles.take)
+    report = SnapshotReport(log, settings.tier)
     return Components(world, tiers, policy, peers, holdings, contents, saver, publisher, tokens, tap, meter, report)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moc.events import EventLog
 from moc.policy import SnapshotPlan
 from moc.runtime.world import World
+from moc.snapshot.bubbles import Bubbles
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
 from moc.state.operators import Operator
@@ -53,12 +54,22 @@ class VoteParticipant:
 
 
 class PipelineTap(VoteParticipant):
-    """Logs what crosses pipeline stages.  By default nothing is logged, and every method does nothing."""
+    """Logs what crosses pipeline stages, and times waits for it.  By default nothing is logged."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
     """Values to report with every iteration."""
     feeds: Mapping[int, Collection[int]] = MappingProxyType({})
     """By stage, the stages whose logs it needs for a replay; empty without logging."""
+    bubbles: Bubbles | None = None
+    """Where waits for other stages are timed, and snapshots copy in them first; None if neither is wanted."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Context of an iteration's forward and backward."""
+        return contextlib.nullcontext() if self.bubbles is None else self.bubbles.computing()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context in which this worker waits for other stages."""
+        return contextlib.nullcontext() if self.bubbles is None else self.bubbles.waiting()
 
     def open(self, memory: Path) -> None:
         """Allocates the logs in the memory of this node; no collective call.

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from moc.policy import Observed, Transfer
 
 
 class Meter:
-    """Measures one iteration after the other, in seconds."""
+    """Measures one iteration after the other, in seconds.
 
-    def __init__(self, size: int):
-        self._size = size
-        self._iteration_s = self._stall_s = self._compute_s = 0.0  # of this worker, until the next vote
+    Args:
+        size: number of workers.
+        waited: returns the time that this worker has waited for other stages in an iteration; asked once for each.
+    """
+
+    def __init__(self, size: int, waited: Callable[[], float] = float):
+        self._size, self._waited = size, waited
+        # of this worker, until the next vote
+        self._iteration_s = self._stall_s = self._compute_s = self._bubble_s = 0.0
         self._started = self._busy = False
         self._begun_at = self._voted_at = time.perf_counter()
         self._heard = Observed(0.0)  # means over workers since the last iteration
@@ -28,6 +34,7 @@ class Meter:
             The measurements of the previous iteration, if known and not returned yet.
         """
         self._begun_at, self._compute_s = begun, max(0.0, self._voted_at - begun)
+        self._bubble_s = self._waited()
         seen, self._seen = self._seen, None
         return seen
 
@@ -50,6 +57,7 @@ class Meter:
             "snapshot_stall_s": stall_s,
             "snapshot_iteration_s": self._iteration_s,
             "snapshot_compute_s": self._compute_s,
+            "snapshot_bubble_s": self._bubble_s,
         }
 
     def on_vote(self) -> None:
@@ -88,6 +96,7 @@ class Meter:
             started=self._started,
             busy=self._busy,
             forward_backward_s=tally["snapshot_compute_s"] / self._size,
+            bubble_s=tally["snapshot_bubble_s"] / self._size,
         )
         self._heard = Observed(0.0)
         return self._seen.iteration_s

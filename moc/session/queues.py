@@ -137,6 +137,7 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
         "snapshot_copied": float(copied is not None),
         "snapshot_bytes": float(copied.snapshot.layout.nbytes if copied else 0),
         "snapshot_copy_s": copied.snapshot.capture.seconds if copied and not _failed(copied) else 0.0,
+        "snapshot_bubble_bytes": float(copied.snapshot.capture.bubble_bytes if copied and not _failed(copied) else 0),
         "snapshot_seal_s": copied.snapshot.seal_s if copied else 0.0,
         "snapshot_replicated": float(replicated is not None),
         "snapshot_replicated_bytes": float(copies.bytes),

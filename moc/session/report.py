@@ -21,10 +21,15 @@ class SnapshotReport:
         self._stall_s = self._training_s = 0.0
         self._chosen: Mapping[str, float] | None = None
         self._warned = False
+        self._bubble_bytes = 0
+        self.gauges: dict[str, float] = {}
+        """Of copies in the pipeline's bubbles; empty without."""
 
-    def trained(self, seconds: float) -> None:
-        """Adds the time of an iteration, all stalls included."""
+    def trained(self, seconds: float, bubble_s: float) -> None:
+        """Adds the time of an iteration, all stalls included, and the part of it in the pipeline's bubbles."""
         self._training_s += seconds
+        if bubble_s:
+            self.gauges["bubble_s"] = bubble_s
 
     def stalled(self, newest: int | None, seconds: float) -> None:
         """Adds a stall of training, of 0 or more seconds; ``newest`` is the last started snapshot."""
@@ -62,15 +67,20 @@ class SnapshotReport:
 
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
         """Reports a copied snapshot, by the vote of so many workers."""
+        amount, in_bubbles = int(tally["snapshot_bytes"]), int(tally["snapshot_bubble_bytes"])
         self._count += 1
-        self._bytes += int(tally["snapshot_bytes"])
+        self._bytes += amount
+        self._bubble_bytes += in_bubbles
+        if in_bubbles:
+            self.gauges["bubble_share"] = in_bubbles / amount
         self._log.events.write(
             "snapshot",
             iteration=iteration,
             tier=self._tier,
-            bytes=int(tally["snapshot_bytes"]),
+            bytes=amount,
             copy_s=tally["snapshot_copy_s"] / workers,
             hash_s=tally["snapshot_seal_s"] / workers,
+            **({"bubble_bytes": in_bubbles} if in_bubbles else {}),
         )
 
     def replicated(self, iteration: int, amount: int, seconds: float) -> None:
@@ -85,6 +95,7 @@ class SnapshotReport:
         self._log.message(
             f"snapshots: {self._count} taken, {self._bytes / self._count / 1e9:.3g} GB each; "
             f"training waited {self._stall_s:.2f} s for them, {share:.2%} of its time"
+            + (f"; {self._bubble_bytes / self._bytes:.2%} copied in bubbles" if self._bubble_bytes else "")
         )
         if tokens is not None:
             layers = ", ".join(f"{plt:.3%} in layer {layer}" for layer, plt in tokens.plt_by_layer.items() if plt)

@@ -132,7 +132,7 @@ class Snapshots:
             self._hear(tally)
         seconds = self._meter.trained(tally)
         if seconds is not None:
-            self._report.trained(seconds)
+            self._report.trained(seconds, tally["snapshot_bubble_s"] / self._world.size)
 
     def wait_for_copies(self) -> None:
         """Waits for copies of the state that the update changes, and for snapshots that lag too far behind."""
@@ -173,8 +173,8 @@ class Snapshots:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """Gauges of storage."""
-        return self._storage.gauges
+        """Gauges of storage, and of copies in bubbles."""
+        return self._storage.gauges | self._report.gauges
 
     @property
     def memory_is_free(self) -> bool:

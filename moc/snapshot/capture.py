@@ -7,24 +7,51 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from moc.snapshot.copies import Copy, pieces
+from moc.snapshot.copies import Copy, nbytes, pieces
 
 PIECE = 64 << 20
-"""Bytes copied between two checks of the gate."""
+"""Largest number of bytes copied between two checks of the gate."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How copies pass a gate.
+
+    Attributes:
+        beside: bytes that pass although it is closed, beside the computation.
+        piece: bytes copied between two checks of the gate.
+    """
+
+    beside: int = 0
+    piece: int = PIECE
 
 
 class Gate:
     """Holds up copies between two pieces while it is closed; initially open, and thread-safe.
 
     If it is closed during an iteration, it must be opened again before the vote.
+
+    Attributes:
+        waits: whether it is open because this worker waits for another one; by default, nobody tells.
+        passed: bytes that have passed meanwhile.
     """
+
+    waits = False
 
     def __init__(self):
         self._is_open = threading.Event()
+        self.passed = 0
         self.open()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether copies pass."""
+        return self._is_open.is_set()
 
     def open(self) -> None:
         """Lets copies pass from now on."""
@@ -37,6 +64,26 @@ class Gate:
     def wait(self) -> None:
         """Returns once the gate is open."""
         self._is_open.wait()
+
+    def split(self, amount: int) -> Split:
+        """How a snapshot of so many bytes passes; by default, nothing does while the gate is closed."""
+        return Split(piece=PIECE)
+
+    def copied(self, amount: int, seconds: float) -> None:
+        """Receives bytes and time of a snapshot that has passed."""
+
+    def passing(self, copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+        """Yields copies piece by piece, each when it may pass."""
+        split = self.split(nbytes(copies))
+        beside = split.beside
+        for piece in pieces(copies, split.piece):
+            amount = nbytes(piece)
+            if beside > 0 and not self.is_open:
+                beside -= amount
+            else:
+                self.wait()
+                self.passed += amount if self.waits else 0
+            yield piece
 
 
 class Capture(ABC):
@@ -54,6 +101,11 @@ class Capture(ABC):
     def seconds(self) -> float:
         """Time that the copies took, without waits for the gate; valid after :meth:`wait`."""
 
+    @property
+    def bubble_bytes(self) -> int:
+        """Bytes copied while this worker waited for another one; 0 without a gate, valid after :meth:`wait`."""
+        return 0
+
 
 class Captures(Capture):
     """Several captures as one."""
@@ -70,6 +122,11 @@ class Captures(Capture):
     def seconds(self) -> float:
         """See :class:`Capture`."""
         return sum(part.seconds for part in self._parts)
+
+    @property
+    def bubble_bytes(self) -> int:
+        """See :class:`Capture`."""
+        return sum(part.bubble_bytes for part in self._parts)
 
 
 class Capturer(ABC):
@@ -102,7 +159,7 @@ class ThreadCapturer(Capturer):
 
     def start(self, copies: Sequence[Copy]) -> Capture:
         """See :class:`Capturer`."""
-        return _ThreadCapture(self._thread.submit(_copy, copies, self._gate), self._gate)
+        return _ThreadCapture(self._thread.submit(_passed, copies, self._gate), self._gate)
 
     def close(self) -> None:
         """See :class:`Capturer`; opens the gate."""
@@ -112,7 +169,7 @@ class ThreadCapturer(Capturer):
 
 
 class _ThreadCapture(Capture):
-    def __init__(self, done: Future, gate: Gate | None):
+    def __init__(self, done: Future[_Passed], gate: Gate | None):
         self._done, self._gate = done, gate
 
     def wait(self, opens: bool = True) -> None:
@@ -122,26 +179,35 @@ class _ThreadCapture(Capture):
 
     @property
     def seconds(self) -> float:
-        return self._done.result()
+        return self._done.result().seconds
+
+    @property
+    def bubble_bytes(self) -> int:
+        return self._done.result().bubble_bytes
+
+
+class _Passed(NamedTuple):
+    seconds: float
+    bubble_bytes: int
+
+
+def _passed(copies: Sequence[Copy], gate: Gate | None) -> _Passed:
+    if gate is None:
+        return _Passed(_copy(copies, None), 0)
+    before = gate.passed
+    seconds = _copy(copies, gate)
+    gate.copied(nbytes(copies), seconds)
+    return _Passed(seconds, gate.passed - before)
 
 
 def _copy(copies: Sequence[Copy], gate: Gate | None) -> float:
     seconds = 0.0
     with torch.no_grad():
-        for piece in _passing(copies, gate):
+        for piece in [copies] if gate is None else gate.passing(copies):
             begun = time.perf_counter()
             _copy_all(piece, non_blocking=False)
             seconds += time.perf_counter() - begun
     return seconds
-
-
-def _passing(copies: Sequence[Copy], gate: Gate | None) -> Iterator[Sequence[Copy]]:
-    if gate is None:
-        yield copies
-        return
-    for piece in pieces(copies, PIECE):
-        gate.wait()
-        yield piece
 
 
 def _copy_all(copies: Sequence[Copy], non_blocking: bool) -> None:

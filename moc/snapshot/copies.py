@@ -16,6 +16,11 @@ class Copy:
     target: torch.Tensor
 
 
+def nbytes(copies: Iterable[Copy]) -> int:
+    """Bytes of all copies."""
+    return sum(copy.source.nbytes for copy in copies)
+
+
 def coalesced(copies: Iterable[Copy]) -> Iterator[Copy]:
     """Joins copies that are adjacent in both memories, such as the boxes of a ZeRO range."""
     pending = None
@@ -30,9 +35,9 @@ def coalesced(copies: Iterable[Copy]) -> Iterator[Copy]:
         yield pending
 
 
-def pieces(copies: Iterable[Copy], nbytes: int) -> Iterator[list[Copy]]:
-    """Cuts copies, in order, into pieces of at most ``nbytes`` bytes, at least the size of an element."""
-    piece, room = [], nbytes
+def pieces(copies: Iterable[Copy], most: int) -> Iterator[list[Copy]]:
+    """Cuts copies, in order, into pieces of at most ``most`` bytes, at least the size of an element."""
+    piece, room = [], most
     for copy in copies:
         start, stop, width = 0, copy.source.numel(), copy.source.itemsize
         while start < stop:
@@ -43,7 +48,7 @@ def pieces(copies: Iterable[Copy], nbytes: int) -> Iterator[list[Copy]]:
                 start, room = end, room - (end - start) * width
             if start < stop:
                 yield piece
-                piece, room = [], nbytes
+                piece, room = [], most
     if piece:
         yield piece
 

@@ -61,7 +61,12 @@ def _check_snapshots(config: FlagGroups) -> None:
         "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow: "
         "add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
     )
-    job = JobShape(optimizer=config.regularization.optimizer, experts_apart=not config.moe.moe_grouped_gemm)
+    job = JobShape(
+        optimizer=config.regularization.optimizer,
+        experts_apart=not config.moe.moe_grouped_gemm,
+        pp=config.parallel.pipeline_model_parallel_size,
+        num_experts=config.moe.num_experts or 0,
+    )
     for kind in POLICIES.values():
         for sentence in kind.misfits(snapshot, job):
             refuse(True, sentence)

@@ -1,4 +1,4 @@
-"""Replacements for megatron-core's pipeline communicator that log or replay the traffic between stages.
+"""Replacements for megatron-core's pipeline communicator that time, log or replay the traffic between stages.
 
 The schedules send all traffic between stages through one object's method ``_communicate``.  The schedule fixes the
 order of its calls (:mod:`moc.logs.crossings`), so counting them identifies each tensor, in the 1F1B and the interleaved
@@ -7,7 +7,9 @@ schedule, with batched and unbatched messages.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ Sink = Callable[[Crossing, torch.Tensor], None]
 Source = Callable[[Crossing], torch.Tensor]
 """Returns a tensor that a stage receives, on any device; the caller must not modify it."""
 
+Waiting = Callable[[], AbstractContextManager]
+"""Returns the context of a wait for another stage."""
+
 
 def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipeline:
     """The order in which the schedule computes; requires initialized process groups."""
@@ -39,12 +44,34 @@ def schedule_groups() -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])
 
 
-class Recorder(P2PCommunicator):
-    """Communicates, and passes every tensor that this stage sends to a sink beforehand, for one iteration."""
+class TimedCommunicator(P2PCommunicator):
+    """Communicates; ``waiting`` gives a context for each wait for another stage."""
 
-    def __init__(self, core_config: TransformerConfig, pipeline: Pipeline, sink: Sink):
+    def __init__(self, core_config: TransformerConfig, waiting: Waiting = contextlib.nullcontext):
         pipeline_group: Any = parallel_state.get_pipeline_model_parallel_group()  # its type may also be a list
         super().__init__(pipeline_group, core_config)
+        self._waiting = waiting
+
+    def _communicate(self, *, wait_on_reqs=True, **message):
+        communicate: Any = super()._communicate  # annotated to return two values, returns three
+        if wait_on_reqs:
+            with self._waiting():
+                return communicate(**message)
+        activation, gradient, requests = communicate(wait_on_reqs=False, **message)
+        return activation, gradient, {name: _Request(one, self._waiting) for name, one in requests.items()}
+
+
+class Recorder(TimedCommunicator):
+    """Communicates, and passes every tensor that this stage sends to a sink beforehand, for one iteration."""
+
+    def __init__(
+        self,
+        core_config: TransformerConfig,
+        pipeline: Pipeline,
+        sink: Sink,
+        waiting: Waiting = contextlib.nullcontext,
+    ):
+        super().__init__(core_config, waiting)
         self._sending = _Sending(pipeline, self.pp_group.rank(), sink)
 
     def _communicate(self, *, tensor_send_next, tensor_send_prev, **receiving):
@@ -131,6 +158,18 @@ class _Sending:
             self._sink(next(self._forward), to_next.detach())
         if to_previous is not None:
             self._sink(next(self._backward), to_previous.detach())
+
+
+class _Request:
+    """A request whose wait has a context."""
+
+    def __init__(self, request: Any, waiting: Waiting):
+        self._request, self._waiting = request, waiting
+
+    def wait(self) -> None:
+        """Returns when the message has been sent or received."""
+        with self._waiting():
+            self._request.wait()
 
 
 class _Done:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -51,11 +51,11 @@ class Stepper:
     scheduler: OptimizerParamScheduler
     auxiliary: AuxiliaryLosses
     seed: int
+    boundaries: UpstreamTap
     count_zeros: bool = False
     params_norm: bool = False
     refuse_non_finite: bool = True
     participants: tuple[VoteParticipant, ...] = ()
-    boundaries: UpstreamTap = field(default_factory=UpstreamTap)
 
     @property
     def world(self) -> World:
@@ -152,7 +152,8 @@ class Stepper:
         if self.params_norm:
             ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
         reach("before_vote")
-        return sum_over_workers(ballot, self.world)
+        with self.boundaries.waiting():  # stages that are done early wait here
+            return sum_over_workers(ballot, self.world)
 
     def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
         skipped = not math.isfinite(vote["square_norm"])

@@ -1,4 +1,4 @@
-"""The boundaries of pipeline stages: plain communication, or MoEvement's upstream logging (section 3.4).
+"""The boundaries of pipeline stages: plain or timed communication, or MoEvement's upstream logging (section 3.4).
 
 With upstream logging, each stage keeps the activations and gradients that it sends in the memory of its node.  A stage
 replays an iteration from its neighbours' logs while all others wait: schedule, model and the reductions among its peers
@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.engine.boundary import LogPlayer, Recorder, pipeline_of
+from megatron.pretraining.engine.boundary import LogPlayer, Recorder, TimedCommunicator, pipeline_of
 from megatron.pretraining.model.build import compute_dtype
 from megatron.pretraining.process.topology import Topology
 from moc.logs.crossings import Crossing, Direction
@@ -33,12 +33,16 @@ from moc.store.errors import CheckpointError, MissingRegionError
 
 
 class UpstreamTap(PipelineTap):
-    """The boundaries of this worker's stage; the base class leaves communication to megatron-core."""
+    """The boundaries of this worker's stage; the base class logs nothing."""
+
+    def __init__(self, core_config: TransformerConfig):
+        self._core_config = core_config
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
         """Context of the forward and backward of an iteration (from 1); yields a communicator, None for the default."""
-        yield None
+        with self.computing():
+            yield None if self.bubbles is None else TimedCommunicator(self._core_config, self.waiting)
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
         """Reduces the gradients of an iteration.
@@ -53,7 +57,8 @@ class UpstreamLog(UpstreamTap):
     """Logs the tensors that this worker sends to other stages; methods as in :class:`UpstreamTap`."""
 
     def __init__(self, config: Config, core_config: TransformerConfig, topology: Topology, tell: Callable[[str], None]):
-        self._config, self._core_config, self._world, self._tell = config, core_config, topology.world, tell
+        super().__init__(core_config)
+        self._config, self._world, self._tell = config, topology.world, tell
         self._pipeline = pipeline_of(core_config, len(topology.micro_batches))
         self._limit = config.snapshot.upstream_log_limit * 1e9
         self._writer: LogWriter | None = None
@@ -86,10 +91,11 @@ class UpstreamLog(UpstreamTap):
         """A replayed iteration is logged again."""
         self._log.begin(iteration)
         tap = self._core_config, self._pipeline, lambda crossing, tensor: self._log.write(crossing.key, tensor)
-        if self._replaying:
-            yield LogPlayer(*tap, self._received().__getitem__, self._replaying)
-        else:
-            yield Recorder(*tap)
+        with self.computing():
+            if self._replaying:
+                yield LogPlayer(*tap, self._received().__getitem__, self._replaying)
+            else:
+                yield Recorder(*tap, self.waiting)
         self._log.end()
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
@@ -212,7 +218,9 @@ def boundaries(
     config: Config, core_config: TransformerConfig, topology: Topology, tell: Callable[[str], None]
 ) -> UpstreamTap:
     """The boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
-    return UpstreamLog(config, core_config, topology, tell) if config.snapshot.upstream_logging else UpstreamTap()
+    if config.snapshot.upstream_logging:
+        return UpstreamLog(config, core_config, topology, tell)
+    return UpstreamTap(core_config)
 
 
 def _pipeline_group() -> dist.ProcessGroup:

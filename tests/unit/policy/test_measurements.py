@@ -46,6 +46,16 @@ def test_what_was_long_ago_is_forgotten():
     assert found.figures == {"iteration_s": 4.0, "forward_backward_s": 3.0, "replicate_rate": 6.0}
 
 
+def test_bubbles_count_where_they_are_timed():
+    found = measured(WARM_UP + BLOCK, Observed(4.0, forward_backward_s=3.0))
+    assert "bubble_s" not in found.figures and "bubble_s" not in found.state_dict()
+    for _ in range(BLOCK):
+        found.observe(Observed(4.0, forward_backward_s=3.0, bubble_s=1.0))
+    assert found.figures["bubble_s"] == 1.0
+    again = Measurements.from_state(json.loads(json.dumps(found.state_dict())))
+    assert again.figures == found.figures
+
+
 def test_faults_shorten_what_is_expected_from_one_to_the_next():
     found = Measurements()
     assert found.mtbf_s == UNDISTURBED_MTBF_S

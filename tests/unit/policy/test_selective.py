@@ -365,3 +365,21 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
     counted = dataclasses.replace(machine(45.0), at_risk=lambda share: 8 * share)
     assert Selective.price(counted, {}).at_risk == 2.0  # 4 of 16
     assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")
+
+
+def test_copies_go_in_bubbles_where_there_are_any():
+    flags = asked(selective_hide="bubble")
+    jobs = JobShape(pp=2, bubble_share=0.5), JobShape(pp=2)
+    timed, cuda = (Selective(OPERATORS, IntervalTuner(), **Selective.settings(flags, job)) for job in jobs)
+    assert timed.in_bubbles and not [*timed.remarks()]
+    assert not cuda.in_bubbles and "no effect" in next(cuda.remarks())
+    seen = dict(copied=Transfer(120.0, 1.0))
+    for policy in (timed, cuda, Selective(OPERATORS, Every(1), bubble_share=0.5)):
+        for _ in range(WARM_UP + BLOCK):
+            policy.interval.observe(Observed(2.0, forward_backward_s=1.0, **seen))
+        assert policy.interval.local == (60.0 if policy is timed else 120.0)
+        assert ("bubbles" in policy.reason()) == (policy is timed)
+    fixed = Selective(OPERATORS, Every(1), experts=1, hide="bubble", bubble_share=0.5)
+    assert fixed.in_bubbles and isinstance(fixed.interval, Every)
+    with pytest.raises(ValueError, match="no hide called night"):
+        Selective(OPERATORS, Every(1), hide="night")

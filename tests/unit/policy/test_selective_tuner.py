@@ -48,6 +48,22 @@ def test_budgets_are_what_moves_unnoticed():
     assert tuner.stretched(80.0) == 1 and tuner.stretched(89.6) == 2  # 0.24 s, of at most 3 % of 4 s
 
 
+def test_in_bubbles_as_much_as_they_have_time_for():
+    """By the estimate until they are timed; only what does not hide beside the computation either stalls training."""
+    tuner = observe(SelectiveTuner(bubble_share=0.25), WARM_UP + BLOCK, seconds=2.0)
+    observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0))
+    assert tuner.local == 20.0
+    assert tuner.stretched(80.0) == 1 and tuner.stretched(89.6) == 2
+    observe(tuner, BLOCK, seconds=2.0, bubble_s=0.75)
+    assert tuner.local == 30.0
+    compute = SelectiveTuner()
+    compute.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert compute.local == 80.0
+    resumed = SelectiveTuner(bubble_share=0.25)
+    resumed.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert resumed.local == 30.0
+
+
 def test_budgets_follow_measurements_that_change_by_a_tenth():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
     observe(tuner, copied=Transfer(100.0, 1.0))

@@ -204,6 +204,9 @@ REFUSED = [
         "--ckpt-policy sparse --save x --upstream-logging --pipeline-model-parallel-size 2",
         "tied across stages do not allow: add --untie-embeddings-and-output-weights",
     ),
+    ("--ckpt-policy full --save x --selective-hide bubble", "--selective-hide needs --ckpt-policy selective, not full"),
+    ("--ckpt-policy selective --save x --selective-hide bubble", "there is one stage: raise --pipeline-model-parallel"),
+    ("--ckpt-policy auto --save x --selective-hide bubble", "there is one stage: raise --pipeline-model-parallel-size"),
     ("--ckpt-policy full --save x --mtbf-hours 2", "--mtbf-hours needs --pec-k auto"),
     ("--ckpt-policy full --save x --exact-only", "--exact-only is for --ckpt-policy auto, not full"),
     ("--ckpt-policy pec --save x --host-memory-gb 8", "--host-memory-gb is for --ckpt-policy auto, not pec"),
@@ -273,6 +276,12 @@ def test_missing_flags_are_named(capsys, missing, sentence):
 @pytest.mark.parametrize("flag", ["--moe-router-topk 4", "--moe-grouped-gemm", "--moe-aux-loss-coeff 1", "--topk 1"])
 def test_flags_of_experts_need_experts(capsys, flag):
     assert "without --num-experts" in refusal(capsys, flag, DENSE)
+
+
+def test_bubbles_are_chosen_by_for_experts(capsys):
+    flags = f"{PP2} --ckpt-policy selective --save x --selective-hide bubble"
+    assert "--selective-hide bubble chooses experts" in refusal(capsys, flags, DENSE)
+    assert parse(flags).snapshot.selective_hide == "bubble"
 
 
 def test_expert_parallelism_needs_experts(capsys):

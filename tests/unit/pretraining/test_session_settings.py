@@ -3,13 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.session import settings_of
 from moc.policy.full import Full
 from tests.unit.pretraining.flags import parse
 
-ENGINE = SimpleNamespace(world=SimpleNamespace(size=1), stages=(0, 0))
+ENGINE = SimpleNamespace(world=SimpleNamespace(size=1, device=torch.device("cpu")), stages=(0, 0))
 
 
 def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(monkeypatch):
@@ -21,3 +22,13 @@ def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(mo
     monkeypatch.setattr(Full, "settings", refuses)
     with pytest.raises(ConfigError, match=r"^--ckpt-policy full: this layout has no turns\.$"):
         settings_of(config, ENGINE)
+
+
+@pytest.mark.parametrize(("device", "chunks", "share"), [("cpu", 1, 1 / 9), ("cpu", 2, 1 / 17), ("cuda", 1, 0.0)])
+def test_bubbles_are_estimated_by_the_schedule_and_not_used_on_cuda(device, chunks, share):
+    flags = "--ckpt-policy selective --selective-hide bubble --ckpt-dir x --pipeline-model-parallel-size 2"
+    virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
+    config = parse(f"{flags} {virtual} --global-batch-size 16")  # 8 micro batches
+    engine = SimpleNamespace(world=SimpleNamespace(size=2, device=torch.device(device)), stages=(0, 0, 1, 1))
+    options = settings_of(config, engine).options
+    assert (options["hide"], options["bubble_share"]) == ("bubble", pytest.approx(share))

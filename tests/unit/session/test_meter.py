@@ -40,6 +40,16 @@ def test_an_iteration_is_told_with_all_that_was_heard_since_the_one_before():
         assert meter.completed(time.perf_counter()) is None  # once
 
 
+def test_waits_of_an_iteration_are_told_with_it():
+    meter = Meter(2, iter([3.0, 4.0]).__next__)
+    meter.completed(time.perf_counter())
+    meter.ended(started=False, busy=False)
+    tally = {name: 2 * value for name, value in meter.ballot().items()} | {"snapshot_bubble_s": 3.0 + 5.0}
+    assert meter.ballot()["snapshot_bubble_s"] == 3.0  # of extra votes, too
+    meter.trained(tally)
+    assert meter.completed(time.perf_counter()).bubble_s == 4.0
+
+
 def test_the_first_iteration_is_not_one_to_learn_from():
     meter = Meter(1)
     tally = vote([meter])

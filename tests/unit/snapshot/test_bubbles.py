@@ -1,0 +1,114 @@
+"""Copies in bubbles: what they have time for is held up until one, and nothing for ever."""
+
+import pytest
+import torch
+
+from moc.snapshot import bubbles as module
+from moc.snapshot.bubbles import Bubbles, split_of
+from moc.snapshot.capture import PIECE, Split, ThreadCapturer
+from moc.snapshot.copies import Copy
+from tests.unit.snapshot.test_capture import until
+
+
+class Clock:
+    """Stands still but where it is told to go on."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def iterate(bubbles: Bubbles, clock: Clock, *waits: float) -> float:
+    """An iteration with waits of the given seconds, the last of them at the vote; what it tells."""
+    with bubbles.computing():
+        for seconds in waits[:-1]:
+            clock.now += 100.0
+            with bubbles.waiting():
+                clock.now += seconds
+    clock.now += 100.0
+    with bubbles.waiting():
+        clock.now += waits[-1]
+    return bubbles.take()
+
+
+@pytest.mark.parametrize(
+    ("amount", "fitting", "split"),
+    [
+        (1000, None, Split(beside=1000, piece=PIECE)),  # nothing is known
+        (1 << 30, 0.0, Split(beside=1 << 30, piece=64 << 10)),  # there are no bubbles
+        (1 << 30, float(1 << 28), Split(beside=3 << 28, piece=1 << 20)),  # a quarter fits, in 256 pieces
+        (1 << 28, float(1 << 28), Split(beside=0, piece=1 << 20)),
+        (1 << 20, float(1 << 40), Split(beside=0, piece=PIECE)),  # all fits
+    ],
+)
+def test_algorithm_4_splits_by_what_bubbles_have_time_for(amount, fitting, split):
+    assert split_of(amount, fitting) == split
+
+
+def test_waits_count_and_computation_does_not(clock):
+    bubbles = Bubbles()
+    assert iterate(bubbles, clock, 1.0, 2.0, 0.5) == 3.5
+    with bubbles.computing(), bubbles.waiting():
+        clock.now += 9.0  # cut off, or a replay
+    assert iterate(bubbles, clock, 1.0, 1.0) == 2.0
+
+
+def test_the_gate_is_open_but_where_a_stage_computes():
+    bubbles = Bubbles()
+    with bubbles.waiting():
+        assert bubbles.is_open
+    assert bubbles.is_open  # the vote is no reason to close it
+    with bubbles.computing():
+        assert not bubbles.is_open
+        with bubbles.waiting(), bubbles.waiting():
+            assert bubbles.is_open
+        assert not bubbles.is_open
+        with pytest.raises(ConnectionError), bubbles.waiting():
+            raise ConnectionError  # the other stage is lost
+        assert not bubbles.is_open
+    assert bubbles.is_open
+    with pytest.raises(ConnectionError), bubbles.computing(), bubbles.waiting():
+        raise ConnectionError
+    assert bubbles.is_open
+
+
+def test_what_does_not_fit_passes_beside_the_computation(clock, monkeypatch):
+    monkeypatch.setattr(module, "_LEAST_PIECE", 4)
+    bubbles, copies = Bubbles(), [Copy(torch.ones(100), torch.zeros(100))]
+    capturer = ThreadCapturer(bubbles)
+    for seconds in (500.0, 2.0, 2.0, 3.0, 2.0):
+        iterate(bubbles, clock, seconds)
+    with bubbles.computing():
+        first = capturer.start(copies)  # its rate is unknown
+        first.wait(opens=False)
+    assert copies[0].target.all() and first.bubble_bytes == 0
+    bubbles._rates.clear()
+    bubbles.copied(80, 1.0)
+    copies[0].target.zero_()
+    with bubbles.computing():
+        second = capturer.start(copies)
+        until(lambda: copies[0].target.sum() == 60)  # of 400 bytes, 160 fit
+        assert not second._done.done()
+        with bubbles.waiting():
+            second.wait(opens=False)
+    assert copies[0].target.all() and second.bubble_bytes == 160
+
+
+def test_bytes_count_that_are_copied_in_waits():
+    bubbles, copies = Bubbles(), [Copy(torch.ones(6), torch.zeros(6))]
+    capture = ThreadCapturer(bubbles).start(copies)
+    capture.wait()
+    assert capture.bubble_bytes == 0  # between iterations, or when the update is due
+    with bubbles.waiting():
+        capture = ThreadCapturer(bubbles).start(copies)
+        capture.wait()
+    assert capture.bubble_bytes == 24 and ThreadCapturer().start(copies).bubble_bytes == 0
