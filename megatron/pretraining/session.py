@@ -20,7 +20,8 @@ def settings_of(config: Config, engine: Engine) -> Settings:
     """The settings of this job's session; raises ConfigError if the policy cannot be built for this model."""
     snapshot, options = config.snapshot, {}
     if snapshot.ckpt_policy not in (None, AUTO):
-        job = JobShape(config.parallel.expert_model_parallel_size, tuple(engine.stages))
+        ep, drops = config.parallel.expert_model_parallel_size, config.moe.drops_tokens
+        job = JobShape(ep, tuple(engine.stages), drops)
         try:
             options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:

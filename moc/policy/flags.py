@@ -22,6 +22,7 @@ class PolicyFlag:
         above: exclusive lower limit; the other limits are inclusive.
         chosen: ``--ckpt-policy auto`` chooses the value, so the two must not be combined.
         needs: the flag without which this one only limits what ``auto`` chooses.
+        of_capacity: the flag is refused unless experts have a capacity beyond which they drop tokens.
     """
 
     name: str
@@ -36,6 +37,7 @@ class PolicyFlag:
     at_most: float | None = None
     chosen: bool = False
     needs: str | None = None
+    of_capacity: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,12 @@ class JobShape:
     Attributes:
         ep: expert-parallel ranks.
         stages: pipeline stage of each layer.
+        drops: experts have a capacity beyond which they drop tokens, and are not filled up to it.
     """
 
     ep: int = 1
     stages: tuple[int, ...] = ()
+    drops: bool = False
 
 
 def number_or_auto(text: Any) -> str:

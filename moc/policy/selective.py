@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.policy.budgets import Sizes
+from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
@@ -26,7 +27,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, refusals
+from moc.policy.selective_flags import BOOST, FLAGS, refusals
 from moc.policy.selective_state import SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.state.detail import Detail
@@ -48,6 +49,8 @@ class Selective(Policy):
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
         max_age: iterations after which an expert is saved first; None for 4 E / S.
+        boost: capacity beyond their own with which experts make up lost tokens, as a fraction; 0 for none.
+        boost_iterations: that they have for it.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         told: what the policy was told; stored with snapshots.
@@ -67,6 +70,8 @@ class Selective(Policy):
     rule: str = "per-byte"
     score: str = "tokens-age"
     max_age: int | None = None
+    boost: float = 0.0
+    boost_iterations: int = 200
     tier: str = "memory"
     persist_interval: int | None = None
     told: SelectiveState = field(default_factory=SelectiveState, compare=False)
@@ -96,6 +101,8 @@ class Selective(Policy):
     def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
         """As :meth:`Policy.settings`."""
         found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
+        if asked.selective_boost is None:
+            found["boost"] = BOOST if job.drops else 0.0
         return super().settings(asked, job) | found
 
     @classmethod
@@ -137,6 +144,11 @@ class Selective(Policy):
                     f"a budget of {budget} GB leaves no room for an expert beside the dense operators: set "
                     f"--selective-{flag.replace('_', '-')} to {least / 1e9:.3g} or more, or leave it out"
                 )
+
+    @property
+    def makes_up(self) -> Boost | None:
+        """As :meth:`Policy.makes_up` (section 6)."""
+        return Boost(self.boost, self.boost_iterations) if self.boost else None
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """All dense operators and the experts selected now; a full plan if no full snapshot exists yet.

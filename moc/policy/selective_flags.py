@@ -58,7 +58,28 @@ FLAGS = (
         "all experts in turn would take.",
         at_least=1,
     ),
+    PolicyFlag(
+        "selective_boost",
+        float,
+        None,
+        "Capacity that experts which lost tokens to a recovery have beyond that of others, as a fraction, out of what "
+        "other experts of their rank leave unused, until the tokens are made up; 0 for none. By default 0.1 with "
+        "--moe-expert-capacity-factor and without padding, where experts drop tokens, otherwise none.",
+        at_least=0.0,
+        of_capacity=True,
+    ),
+    PolicyFlag(
+        "selective_boost_iterations",
+        int,
+        200,
+        "Iterations after a recovery in which experts make up lost tokens; what they still owe then is given up.",
+        at_least=1,
+        of_capacity=True,
+    ),
 )
+
+BOOST = 0.1
+"""The fraction of section 6, where experts drop tokens."""
 
 
 def refusals(asked: Asked) -> Iterator[str]:
@@ -73,3 +94,5 @@ def refusals(asked: Asked) -> Iterator[str]:
         yield "--selective-max-age belongs to --selective-rule per-byte: drop one of them."
     if asked.selective_rule == "proportional" and asked.selective_score != "tokens-age":
         yield "--selective-score belongs to --selective-rule per-byte: drop one of them."
+    if asked.selective_boost == 0 and asked.selective_boost_iterations != 200:
+        yield "--selective-boost-iterations has no effect with --selective-boost 0: drop one of them."

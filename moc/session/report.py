@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moc.policy import Policy
+from moc.policy.debt import Debt
 from moc.session.engine import Listener
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
@@ -20,6 +21,7 @@ class SnapshotReport:
         self._count = self._bytes = 0
         self._stall_s = self._training_s = 0.0
         self._chosen: Mapping[str, float] | None = None
+        self._boosted = False
 
     def trained(self, seconds: float) -> None:
         """Adds the time of an iteration, all stalls included."""
@@ -49,6 +51,18 @@ class SnapshotReport:
         values = ", ".join(f"{name} {value}" for name, value in chosen.items())
         self._log.message(f"--ckpt-policy {policy.name} has chosen {values}: {reason}")
         self._log.events.write("choice", iteration=iteration, **chosen, reason=reason)
+
+    def boost(self, iteration: int, debt: Debt | None) -> None:
+        """Reports that experts begin, or cease, to make up lost tokens."""
+        boosted = debt is not None and debt.left > 0
+        if debt is None or boosted == self._boosted:
+            return
+        self._boosted = boosted
+        tokens, made_up = debt.totals
+        left = f"; they have {debt.left} iterations left for it" if boosted else ""
+        self._log.message(f"experts have made up {made_up} of {tokens} lost tokens by more capacity{left}")
+        fields = dict(boosted=boosted, tokens=tokens, made_up=made_up, left=debt.left)
+        self._log.events.write("boost", iteration=iteration, **fields)
 
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
         """Reports a copied snapshot, by the vote of so many workers."""

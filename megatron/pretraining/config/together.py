@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.pretraining.config.derive import installed
 from megatron.pretraining.config.flag import dashed, refuse, refuse_remainder
 from megatron.pretraining.config.groups import FlagGroups
+from moc.policy import POLICIES
 
 
 def check_together(config: FlagGroups) -> None:
@@ -60,6 +61,12 @@ def _check_snapshots(config: FlagGroups) -> None:
         "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow: "
         "add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
     )
+    for one in (one for kind in POLICIES.values() for one in kind.flags if one.of_capacity):
+        refuse(
+            getattr(snapshot, one.name) not in (one.default, 0) and not config.moe.drops_tokens,
+            f"{dashed(one.name)} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity, since "
+            f"otherwise no expert drops a token that it could make up: change them, or drop {dashed(one.name)}.",
+        )
     interval = int(snapshot.snapshot_interval) if snapshot.snapshot_interval.isdecimal() else None
     refuse_remainder("persist_interval", snapshot.persist_interval, "snapshot_interval", interval)
 

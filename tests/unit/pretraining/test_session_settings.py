@@ -21,3 +21,12 @@ def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(mo
     monkeypatch.setattr(Full, "settings", refuses)
     with pytest.raises(ConfigError, match=r"^--ckpt-policy full: this layout has no turns\.$"):
         settings_of(config, ENGINE)
+
+
+def test_whether_experts_drop_tokens_is_known_to_policies():
+    def boost(flags):
+        return settings_of(parse(f"--ckpt-policy selective --ckpt-dir x {flags}"), ENGINE).options["boost"]
+
+    padded = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+    assert boost("--moe-expert-capacity-factor 1") == 0.1
+    assert boost("") == boost(padded) == boost(f"{padded} --selective-boost 0") == 0.0
