@@ -1,5 +1,6 @@
 """Experts that owe tokens process more of them, out of what others of their rank leave, and nobody else notices."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.pretraining.engine.boost import slots_beyond
 from megatron.pretraining.engine.routing import RouterCounts
+from moc.policy.debt import Boost, Debt
+from moc.policy.ledger import Ledger
+from moc.session.tokens import TokenTracker
+from moc.state.operators import Operator
 
 EXPERTS, RANKS, TOPK, TOKENS, FRACTION = 8, 2, 2, 64, 0.25
 OWED = [0, 5000, 0, 3, 0, 0, 7000, 0]
@@ -135,8 +140,10 @@ def test_extra_tokens_are_counted_once():
     base = layer()[1].sum(dim=0)
     layer.taken()
     with torch.no_grad():  # as the first pass with activation recomputation
-        layer.boost()()
-    more = layer()[1].sum(dim=0)
+        first = layer.boost()()
+    second = layer()
+    assert all(map(torch.equal, first, second))
+    more = second[1].sum(dim=0)
     tokens, beyond = layer.taken()
     assert tokens == more.tolist() and beyond == (more - base).tolist() and sum(beyond) > 0
 
@@ -176,3 +183,28 @@ def test_a_capacity_for_every_token_leaves_nothing_to_boost():
     layer.boost()
     after = layer()
     assert all(map(torch.equal, before, after)) and not any(layer.taken()[1])
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+def test_the_boost_ends_when_lost_tokens_are_made_up_or_iterations_are_over(everybody):
+    layer, most = Layer(), 20
+    _, routed = layer()
+    dropping = (layer.boost([9] * EXPERTS)()[1] & ~routed).any(dim=0).tolist()
+    owed = tuple(9 * (drops or everybody) for drops in dropping)  # others never have more tokens than capacity
+    experts = [Operator(f"layers.0.expert.{expert}", "expert", 0, expert, 1) for expert in range(EXPERTS)]
+    engine = SimpleNamespace(operators=experts, router_tally=lambda *_: layer.counts)
+    tracker = TokenTracker(engine, 100, SimpleNamespace(counts_probabilities=False, makes_up=Boost(FRACTION, most)))
+    debt = Debt((owed,), ((0,) * EXPERTS,), most)
+    tracker.goes_on(dataclasses.replace(Ledger.of({0: EXPERTS}), debt=debt).state_dict())
+    layer.taken()
+    made_up, iterations = [0] * EXPERTS, 0
+    while tracker.debt.left:
+        more = layer()[1] & ~routed
+        made_up = [sum(pair) for pair in zip(made_up, more.sum(dim=0).tolist(), strict=True)]
+        tracker.on_vote({name: values.tolist() for name, values in tracker.ballot().items()})
+        tracker.completed(skipped=False)
+        iterations += 1
+    assert tracker.debt.made_up == (tuple(made_up),)
+    assert all((made >= lost) == (drops or not lost) for made, lost, drops in zip(made_up, owed, dropping, strict=True))
+    assert iterations == most if everybody else 1 < iterations < most
+    assert torch.equal(layer()[1], routed) and "tokens_owed" not in tracker.gauges
