@@ -138,8 +138,8 @@ class TokenTracker:
         return self._ledger.state_dict()
 
     def _continue(self, ledger: Ledger) -> None:
-        """Moves on to a ledger, and gives the experts that owe tokens in it more capacity."""
-        self._ledger = ledger
+        """Moves on to a ledger, and gives the experts that owe tokens in it more capacity, if that is wanted."""
+        self._ledger = ledger if self._makes_up is not None else dataclasses.replace(ledger, debt=None)
         if self._makes_up is not None:
             self._counts.boost(ledger.owed, self._makes_up.fraction)
 

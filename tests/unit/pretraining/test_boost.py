@@ -188,17 +188,34 @@ def test_a_capacity_for_every_token_leaves_nothing_to_boost():
     assert all(map(torch.equal, before, after)) and not any(layer.taken()[1])
 
 
+def tracker_of(layer, makes_up):
+    """What keeps the ledger of that layer."""
+    experts = [Operator(f"layers.0.expert.{expert}", "expert", 0, expert, 1) for expert in range(EXPERTS)]
+    engine = SimpleNamespace(operators=experts, router_tally=lambda *_: layer.counts)
+    return TokenTracker(engine, 100, SimpleNamespace(counts_probabilities=False, makes_up=makes_up))
+
+
+def owing(owed, iterations):
+    """The state of a ledger of experts that owe so many tokens."""
+    debt = Debt((tuple(owed),), ((0,) * EXPERTS,), iterations)
+    return dataclasses.replace(Ledger.of({0: EXPERTS}), debt=debt).state_dict()
+
+
+def test_a_run_that_continues_without_a_boost_owes_nothing():
+    layer = Layer()
+    tracker = tracker_of(layer, None)
+    tracker.goes_on(owing(OWED, 20))
+    assert tracker.debt is None and "tokens_owed" not in tracker.gauges | tracker.ballot()
+
+
 @pytest.mark.parametrize("everybody", [False, True])
 def test_the_boost_ends_when_lost_tokens_are_made_up_or_iterations_are_over(everybody):
     layer, most = Layer(), 20
     _, routed = layer()
     dropping = (layer.boost([9] * EXPERTS)()[1] & ~routed).any(dim=0).tolist()
     owed = tuple(9 * (drops or everybody) for drops in dropping)  # others never have more tokens than capacity
-    experts = [Operator(f"layers.0.expert.{expert}", "expert", 0, expert, 1) for expert in range(EXPERTS)]
-    engine = SimpleNamespace(operators=experts, router_tally=lambda *_: layer.counts)
-    tracker = TokenTracker(engine, 100, SimpleNamespace(counts_probabilities=False, makes_up=Boost(FRACTION, most)))
-    debt = Debt((owed,), ((0,) * EXPERTS,), most)
-    tracker.goes_on(dataclasses.replace(Ledger.of({0: EXPERTS}), debt=debt).state_dict())
+    tracker = tracker_of(layer, Boost(FRACTION, most))
+    tracker.goes_on(owing(owed, most))
     assert (layer()[1] & ~routed).any()
     layer.taken()
     made_up, iterations = [0] * EXPERTS, 0
