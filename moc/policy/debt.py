@@ -36,14 +36,15 @@ class Debt:
         """The debt after a recovery: the tokens lost, and those still owed from before.
 
         Args:
-            lost: to this recovery.
+            lost: to this recovery; negative where a newer state than before was found.
             iterations: given to make tokens up, counted anew if any were lost.
             before: debt of the iteration from which the run resumes; continues unchanged if nothing was lost.
         """
         if not any(map(any, lost)):
             return before
-        owed = before.owed if before is not None else _zeros(lost)
-        return cls(_summed(owed, lost), _zeros(lost), iterations)
+        owed = _summed(before.owed, lost) if before is not None else lost
+        tokens = tuple(tuple(max(0, number) for number in row) for row in owed)
+        return cls(tokens, _zeros(lost), iterations if any(map(any, tokens)) else 0)
 
     @property
     def owed(self) -> Table:

@@ -1,5 +1,6 @@
 """Tokens that experts lost to a recovery, and what of them is made up, from one iteration to the next."""
 
+import dataclasses
 import json
 
 import pytest
@@ -60,6 +61,14 @@ def test_another_recovery_adds_to_what_is_owed():
     again = ledger.recovered({0: {0: 1}, 3: {1: 1}}).indebted(ledger, 5)
     assert again.owed == {0: (8 + 10, 0), 3: (0, 120)}  # what made up for it is lost, too
     assert again.debt.left == 5
+
+
+def test_what_is_found_after_all_is_no_longer_owed():
+    stale = recovered(base())
+    found = trained(stale).recovered({0: {0: 3}}, [base()])  # the state of iteration 3, before it was lost
+    assert found.lost[0] == (10, 0) and found.indebted(trained(stale), 5).owed == {0: (10, 0), 3: (0, 0)}
+    better = dataclasses.replace(stale, learned=base().learned)
+    assert better.indebted(stale, 5).owed == {} and better.indebted(stale, 5).debt.left == 0
 
 
 def test_it_survives_json_and_older_ledgers_owe_nothing():
