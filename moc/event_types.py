@@ -59,6 +59,7 @@ EVENTS = {
             "selective_experts": "experts of each layer in a snapshot, in the mean over layers",
             "selective_gradients": "those of them of which it has the gradients in place of the state",
             "mlt": "momentary lost tokens, in iterations: what a fault right after the newest snapshot would lose",
+            "tokens_owed": "lost tokens that experts are still to make up by more capacity, until all are",
             "k_persist": "experts of each layer in a snapshot in storage",
             "snapshot_interval": "iterations from one snapshot to the next, as the tuner has chosen it",
             "sparse_window": "iterations of a window",
@@ -180,13 +181,23 @@ EVENTS = {
         },
     ),
     "lost": EventType(
-        "A recovery has restored experts from older snapshots (pec).",
+        "A recovery has restored experts from older snapshots (pec, selective).",
         {
             "iteration": "from which training resumes",
             "plt": "proportion of the experts' tokens lost so far",
             "raised_by": "by this recovery",
             "of_training": "the same, as a proportion of the whole training's tokens",
             "by_layer": "plt of each layer",
+        },
+    ),
+    "boost": EventType(
+        "Experts begin or cease to make up lost tokens by more capacity; begin again after a restart.",
+        {
+            "iteration": "iterations completed",
+            "boosted": "whether they have more capacity from now on",
+            "tokens": "lost tokens that experts are to make up",
+            "made_up": "of these so far: tokens that they processed beyond their capacity",
+            "left": "iterations left for it",
         },
     ),
     "expected": EventType(

@@ -65,6 +65,11 @@ class Cell:
         """Processes that train."""
         return NODES if self.kind == "curve" else 1
 
+    @property
+    def traced(self) -> bool:
+        """Whether its sample has the losses of all iterations."""
+        return self.kind == "curve"
+
     def flags(self, plan: Plan, directory: Path, memory: Path) -> list[str]:
         """Of the training program, but for the data's; ``directory`` gets log and checkpoints."""
         flags = [*MODEL_FLAGS, "--seed", self.seed, "--micro-batch-size", BATCH // self.workers]

@@ -11,13 +11,13 @@ from benchmarks import common
 from benchmarks.accuracy.cells import EXPERTS, Cell, Plan, cells, expected
 
 WIDTH = 110  # columns of the table
-_FIELDS = {field.name for field in fields(Cell)}
 
 
-def cell_of(sample: dict) -> Cell:
+def cell_of(sample: dict, kind: type[Cell] = Cell) -> Cell:
     """The cell that a sample was measured with, also after a way through JSON."""
-    values: dict[str, Any] = {name: value for name, value in sample.items() if name in _FIELDS}
-    return Cell(**{**values, "faults": tuple(sample["faults"])})
+    names = {field.name for field in fields(kind)}
+    values: dict[str, Any] = {name: value for name, value in sample.items() if name in names}
+    return kind(**{**values, "faults": tuple(sample["faults"])})
 
 
 def summary(samples: Iterable[dict], plan: Plan) -> list[dict]:

@@ -131,7 +131,8 @@ def told(events: list[dict], cell: Cell, plan: Plan) -> dict:
     Returns:
         ``loss``: validation loss at the end, nats a token; ``plt``: lost tokens of all faults as a share of the whole
         training's (eq. 7), where the event has the share of those so far; ``resumed``: iteration, tier and sources of
-        each recovery; of curves also ``evaluations`` ([iteration, loss]) and ``train_losses``, one of each iteration.
+        each recovery; if ``traced`` also ``evaluations`` ([iteration, loss]), and of each iteration ``train_losses``
+        and, if experts make up lost tokens, ``owed``, the tokens left.
 
     Raises:
         RunFailed: a recovery or the loss at the end is missing.
@@ -144,10 +145,12 @@ def told(events: list[dict], cell: Cell, plan: Plan) -> dict:
     share = lost[-1]["iteration"] / plan.iterations if lost else 0.0  # every iteration routes as many tokens
     plt = lost[-1]["plt"] * share if lost else 0.0
     result = {"loss": evaluations[plan.iterations], "plt": plt, "resumed": resumed}
-    if cell.kind == "curve":
-        losses = {e["iteration"]: e["loss"] for e in _of(events, "iteration")}
+    if cell.traced:
+        iterations = {e["iteration"]: e for e in _of(events, "iteration")}
         result["evaluations"] = sorted(evaluations.items())
-        result["train_losses"] = [round(losses[i], 4) for i in sorted(losses)]
+        result["train_losses"] = [round(iterations[i]["loss"], 4) for i in sorted(iterations)]
+        if any("tokens_owed" in e for e in iterations.values()):
+            result["owed"] = [iterations[i].get("tokens_owed", 0) for i in sorted(iterations)]
     return result
 
 

@@ -61,6 +61,7 @@ def _job_shape(config: Config, engine: Engine) -> JobShape:
         experts_apart=not config.moe.moe_grouped_gemm,
         pp=pp,
         num_experts=config.moe.num_experts or 0,
+        drops=config.moe.drops_tokens,
         bubble_share=0.0 if world.device.type == "cuda" else share,  # there, the host does not wait for other stages
     )
 

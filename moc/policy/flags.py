@@ -51,6 +51,7 @@ class JobShape:
         num_experts: experts of a layer; 0 without experts.
         bubble_share: share of forward and backward in the pipeline's bubbles, as estimated; 0 where copies cannot be
             held up until one.
+        drops: experts have a capacity beyond which they drop tokens, and are not filled up to it.
     """
 
     ep: int = 1
@@ -60,6 +61,7 @@ class JobShape:
     pp: int = 1
     num_experts: int = 0
     bubble_share: float = 0.0
+    drops: bool = False
 
 
 def number_or_auto(text: Any) -> str:

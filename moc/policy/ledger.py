@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Table = tuple[tuple[int, ...], ...]
-"""Tokens by index of the layer among those with experts, and by expert."""
+from moc.policy.debt import Debt, Table
 
 
 class Version(NamedTuple):
@@ -57,6 +56,7 @@ class Ledger:
         to_memory: snapshots in progress, oldest first.
         to_peers: what of these is copied to other nodes.
         to_storage: snapshots being persisted, oldest first.
+        debt: lost tokens that experts make up by more capacity; None if there never were any.
     """
 
     iteration: int
@@ -70,6 +70,7 @@ class Ledger:
     to_memory: tuple[PendingSave, ...] = ()
     to_storage: tuple[PendingSave, ...] = ()
     to_peers: tuple[PendingSave, ...] = ()
+    debt: Debt | None = None
 
     @classmethod
     def of(cls, experts: Mapping[int, int]) -> Ledger:
@@ -79,18 +80,25 @@ class Ledger:
         versions = tuple((Version(0, 0),) * experts[layer] for layer in layers)
         return cls(0, layers, zeros, zeros, (0,) * len(layers), versions, versions, versions)
 
-    def after(self, counts: Mapping[int, Sequence[int]], sent: Mapping[int, int] | None = None) -> Ledger:
+    def after(
+        self,
+        counts: Mapping[int, Sequence[int]],
+        sent: Mapping[int, int] | None = None,
+        beyond: Mapping[int, Sequence[int]] | None = None,
+    ) -> Ledger:
         """The ledger after one more iteration.
 
         Args:
             counts: tokens that each expert processed over all ranks, by layer.
             sent: tokens times TopK of the iteration by layer, if capacity may have dropped some; by default the sum of
                 ``counts``.
+            beyond: of ``counts``, tokens that experts processed beyond their capacity; by default none.
 
         Raises:
             ValueError: layers or experts differ from the ledger's, or a count is negative.
         """
         rows = [self._row(counts, layer) for layer in self.layers]
+        extra = [self._row(beyond, layer) if beyond else (0,) * len(self.load[layer]) for layer in self.layers]
         total = [sum(row) for row in rows] if sent is None else [sent[layer] for layer in self.layers]
         return dataclasses.replace(
             self,
@@ -98,6 +106,7 @@ class Ledger:
             given=_added(self.given, rows),
             learned=_added(self.learned, rows),
             routed=tuple(map(sum, zip(self.routed, total, strict=True))),
+            debt=self.debt and self.debt.after(extra),
         )
 
     def begun(
@@ -170,6 +179,17 @@ class Ledger:
         tables = {"learned": _frozen(learned)} | {name: _frozen(table) for name, table in saved_in.items()}
         return dataclasses.replace(self, **tables, **{f"to_{name}": () for name in _TIERS})
 
+    def indebted(self, base: Ledger, iterations: int) -> Ledger:
+        """This ledger, :meth:`recovered` from ``base``, whose experts have so many iterations to make up the losses."""
+        lost = [tuple(map(operator.sub, *rows)) for rows in zip(base.learned, self.learned, strict=True)]
+        return dataclasses.replace(self, debt=Debt.of(lost, iterations, base.debt))
+
+    @property
+    def owed(self) -> dict[int, tuple[int, ...]]:
+        """Lost tokens that are still to be made up, by layer and expert; empty if there are none."""
+        rows = () if self.debt is None else self.debt.owed
+        return dict(zip(self.layers, rows, strict=True)) if any(map(any, rows)) else {}
+
     @property
     def lost(self) -> dict[int, tuple[int, ...]]:
         """Tokens lost to all faults, by layer and expert: those whose updates the live state lacks."""
@@ -234,10 +254,12 @@ class Ledger:
                 to_memory=tuple(map(_begun, state["to_memory"])),
                 to_storage=tuple(map(_begun, state["to_storage"])),
                 to_peers=tuple(map(_begun, state.get("to_peers", state["to_memory"]))),
+                debt=None if state.get("debt") is None else Debt.from_state(state["debt"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("this is no state of a token ledger: start without it") from error
-        tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers)
+        debt = () if ledger.debt is None else (ledger.debt.tokens, ledger.debt.made_up)
+        tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers, *debt)
         shapes = {tuple(map(len, table)) for table in tables}
         if len(shapes) > 1 or len(ledger.given) != len(ledger.layers) or len(ledger.routed) != len(ledger.layers):
             raise ValueError("this state of a token ledger contradicts itself: start without it")

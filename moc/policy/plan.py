@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
+from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Interval
 from moc.policy.prices import Machine, Price, Settings
@@ -234,6 +235,11 @@ class Policy(ABC):
     def counts_probabilities(self) -> bool:
         """Whether the policy needs :meth:`on_routing`."""
         return False
+
+    @property
+    def makes_up(self) -> Boost | None:
+        """More capacity with which experts make up tokens lost to a recovery; by default none."""
+        return None
 
     @abstractmethod
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:

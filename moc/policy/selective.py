@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from moc.policy import transfers
 from moc.policy.budgets import Sizes
+from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
@@ -30,7 +31,7 @@ from moc.policy.selection import (
     proportional,
     scores,
 )
-from moc.policy.selective_flags import FLAGS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
+from moc.policy.selective_flags import BOOST, FLAGS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
 from moc.policy.selective_state import Saves, SelectiveState, Table
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.policy.transfers import Chosen
@@ -58,6 +59,8 @@ class Selective(Policy):
         survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
         hide: what copies hide behind: ``compute``, or ``bubble`` for the pipeline's bubbles.
         bubble_share: share of forward and backward in bubbles until they are timed; 0 to hide behind computation.
+        boost: capacity beyond their own with which experts make up lost tokens, as a fraction; 0 for none.
+        boost_iterations: that they have for it.
         tier: where snapshots are safe.
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         gradients: memory has the gradients of experts in place of their state where these suffice.
@@ -83,6 +86,8 @@ class Selective(Policy):
     survivors: str = "reload"
     hide: str = "compute"
     bubble_share: float = 0.0
+    boost: float = 0.0
+    boost_iterations: int = 200
     tier: str = "memory"
     persist_interval: int | None = None
     gradients: bool = False
@@ -130,6 +135,8 @@ class Selective(Policy):
         found = {"tier": asked.ckpt_tier, "persist_interval": asked.persist_interval}
         found |= {"gradients": gradients, "no_gradients": why, "bubble_share": job.bubble_share}
         found["score"] = asked.selective_score or ("tokens" if gradients else "tokens-age")
+        if asked.selective_boost is None:
+            found["boost"] = BOOST if job.drops else 0.0
         return super().settings(asked, job) | found
 
     @classmethod
@@ -199,6 +206,11 @@ class Selective(Policy):
                     f"a budget of {budget} GB leaves no room for an expert beside the dense operators: set "
                     f"--selective-{flag.replace('_', '-')} to {least / 1e9:.3g} or more, or leave it out"
                 )
+
+    @property
+    def makes_up(self) -> Boost | None:
+        """As :meth:`Policy.makes_up` (section 6)."""
+        return Boost(self.boost, self.boost_iterations) if self.boost else None
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """All dense operators and the experts selected now; a full plan if no full snapshot exists yet.

@@ -10,6 +10,9 @@ from moc.policy.selection import RULES, SCORES
 
 SURVIVORS = ("keep", "reload")
 
+BOOST, BOOST_ITERATIONS = 0.1, 200
+"""The fraction of section 6, where experts drop tokens; the paper has no limit of iterations."""
+
 MLT_LIMIT = 0.03
 """Share of dropped tokens up to which MoEtion finds no loss of accuracy (section 4.1, Table 1)."""
 
@@ -100,6 +103,22 @@ FLAGS = (
         "what they have no time for is copied (MoEtion's Algorithm 4; not on CUDA).",
         choices=HIDES,
     ),
+    PolicyFlag(
+        "selective_boost",
+        float,
+        None,
+        "Capacity that experts which lost tokens to a recovery have beyond that of others, as a fraction, out of what "
+        "other experts of their rank leave unused, until the tokens are made up; 0 for none. By default 0.1 with "
+        "--moe-expert-capacity-factor and without padding, where experts drop tokens, otherwise none.",
+        at_least=0.0,
+    ),
+    PolicyFlag(
+        "selective_boost_iterations",
+        int,
+        BOOST_ITERATIONS,
+        "Iterations after a recovery in which experts make up lost tokens; what they still owe then is given up.",
+        at_least=1,
+    ),
 )
 
 
@@ -115,6 +134,8 @@ def refusals(asked: Asked) -> Iterator[str]:
         yield "--selective-max-age belongs to --selective-rule per-byte: drop one of them."
     if asked.selective_rule == "proportional" and asked.selective_score is not None:
         yield "--selective-score belongs to --selective-rule per-byte: drop one of them."
+    if asked.selective_boost == 0 and asked.selective_boost_iterations != BOOST_ITERATIONS:
+        yield "--selective-boost-iterations has no effect with --selective-boost 0: drop one of them."
     if asked.selective_gradients == "on":
         yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles(asked))
 
@@ -123,6 +144,13 @@ def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
     """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
     if asked.selective_gradients == "on":
         yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles_of(job))
+    wanted = {"boost": asked.selective_boost, "boost-iterations": asked.selective_boost_iterations != BOOST_ITERATIONS}
+    for name, wants in wanted.items():
+        if wants and not job.drops:
+            yield (
+                f"--selective-{name} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity, "
+                f"since otherwise no expert drops a token that it could make up: change them, or drop --selective-{name}."
+            )
     if asked.selective_hide == "bubble" and job.pp == 1:
         yield (
             "--selective-hide bubble copies while a pipeline's stage waits for others, and there is one stage: raise "

@@ -130,6 +130,7 @@ class Report:
         ended: why the run ended; None without an orderly exit.
         saving: None if nothing was saved.
         plt_by_layer: after the newest recovery that lost tokens.
+        made_up: tokens made up by more capacity, of those to make up since the newest recovery; None without.
         choices: of tuners.
         not_written: number of writes that failed or were too late, by kind.
     """
@@ -156,6 +157,7 @@ class Report:
     saving: Saving | None
     gauges: Mapping[str, Trend]
     plt_by_layer: Mapping[str, float]
+    made_up: tuple[int, int] | None
     choices: tuple[Choice, ...]
     not_written: Mapping[str, int]
 
@@ -198,6 +200,7 @@ def report(name: str, events: Sequence[Event]) -> Report:
         saving=_saving(events),
         gauges={name: trend for name in GAUGES if (trend := _trend(in_order, name)) is not None},
         plt_by_layer=lost.get("by_layer", {}),
+        made_up=_made_up(events, in_order[-1]),
         choices=tuple(_choices(events)),
         not_written=_not_written(events),
     )
@@ -249,6 +252,14 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         restored=len(of_kind("restore", events)),
         survival=_newest(events, "placement").get("survival", {}),
     )
+
+
+def _made_up(events: Sequence[Event], last: Event) -> tuple[int, int] | None:
+    boost = _newest(events, "boost")
+    if not boost:
+        return None
+    owed = last.get("tokens_owed", boost["tokens"]) if boost["boosted"] else boost["tokens"] - boost["made_up"]
+    return boost["tokens"] - owed, boost["tokens"]
 
 
 def _not_written(events: Sequence[Event]) -> dict[str, int]:

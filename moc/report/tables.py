@@ -174,6 +174,10 @@ def _worst_layers(run: Report) -> str | None:
     return ", ".join(f"{_percent(plt)} in layer {layer}" for layer, plt in lost if plt) or None
 
 
+def _made_up(run: Report) -> str | None:
+    return "{:,} of {:,}".format(*run.made_up) if run.made_up else None
+
+
 _SECTIONS: dict[str, dict[str, Cell]] = {
     "run": {
         "workers": lambda run: f"{run.workers:,}",
@@ -240,6 +244,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),
         "tokens lost (PLT): first, last, mean": _trend("plt", _percent),
         "most of them": _worst_layers,
+        "of the newest, made up by more capacity": _made_up,
     },
     "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},
 }

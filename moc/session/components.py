@@ -70,7 +70,7 @@ def build(
         check_saving(engine, holdings, tiers, settings.tier, policy, policy.replays)
         publisher = Publisher(world, policy, tiers, engine.layout, log)
         undo.callback(publisher.close)
-        tokens = TokenTracker(engine, settings.train_iters, policy.counts_probabilities) if counts else None
+        tokens = TokenTracker(engine, settings.train_iters, policy) if counts else None
         if tokens is not None:
             undo.callback(tokens.close)
         if settings.upstream_logging:

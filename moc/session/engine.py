@@ -123,8 +123,19 @@ class RouterTally(Protocol):
         """Returns, by layer and expert, the sum of the probabilities with which the expert was chosen."""
         ...
 
+    def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
+        """From now on, lets experts that owe tokens, by layer and expert, process more than their capacity.
+
+        By at most this fraction, and no more than the other experts of their rank leave unused; nobody routes
+        differently because of it.  If nothing is owed, all is as it was before.  Not called where ``makes_up`` is None.
+        """
+
+    def beyond(self, tally: dict) -> dict[int, list[int]]:
+        """Returns, by layer, the tokens that each expert processed beyond its capacity; empty if none was boosted."""
+        ...
+
     def close(self) -> None:
-        """Stops counting."""
+        """Stops counting, and boosting."""
 
 
 class Outcome(NamedTuple):

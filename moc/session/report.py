@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moc.policy import Policy
+from moc.policy.debt import Debt
 from moc.session.engine import Listener
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
@@ -24,6 +25,7 @@ class SnapshotReport:
         self._bubble_bytes = 0
         self.gauges: dict[str, float] = {}
         """Of copies in the pipeline's bubbles; empty without."""
+        self._boosted = False
 
     def trained(self, seconds: float, bubble_s: float) -> None:
         """Adds the time of an iteration, all stalls included, and the part of it in the pipeline's bubbles."""
@@ -64,6 +66,18 @@ class SnapshotReport:
         text, fields = said
         self._log.message(f"WARNING: {text}")
         self._log.events.write("at_risk", iteration=iteration, **fields)
+
+    def boost(self, iteration: int, debt: Debt | None) -> None:
+        """Reports that experts begin, or cease, to make up lost tokens."""
+        boosted = debt is not None and debt.left > 0
+        if debt is None or boosted == self._boosted:
+            return
+        self._boosted = boosted
+        tokens, made_up = debt.totals
+        left = f"; they have {debt.left} iterations left for it" if boosted else ""
+        self._log.message(f"experts have made up {made_up} of {tokens} lost tokens by more capacity{left}")
+        fields = dict(boosted=boosted, tokens=tokens, made_up=made_up, left=debt.left)
+        self._log.events.write("boost", iteration=iteration, **fields)
 
     def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
         """Reports a copied snapshot, by the vote of so many workers."""

@@ -118,6 +118,8 @@ class Session(VoteParticipant):
         elif mine is None:
             parts.report.expected(policy, settings)
         self.position, self.record = start.position, start.record
+        if parts.tokens is not None:
+            parts.report.boost(start.position.iteration, parts.tokens.debt)
         snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
         undo.callback(snapshots.close)
         snapshots.reserve()
@@ -165,6 +167,7 @@ class Session(VoteParticipant):
             parts.report.chosen(self.position.iteration, parts.policy)
         if parts.tokens is not None:
             parts.tokens.completed(skipped=record.skipped)
+            parts.report.boost(self.position.iteration, parts.tokens.debt)
             if parts.policy.counts_probabilities and not record.skipped:
                 parts.policy.on_routing(parts.tokens.probabilities)
         return self.position
@@ -223,8 +226,8 @@ class Session(VoteParticipant):
         if self._running is None:
             return {}
         parts, snapshots = self._running
-        plt = {} if parts.tokens is None else {"plt": parts.tokens.plt}
-        return plt | parts.policy.gauges() | dict(parts.tap.gauges) | snapshots.gauges
+        lost = {} if parts.tokens is None else parts.tokens.gauges
+        return lost | parts.policy.gauges() | dict(parts.tap.gauges) | snapshots.gauges
 
     @property
     def load(self) -> Load | None:

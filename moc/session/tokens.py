@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moc.policy import Load, SnapshotPlan
+from moc.policy import Load, Policy, SnapshotPlan
+from moc.policy.debt import Debt
 from moc.policy.ledger import Ledger
 from moc.recovery.sources import RecoveryPath
 from moc.session.engine import Engine
@@ -30,15 +31,15 @@ class Raised(NamedTuple):
 class TokenTracker:
     """Keeps the ledger; every worker calls every method."""
 
-    def __init__(self, engine: Engine, train_iters: int, with_probabilities: bool = False):
+    def __init__(self, engine: Engine, train_iters: int, policy: Policy):
         self._experts = {o.name: o.place for o in engine.operators if o.place is not None}
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1
-        self._counts = engine.router_tally(sorted(numbers), with_probabilities)
-        self._ledger, self._heard = Ledger.of(numbers), ({}, {})
+        self._with_probabilities, self._makes_up = policy.counts_probabilities, policy.makes_up
+        self._counts = engine.router_tally(sorted(numbers), self._with_probabilities)
+        self._ledger, self._heard, self._beyond = Ledger.of(numbers), ({}, {}), {}
         self._train_iters = max(1, train_iters)
-        self._with_probabilities = with_probabilities
         self.probabilities: dict[int, list[float]] = {}
         """By layer and expert, the sum of the probabilities with which it was given tokens in the last iteration."""
 
@@ -52,16 +53,16 @@ class TokenTracker:
 
     def on_vote(self, tally: dict) -> None:
         """Receives the counts of all routers."""
-        self._heard = self._counts.by_layer(tally)
+        self._heard, self._beyond = self._counts.by_layer(tally), self._counts.beyond(tally)
         if self._with_probabilities:
             self.probabilities = self._counts.probabilities(tally)
 
     def completed(self, skipped: bool) -> None:
         """An iteration has completed; if it was skipped, no expert has learned from it."""
-        counts, sent = self._heard
+        (counts, sent), beyond = self._heard, self._beyond
         if skipped:
-            counts, sent = {layer: [0] * len(row) for layer, row in counts.items()}, dict.fromkeys(sent, 0)
-        self._ledger = self._ledger.after(counts, sent)
+            counts, sent, beyond = {layer: [0] * len(row) for layer, row in counts.items()}, dict.fromkeys(sent, 0), {}
+        self._continue(self._ledger.after(counts, sent, beyond))
 
     def begun(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """A snapshot starts, with the part of it that goes to storage."""
@@ -87,7 +88,7 @@ class TokenTracker:
 
     def goes_on(self, state: Mapping) -> None:
         """Nothing was lost: this ledger continues."""
-        self._ledger = Ledger.from_state(state)
+        self._continue(Ledger.from_state(state))
 
     def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
         """The run resumes by a recovery path; returns by how much that raised the proportion of lost tokens.
@@ -102,7 +103,8 @@ class TokenTracker:
         base, restored = ledgers.pop(way.base.key), {}
         for name, (layer, expert) in self._experts.items():
             restored.setdefault(layer, {})[expert] = way.learned_until(name)
-        self._ledger = base.recovered(restored, ledgers.values())
+        recovered = base.recovered(restored, ledgers.values())
+        self._continue(recovered if self._makes_up is None else recovered.indebted(base, self._makes_up.iterations))
         raised = self._ledger.plt() - base.plt()
         return Raised(raised, self._of_training(raised))
 
@@ -126,12 +128,29 @@ class TokenTracker:
         """The proportion of lost tokens so far, by number of each layer with experts."""
         return self._ledger.plt_by_layer()
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Values to report with every iteration."""
+        owed = sum(map(sum, self._ledger.owed.values()))
+        return {"plt": self.plt} | ({"tokens_owed": owed} if owed else {})
+
+    @property
+    def debt(self) -> Debt | None:
+        """Lost tokens that experts make up by more capacity; None if there never were any."""
+        return self._ledger.debt
+
     def state_dict(self) -> dict:
         """Returns the ledger as JSON-compatible values."""
         return self._ledger.state_dict()
 
     def _of_training(self, plt: float) -> float:
         return plt * min(1.0, self._ledger.iteration / self._train_iters)
+
+    def _continue(self, ledger: Ledger) -> None:
+        """Moves on to a ledger, and gives the experts that owe tokens in it more capacity, if that is wanted."""
+        self._ledger = ledger if self._makes_up is not None else dataclasses.replace(ledger, debt=None)
+        if self._makes_up is not None:
+            self._counts.boost(ledger.owed, self._makes_up.fraction)
 
     def _saved(self, plan: SnapshotPlan) -> Experts:
         saved: Experts = {}

@@ -87,6 +87,11 @@ class MoeFlags(FlagGroup):
         """One entry per layer: 1 if it holds experts, 0 if it is dense."""
         return expand(self.moe_layer_freq, num_layers) if self.num_experts else (0,) * num_layers
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether experts have a capacity beyond which they drop tokens, and are not filled up to it."""
+        return self.moe_expert_capacity_factor is not None and not self.moe_pad_expert_input_to_capacity
+
     def validate(self) -> None:
         """Rejects invalid routing, mostly before megatron-core would."""
         if self.num_experts is None:

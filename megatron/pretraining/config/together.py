@@ -66,6 +66,7 @@ def _check_snapshots(config: FlagGroups) -> None:
         experts_apart=not config.moe.moe_grouped_gemm,
         pp=config.parallel.pipeline_model_parallel_size,
         num_experts=config.moe.num_experts or 0,
+        drops=config.moe.drops_tokens,
     )
     for kind in POLICIES.values():
         for sentence in kind.misfits(snapshot, job):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron.pretraining.engine.boost import RouterBoost
 from megatron.pretraining.model.parameters import unwrap
 
 
 class RouterCounts:
     """Counts the routed tokens of an iteration, and with ``probabilities`` sums their routing probabilities.
 
-    A token dropped by an expert's capacity does not count for the expert, only as sent.  Activation recomputation does
-    not count twice.  ``padded`` experts are filled up to their capacity with tokens that were not routed to them.
+    A token dropped by an expert's capacity does not count for the expert, only as sent.  Tokens beyond its capacity,
+    with :meth:`boost`, count for the expert, and by themselves.  Activation recomputation does not count twice.
+    ``padded`` experts are filled up to their capacity with tokens that were not routed to them.
     """
 
     def __init__(
@@ -31,33 +35,56 @@ class RouterCounts:
         self._sent = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self._probabilities = torch.zeros(self._counts.shape, dtype=torch.float64, device=device)
         self._adds_up = probabilities
-        routers = (m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter))
-        self._hooks = [router.register_forward_hook(self._count) for router in routers]
+        self._beyond = torch.zeros_like(self._counts)
+        self._boosted, self._boosts = False, {}
+        self._routers = [m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter)]
+        self._hooks = [router.register_forward_hook(self._count) for router in self._routers]
 
     def close(self) -> None:
-        """Stops counting."""
+        """Stops counting, and boosting."""
+        self.boost({}, 0.0)
         for hook in self._hooks:
             hook.remove()
+
+    def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
+        """As :meth:`moc.session.engine.RouterTally.boost`."""
+        for boost in self._boosts.values():
+            boost.close()
+        self._boosted = bool(owed)
+        self._boosts = {
+            layer: RouterBoost(router, owed[layer], fraction)
+            for router in self._routers
+            if any(owed.get(layer := _layer_of(router), ()))
+        }
 
     def take(self) -> dict[str, torch.Tensor]:
         """This worker's contributions to the vote since the last call, flat."""
         ballot = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
         if self._adds_up:
             ballot["expert_probabilities"] = self._probabilities.flatten().clone()
-        for counter in (self._counts, self._sent, self._probabilities):
+        if self._boosted:
+            ballot["tokens_beyond"] = self._beyond.flatten().double()
+        for counter in (self._counts, self._sent, self._beyond, self._probabilities):
             counter.zero_()
         return ballot
 
     def by_layer(self, tally: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
         """The voted counts by layer: tokens of each expert, and tokens sent times TopK."""
-        experts, tokens = self._counts.shape[1], [int(n) for n in tally["expert_tokens"]]
-        counts = {layer: tokens[place * experts :][:experts] for layer, place in self._place.items()}
-        return counts, {layer: int(tally["sent_tokens"][place]) for layer, place in self._place.items()}
+        sent = {layer: int(tally["sent_tokens"][place]) for layer, place in self._place.items()}
+        return self._table(tally["expert_tokens"]), sent
+
+    def beyond(self, tally: dict[str, list[float]]) -> dict[int, list[int]]:
+        """The voted tokens of each expert beyond its capacity, by layer; empty if none was boosted."""
+        return self._table(tally["tokens_beyond"]) if "tokens_beyond" in tally else {}
 
     def probabilities(self, tally: dict[str, list[float]]) -> dict[int, list[float]]:
         """The voted sums of routing probabilities by layer and expert, if these are summed."""
         sums, experts = tally["expert_probabilities"], self._counts.shape[1]
         return {layer: sums[place * experts :][:experts] for layer, place in self._place.items()}
+
+    def _table(self, flat: list[float]) -> dict[int, list[int]]:
+        experts, tokens = self._counts.shape[1], [int(n) for n in flat]
+        return {layer: tokens[place * experts :][:experts] for layer, place in self._place.items()}
 
     def _count(self, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         probabilities, routed = output
@@ -66,9 +93,17 @@ class RouterCounts:
             return
         if self._padded:
             routed = routed & (probabilities != 0)
-        assert router.layer_number is not None  # the router belongs to a layer
-        place = self._place[router.layer_number - 1]
-        self._counts[place] += routed.detach().sum(dim=0)
+        layer, tokens = _layer_of(router), routed.detach().sum(dim=0)
+        place = self._place[layer]
+        self._counts[place] += tokens
+        if layer in self._boosts:
+            self._beyond[place] += (tokens - self._boosts[layer].capacity(len(routed))).clamp(min=0)
         self._sent[place] += routed.shape[0] * router.topk
         if self._adds_up:
             self._probabilities[place] += (probabilities.detach() * routed).double().sum(dim=0)
+
+
+def _layer_of(router: TopKRouter) -> int:
+    """The layer that a router belongs to, counted from 0."""
+    assert router.layer_number is not None  # every router belongs to one
+    return router.layer_number - 1

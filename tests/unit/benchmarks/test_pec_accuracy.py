@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pec_accuracy
 from benchmarks.accuracy import plots, report, runs
 from benchmarks.accuracy.cells import EXPERTS, QUICK, Cell, Plan, cells, expected, expected_plt
+from benchmarks.accuracy.results import Results
 from megatron.pretraining.arguments import parse_config
 from moc.policy.adaptive import uniform_plt
 from moc.policy.ledger import Ledger
@@ -247,13 +247,13 @@ def test_the_plot_is_drawn_of_what_there_is(samples, tmp_path):
 
 def test_what_was_measured_in_the_same_way_is_kept(tmp_path):
     path, setup = tmp_path / "out.json", {"plan": asdict(QUICK), "flags": ["a"]}
-    wanted = cells(QUICK, seed=1)
-    first = pec_accuracy.Results(setup, path)
+    wanted, figures = cells(QUICK, seed=1), lambda samples: {"runs": len(samples)}
+    first = Results(setup, path, figures)
     first.resume()  # there is nothing
-    first.add(sample(wanted[0], 4.0), QUICK)
-    first.add(sample(wanted[1], 4.1), QUICK)
-    again = pec_accuracy.Results(setup, path)
+    first.add(sample(wanted[0], 4.0))
+    first.add(sample(wanted[1], 4.1))
+    again = Results(setup, path, figures)
     again.resume()
     assert again.samples == first.samples and again.missing(wanted) == wanted[2:]
     with pytest.raises(runs.RunFailed, match="other flags"):
-        pec_accuracy.Results(setup | {"flags": ["b"]}, path).resume()
+        Results(setup | {"flags": ["b"]}, path, figures).resume()

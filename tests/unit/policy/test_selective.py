@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moc.policy import Every, IntervalTuner, JobShape, Observed, Transfer, policy_named
 from moc.policy.budgets import Sizes
+from moc.policy.debt import Boost
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.prices import Machine
 from moc.policy.prices import Sizes as SnapshotSizes
@@ -336,6 +337,7 @@ def asked(**flags) -> SimpleNamespace:
         (dict(selective_remote_gb=1.0, ckpt_tier="memory"), "add --ckpt-tier peers"),
         (dict(selective_rule="proportional", selective_max_age=3), "--selective-max-age belongs to"),
         (dict(selective_rule="proportional", selective_score="tokens"), "--selective-score belongs to"),
+        (dict(selective_boost=0.0, selective_boost_iterations=9), "no effect with --selective-boost 0"),
     ],
 )
 def test_flags_that_contradict_each_other(flags, sentence):
@@ -348,6 +350,15 @@ def test_settings_from_flags():
     policy = Selective(OPERATORS, Every(2), **Selective.settings(flags, JobShape()))
     assert (policy.experts, policy.tier, policy.persist_interval, policy.interval) == (2, "peers", 8, Every(2))
     assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
+
+
+def test_capacity_is_boosted_by_default_where_experts_drop_tokens():
+    def boost(drops, **flags):
+        return Selective(OPERATORS, Every(2), **Selective.settings(asked(**flags), JobShape(drops=drops))).makes_up
+
+    assert boost(True) == Boost(0.1, 200) and boost(False) is None
+    assert boost(True, selective_boost=0.5, selective_boost_iterations=7) == Boost(0.5, 7)
+    assert boost(True, selective_boost=0.0) is None
 
 
 def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_default():

@@ -51,6 +51,13 @@ REFUSED = [
         f"{TP2} --moe-ffn-hidden-size 3 --disable-bias-linear --expert-tensor-parallel-size 2",
         "--moe-ffn-hidden",
     ),
+    ("--ckpt-policy selective --ckpt-dir x --selective-boost 0.1", "no expert drops a token"),
+    (
+        "--ckpt-policy selective --ckpt-dir x --selective-boost-iterations 9 --moe-expert-capacity-factor 1 "
+        "--moe-pad-expert-input-to-capacity",
+        "--selective-boost-iterations needs --moe-expert-capacity-factor without --moe-pad",
+    ),
+    ("--ckpt-policy auto --ckpt-dir x --selective-boost 0.1", "or drop --selective-boost"),
     # network
     ("--num-attention-heads 3", "--hidden-size 128 is not a multiple of --num-attention-heads 3"),
     ("--num-query-groups 2", "--group-query-attention: add it"),

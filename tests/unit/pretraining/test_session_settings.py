@@ -32,3 +32,12 @@ def test_bubbles_are_estimated_by_the_schedule_and_not_used_on_cuda(device, chun
     engine = SimpleNamespace(world=SimpleNamespace(size=2, device=torch.device(device)), stages=(0, 0, 1, 1))
     options = settings_of(config, engine).options
     assert (options["hide"], options["bubble_share"]) == ("bubble", pytest.approx(share))
+
+
+def test_whether_experts_drop_tokens_is_known_to_policies():
+    def boost(flags):
+        return settings_of(parse(f"--ckpt-policy selective --ckpt-dir x {flags}"), ENGINE).options["boost"]
+
+    padded = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+    assert boost("--moe-expert-capacity-factor 1") == 0.1
+    assert boost("") == boost(padded) == boost(f"{padded} --selective-boost 0") == 0.0

@@ -211,7 +211,8 @@ def saved():
     story.tell("choice", iteration=10, sparse_window=3, reason="it is hidden")
     story.generation(0.5).tell("restore", iteration=10, of=1, held_by=0).resume(0.5, kept=0)
     story.tell("lost", iteration=10, plt=0.25, raised_by=0.25, by_layer={"1": 0.125, "3": 0.375})
-    return story.start(0.5).usual(1, plt=0.25, hhi=0.5, skewness=0.5)
+    story.tell("boost", iteration=10, boosted=True, tokens=2000, made_up=0, left=200)
+    return story.start(0.5).usual(1, plt=0.25, hhi=0.5, skewness=0.5, tokens_owed=800)
 
 
 def lines(*runs):
@@ -224,6 +225,7 @@ def test_what_the_table_says():
     assert told["experts/skewness: first, last, mean"] == "0.0100, 0.5000, 0.0955"
     assert told["experts/tokens lost (PLT): first, last, mean"] == "0.00 %, 25.00 %, 2.27 %"
     assert told["experts/most of them"] == "37.50 % in layer 3, 12.50 % in layer 1"
+    assert told["experts/of the newest, made up by more capacity"] == "1,200 of 2,000"
     assert told["upstream logs/bytes: mean, most"] == "5.5 kB, 10.0 kB"
     assert told["snapshots/tier"] == "peers" and told["snapshots/taken"] == "10"
     assert told["snapshots/bytes an iteration, to host memory"] == "909.1 kB"  # 11 iterations
@@ -236,6 +238,12 @@ def test_what_the_table_says():
     assert told["faults and recoveries/what was computed again"] == "1 not"
     assert told["policy/window W"] == "3"
     assert "where the time went/until started again" not in told
+
+
+def test_what_is_made_up_when_a_boost_has_ended():
+    story = saved().tell("boost", iteration=11, boosted=False, tokens=2000, made_up=1900, left=0)
+    assert story.usual(1).report.made_up == (1900, 2000)
+    assert Story().start().usual(2).report.made_up is None
 
 
 def test_runs_are_side_by_side():
