@@ -26,6 +26,7 @@ from moc.runtime.message import Message
 from moc.runtime.replica_server import keep
 from moc.runtime.running_clock import RunningClock
 from moc.runtime.wire import WireError
+from moc.runtime.within import within
 from moc.store.errors import CheckpointError
 from moc.store.leftovers import give_back
 
@@ -101,8 +102,8 @@ class Agent:
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     self._zygote.kill()  # remaining workers die with it
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._zygote.wait(), 5.0)
+                with contextlib.suppress(TimeoutError):
+                    await within(self._zygote.wait(), 5.0)
                 self._link.tell("lost")  # this process may outlive the node, which is lost unless the job is over
                 self._link.close()
                 for task in tasks:

@@ -14,6 +14,7 @@ from moc.runtime.addresses import candidates, is_ours, listening_socket, peer_of
 from moc.runtime.connections import HANDSHAKE_SECONDS
 from moc.runtime.message import Message
 from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
+from moc.runtime.within import within
 
 STRANGERS = 128
 """Peers that may be in the handshake concurrently; the oldest is dropped to admit another."""
@@ -67,21 +68,24 @@ class AsyncConnection:
         """
         while not self._messages:
             try:
-                data = await asyncio.wait_for(self._reader.read(READ_BYTES), silence)
-            except (TimeoutError, asyncio.TimeoutError) as error:
+                await within(self._read(), silence)
+            except TimeoutError as error:
                 if getattr(error, "errno", None) is not None:  # ETIMEDOUT of the kernel: the peer's machine is down
                     raise self._gone(error) from error
                 raise TimeoutError(f"{self.peer} has sent nothing for {silence:g} s") from None
             except OSError as error:
                 raise self._gone(error) from error
-            if not data:
-                self._channel.end()
-            try:
-                self._messages.extend(self._channel.receive(data))
-            except WireError:
-                self.abort()
-                raise
         return self._messages.popleft()
+
+    async def _read(self) -> None:
+        data = await self._reader.read(READ_BYTES)
+        if not data:
+            self._channel.end()
+        try:
+            self._messages.extend(self._channel.receive(data))
+        except WireError:
+            self.abort()
+            raise
 
     def close(self) -> None:
         """Closes the connection once all posted messages are sent."""
@@ -104,8 +108,8 @@ async def open(
     """
     channel = Channel(token, "client", body_limit, address)
     try:
-        sock = await asyncio.wait_for(_dial(address, channel), timeout)
-    except (TimeoutError, asyncio.TimeoutError) as error:
+        sock = await within(_dial(address, channel), timeout)
+    except TimeoutError as error:
         raise PeerGoneError(f"{address} has not answered within {timeout:g} s") from error
     except OSError as error:
         raise PeerGoneError(f"{address} cannot be reached: {reason_of(error)}") from error
@@ -241,8 +245,8 @@ class Server:
             raise WireError("it is a process of another user")
         try:
             set_up(sock)
-            await asyncio.wait_for(_shake_hands(sock, channel), self._timeout)
-        except (TimeoutError, asyncio.TimeoutError) as error:
+            await within(_shake_hands(sock, channel), self._timeout)
+        except TimeoutError as error:
             raise PeerGoneError(f"the peer has not proved itself within {self._timeout:g} s") from error
         except OSError as error:
             raise PeerGoneError(f"the connection broke during the handshake: {reason_of(error)}") from error

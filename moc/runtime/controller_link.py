@@ -189,7 +189,7 @@ class ControllerLink:
             beside = [asyncio.create_task(self._say_alive(connection))]
             if len(self._candidates) > 1:
                 beside.append(asyncio.create_task(self._look_around(index, connection)))
-            while not self.over:  # recv() may swallow a cancellation that coincides with a message
+            while not self.over:
                 said = (await connection.recv(silence=self._times.promise_s)).header
                 self._clock.tick()
                 self._hear(index, said)

@@ -68,11 +68,12 @@ class Allegiance:
     born: float
     epoch: int = -1
     _heard: dict[int, float] = field(default_factory=dict)  # by candidate, when it was last promised or heard
+    _last: float = -math.inf  # the same of any candidate, dead ones included: what they have granted may outlive them
 
     @property
     def heard(self) -> float:
         """When a leading candidate was last heard; if none was, the start of this process."""
-        return max(self._heard.values(), default=self.born)
+        return max(self.born, self._last)
 
     def free_in(self, index: int, now: float) -> float:
         """Seconds until candidate ``index`` may count on this agent, because no other one may any more.
@@ -96,12 +97,13 @@ class Allegiance:
         wait = self.free_in(index, now)
         if epoch <= self.epoch or (wait > 0 and not sure):
             return None
-        self.epoch, self._heard[index] = epoch, now
+        self.epoch = epoch
+        self.beat(now)
         return wait
 
     def beat(self, now: float) -> None:
         """Records a beat of the leading candidate that this agent follows."""
-        self._heard[self.epoch % self.candidates] = now
+        self._heard[self.epoch % self.candidates] = self._last = now
 
     def died(self, index: int) -> None:
         """Records that no process listens at a candidate's address any more."""

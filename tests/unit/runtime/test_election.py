@@ -99,6 +99,20 @@ def test_who_is_known_to_have_died_is_not_waited_for_nor_who_comes_after_it_at_t
     assert agent.asked(4, sure=False, now=5.0) == 0
 
 
+def test_what_a_dead_candidate_has_granted_outlives_it():
+    agent = Allegiance(2, TIMES.promise_s, born=0.0)
+    agent.asked(1, sure=True, now=5.0)
+    agent.beat(8.0)
+    agent.died(1)
+    assert agent.free_in(0, 9.0) == 0 and agent.heard == 8.0
+    election = elected(candidates=2, there=())
+    for node in (0, 1):
+        election.comes(node, 1, 0.0, 9.0 - agent.heard, now=9.0)
+    epoch = election.stands(9.0)
+    assert [election.promised(node, epoch, 0.0, 9.0) for node in (0, 1)] == [False, True]
+    assert election.absent_are_lost_at == 8.0 + TIMES.lease_s  # a third node may have heard the same beat
+
+
 def test_who_promises_early_is_counted_on_late():
     election = elected(voters=5, there=(0, 1, 2))
     epoch = election.stands(10.0)
