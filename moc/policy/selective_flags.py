@@ -149,7 +149,7 @@ def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
         if wants and not job.drops:
             yield (
                 f"--selective-{name} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity, "
-                f"since otherwise no expert drops a token that it could make up: change that, or drop the flag."
+                f"since otherwise no expert has tokens to make up: change that, or drop --selective-{name}."
             )
     if asked.selective_hide == "bubble" and job.pp == 1:
         yield (

@@ -379,7 +379,7 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
 
 
 def test_copies_go_in_bubbles_where_there_are_any():
-    flags = asked(selective_hide="bubble")
+    flags = asked(selective_hide="bubble", selective_gradients="off")
     jobs = JobShape(pp=2, bubble_share=0.5), JobShape(pp=2)
     timed, cuda = (Selective(OPERATORS, IntervalTuner(), **Selective.settings(flags, job)) for job in jobs)
     assert timed.in_bubbles and not [*timed.remarks()]
