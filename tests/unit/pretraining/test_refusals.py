@@ -51,7 +51,7 @@ REFUSED = [
         f"{TP2} --moe-ffn-hidden-size 3 --disable-bias-linear --expert-tensor-parallel-size 2",
         "--moe-ffn-hidden",
     ),
-    ("--ckpt-policy selective --ckpt-dir x --selective-boost 0.1", "no expert drops a token"),
+    ("--ckpt-policy selective --ckpt-dir x --selective-boost 0.1", "no expert has tokens to make up"),
     (
         "--ckpt-policy selective --ckpt-dir x --selective-boost-iterations 9 --moe-expert-capacity-factor 1 "
         "--moe-pad-expert-input-to-capacity",
