@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
-from types import MappingProxyType
+from functools import cached_property
 from typing import Any, ClassVar
 
-from moc.policy import transfers
 from moc.policy.budgets import Sizes
+from moc.policy.choice import Choice, oldest
 from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
-from moc.policy.risk import lost_by_layer
 from moc.policy.selection import (
     RULES,
     SCORES,
-    Experts,
-    Given,
     Limit,
     Place,
     number_of_experts,
-    per_byte,
-    places_of,
-    proportional,
-    scores,
 )
 from moc.policy.selective_flags import BOOST, FLAGS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
-from moc.policy.selective_state import Saves, SelectiveState, Table
+from moc.policy.selective_state import SelectiveState
 from moc.policy.selective_tuner import SelectiveTuner
 from moc.policy.transfers import Chosen
 from moc.state.detail import Detail
@@ -234,13 +226,10 @@ class Selective(Policy):
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         self.told.based |= plan.complete
-        self._note(plan, load or {}, self.told.saved, self.told.saved_at)
-        self._note(plan.copied, load or {}, self.told.copied, self.told.copied_at)
-        if self.gradients:
-            self._note_bases(plan, self.told.bases)
-            self._note_bases(plan.copied, self.told.copied_bases)
+        for saves, saved in ((self.told.in_memory, plan), (self.told.in_peers, plan.copied)):
+            saves.note(self.num_experts, self._experts_in(saved), plan.iteration, load or {})
         if load:
-            self._note_risk(plan.iteration, load)
+            self.told.note_risk(plan.iteration, load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
         """The snapshot without gradients; where memory has it too, :meth:`plan` chose its other experts for storage.
@@ -258,7 +247,7 @@ class Selective(Policy):
     def on_stored(self, plan: SnapshotPlan) -> None:
         """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
         self.told.stored |= plan.complete
-        self._note(plan, self.told.saved, self.told.persisted, self.told.persisted_at)
+        self.told.in_storage.note(self.num_experts, self._experts_in(plan), plan.iteration, self.told.saved)
         every = self.persist_interval or 1
         self.told.due = (plan.iteration // every + 1) * every  # as storage itself counts
 
@@ -268,9 +257,7 @@ class Selective(Policy):
 
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:
         """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
-        self.told.based, self.told.stored = in_memory and in_storage, in_storage
-        self.told.bases.clear()  # no chain goes on over a recovery
-        self.told.copied_bases.clear()
+        self.told.resumed(in_memory, in_storage)
 
     def storage_lost(self) -> None:
         """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
@@ -295,7 +282,7 @@ class Selective(Policy):
     @property
     def oldest(self) -> int:
         """Iterations after which an expert is saved first, whatever its score."""
-        return self._oldest(self.limits().values())
+        return self._oldest(list(self.limits().values()))
 
     def limits(self) -> dict[str, Limit]:
         """The limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the budgets that are known.
@@ -347,15 +334,14 @@ class Selective(Policy):
         an iteration's tokens; the paper sums over layers, this is the mean.  With peers, a node's loss costs
         ``mlt_peers``: its experts come from copies.
         """
-        told, newest = self.told, max(map(max, self.told.saved_at.values()), default=0)
-        if not newest:
+        told = self.told
+        if not (number := told.share(told.in_memory)):
             return {}
-        found = {"selective_experts": _share(told.saved_at, newest), "mlt": told.mlt}
+        found = {"selective_experts": number, "mlt": told.mlt}
         if self.gradients:
-            chains = transfers.chains_of(told.bases, told.saved_at).values()
-            found["selective_gradients"] = sum(base < last == newest for base, last in chains) / len(told.saved_at)
+            found["selective_gradients"] = told.share(told.in_memory, chained=True)
         if self.tier == "peers":
-            found |= {"selective_copies": _share(told.copied_at, newest), "mlt_peers": told.mlt_peers}
+            found |= {"selective_copies": told.share(told.in_peers), "mlt_peers": told.mlt_peers}
         return found
 
     def chosen(self) -> dict[str, float]:
@@ -392,93 +378,35 @@ class Selective(Policy):
     def _selected(self, iteration: int, load: Load) -> tuple[Chosen, Chosen | None]:
         """The experts of a snapshot, each at its detail, and those copied to other nodes; None if that is all.
 
-        Those copied come first, by what other nodes lack.  The others are chosen by what memory lacks.  If the snapshot
-        goes to storage too, it is by what storage lacks; where gradients are saved, that takes at most half of the
-        limits, so that chains do not end there.
+        Those copied come first, by what other nodes lack.
         """
         told, limits, apart, copied = self.told, self.limits(), self.iterations_apart, None
+
+        def choice(limits: Sequence[Limit]) -> Choice:
+            oldest = self._oldest(limits)
+            return Choice(iteration, load, self.rule, self.score, oldest, self.gradients, *self.sizes[:1])
+
         if self.tier == "peers" and "remote" in limits:
-            copied = self._chosen(iteration, load, told.in_peers, list(limits.values()))
+            budgets = list(limits.values())
+            copied = choice(budgets).choose(told.in_peers, budgets)
             limits.pop("remote")
         to_storage = self.persist_interval is not None and told.due <= iteration < told.due + apart
-        storage = told.in_storage if to_storage else None
-        saved = self._chosen(iteration, load, told.in_memory, list(limits.values()), copied or {}, storage)
+        storage, budgets = told.in_storage if to_storage else None, list(limits.values())
+        saved = choice(budgets).choose(told.in_memory, budgets, copied or {}, storage)
         return saved, None if copied == saved else copied
 
-    def _chosen(
-        self,
-        iteration: int,
-        load: Load,
-        memory: Saves,
-        limits: Sequence[Limit],
-        before: Chosen = MappingProxyType({}),
-        storage: Saves | None = None,
-    ) -> Chosen:
-        """The experts that fit, by what ``memory`` lacks and the ``storage`` that they go to, beside those before."""
-        select = partial(self._select, iteration, load, limits)
-        if not self.gradients:
-            return dict.fromkeys(places_of(select(storage or memory, Given(before.keys()))), Detail.FULL)
-        chained = transfers.continuing(transfers.chains_of(memory.bases, memory.at), iteration)
-        given = Given(before.keys(), [place for place in before if before[place] is Detail.GRAD], 0.5)
-        if storage is not None:
-            full = places_of(select(storage, given))
-        else:
-            full = transfers.renewed(memory.bases, chained, iteration, self._oldest(limits), limits, given)
-        return transfers.choose(partial(select, memory), before, full, chained)
+    def _oldest(self, limits: Sequence[Limit]) -> int:
+        return self.max_age or oldest(len(self._places), self.iterations_apart, limits)
 
-    def _select(self, iteration: int, load: Load, limits: Sequence[Limit], saves: Saves, given: Given) -> Experts:
-        never = self._zeros()
-        unsaved = _minus(load, never | saves.tokens)
-        if self.rule == "proportional":
-            return proportional(unsaved, limits, given)
-        ages = {layer: [iteration - at for at in row] for layer, row in (never | saves.at).items()}
-        by_cost = transfers.by_cost(scores(unsaved, ages, self.score), given.cheaper, *self.sizes[:1])
-        return per_byte(by_cost, ages, self._oldest(limits), limits, given)
-
-    def _oldest(self, limits: Iterable[Limit]) -> int:
-        if self.max_age is not None:
-            return self.max_age
-        fitting = min(limit.total() for limit in limits)
-        return 4 * self.iterations_apart * -(-len(self._places) // max(1, fitting))
-
-    def _note(self, plan: SnapshotPlan, tokens: Load, saved: Table, saved_at: Table) -> None:
-        """Records which experts a plan saves, if only by their gradients, and the tokens that they have been given."""
-        for layer, row in self._zeros().items():
-            saved.setdefault(layer, row)
-            saved_at.setdefault(layer, list(row))
-        for name in plan.operators:
-            place = self._places_of[name]
-            if place is not None:
-                layer, expert = place
-                saved_at[layer][expert] = plan.iteration
-                if layer in tokens:
-                    saved[layer][expert] = tokens[layer][expert]
-
-    def _note_risk(self, iteration: int, load: Load) -> None:
-        """Records the tokens that a fault right after this snapshot would lose."""
-        told, given = self.told, {layer: sum(row) for layer, row in load.items()}
-        each = {
-            layer: (given[layer] - told.given.get(layer, 0)) / max(1, iteration - told.iteration) for layer in given
-        }
-        risks = [lost_by_layer(_minus(load, saved), each) for saved in (told.saved, told.copied)]
-        told.given, told.iteration = given, iteration
-        told.mlt, told.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
-
-    def _note_bases(self, plan: SnapshotPlan, bases: Table) -> None:
-        for name, detail in plan.operators.items():
-            place = self._places_of[name]
-            if place is not None and detail is Detail.FULL:
-                layer, expert = place
-                bases.setdefault(layer, [0] * self.num_experts[layer])[expert] = plan.iteration
+    def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
+        places = {name: self._places_of[name] for name in plan.operators}
+        return {place: plan.operators[name] for name, place in places.items() if place is not None}
 
     def _with(self, experts: Chosen) -> dict[str, Detail]:
         """All dense operators and these experts."""
         places = self._places_of.items()
         details = {name: Detail.FULL if place is None else experts.get(place) for name, place in places}
         return {name: detail for name, detail in details.items() if detail is not None}
-
-    def _zeros(self) -> Table:
-        return {layer: [0] * number for layer, number in self.num_experts.items()}
 
     @cached_property
     def _places_of(self) -> dict[str, Place | None]:
@@ -508,12 +436,3 @@ class Selective(Policy):
         for layer, _ in self._places:
             numbers[layer] = numbers.get(layer, 0) + 1
         return dict(sorted(numbers.items()))
-
-
-def _share(saved_at: Table, iteration: int) -> float:
-    """Experts of each layer that were saved at an iteration, in the mean over layers."""
-    return sum(row.count(iteration) for row in saved_at.values()) / len(saved_at)
-
-
-def _minus(now: Load, before: Load) -> Table:
-    return {layer: [n - b for n, b in zip(now[layer], before[layer], strict=True)] for layer in before}

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from moc.policy.plan import Load
+from moc.policy.risk import lost_by_layer
+from moc.policy.selection import Place
+from moc.state.detail import Detail
+
 Table = dict[int, list[int]]
 """Integers by layer and expert."""
 
@@ -16,6 +21,25 @@ class Saves(NamedTuple):
     tokens: Table
     at: Table
     bases: Table
+
+    def note(self, numbers: Mapping[int, int], saved: Mapping[Place, Detail], iteration: int, tokens: Load) -> None:
+        """Records that experts were saved at an iteration, when they had been given so many tokens.
+
+        Args:
+            numbers: experts of each layer.
+            saved: those saved, each at its detail: if only by their gradients, they have no new base.
+            iteration: of the snapshot.
+            tokens: by layer and expert.
+        """
+        for layer, number in numbers.items():
+            for table in self:
+                table.setdefault(layer, [0] * number)
+        for (layer, expert), detail in saved.items():
+            self.at[layer][expert] = iteration
+            if layer in tokens:
+                self.tokens[layer][expert] = tokens[layer][expert]
+            if detail is Detail.FULL:
+                self.bases[layer][expert] = iteration
 
 
 @dataclass
@@ -29,7 +53,7 @@ class SelectiveState:
         saved_at: iteration at which it was last saved.
         copied: as ``saved``, for copies in the memory of other nodes.
         copied_at: as ``saved_at``, for copies.
-        bases: iteration at which it was last saved in full, by layer; empty if gradients are not saved.
+        bases: iteration at which it was last saved in full, since the run was last resumed.
         copied_bases: as ``bases``, for copies.
         persisted: as ``saved``, for storage beside a memory tier.
         persisted_at: as ``saved_at``, for storage beside a memory tier.
@@ -71,6 +95,37 @@ class SelectiveState:
         """What was saved to storage beside a memory tier."""
         return Saves(self.persisted, self.persisted_at, {})
 
+    def resumed(self, in_memory: bool, in_storage: bool) -> None:
+        """The run resumes, and both tiers are without gaps or not; no chain of gradients goes on over that."""
+        self.based, self.stored = in_memory and in_storage, in_storage
+        self.bases.clear()
+        self.copied_bases.clear()
+
+    def note_risk(self, iteration: int, load: Load) -> None:
+        """Records the tokens that a fault right after this snapshot would lose."""
+        given = {layer: sum(row) for layer, row in load.items()}
+        each = {
+            layer: (given[layer] - self.given.get(layer, 0)) / max(1, iteration - self.iteration) for layer in given
+        }
+        risks = [lost_by_layer(minus(load, saves.tokens), each) for saves in (self.in_memory, self.in_peers)]
+        self.given, self.iteration = given, iteration
+        self.mlt, self.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
+
+    def share(self, saves: Saves, chained: bool = False) -> float:
+        """Experts of each layer in the newest snapshot, in the mean; 0 without one.
+
+        With ``chained``, only those in it by their gradients.
+        """
+        newest, layers = max(map(max, self.saved_at.values()), default=0), saves.at
+        if not newest:
+            return 0.0
+        found = sum(
+            at == newest and not (chained and base == at)
+            for layer, row in layers.items()
+            for at, base in zip(row, saves.bases.get(layer, row), strict=True)
+        )
+        return found / len(layers)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of :func:`dataclasses.asdict`.
 
@@ -85,6 +140,11 @@ class SelectiveState:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of selective checkpoints: {state!r}; start without it") from error
         vars(self).update(tables | plain)
+
+
+def minus(now: Load, before: Load) -> Table:
+    """The tokens of each expert since an earlier count; of the layers in that."""
+    return {layer: [n - b for n, b in zip(now[layer], before[layer], strict=True)] for layer in before}
 
 
 _TABLES = ("saved", "saved_at", "copied", "copied_at", "bases", "copied_bases", "persisted", "persisted_at")
