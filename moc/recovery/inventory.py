@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
+from moc.store.publish import joined
 from moc.store.store import Store, is_of_rank
 
 COPIED = "copied"
@@ -70,6 +72,18 @@ def look(store: Store) -> tuple[list[Summary], list[str]]:
         except CheckpointError as error:
             problems.append(str(error))
     return summaries, problems
+
+
+def whole_in(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manifest:
+    """Merges the parts of a snapshot that several nodes hold, without operators that lack some of their elements.
+
+    Raises:
+        CheckpointError: parts contradict each other.
+    """
+    (held,) = in_memory([[summary(part)] for part in parts], operators)
+    manifest = joined(parts)
+    whole = {name: entry for name, entry in manifest.operators.items() if name in held.operators}
+    return dataclasses.replace(manifest, operators=whole)
 
 
 def in_storage(summaries: Iterable[Summary]) -> list[AvailableCheckpoint]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.policy import Policy
+from moc.recovery.inventory import whole_in
 from moc.recovery.retention import retain
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all, run_on_rank0
@@ -18,7 +19,6 @@ from moc.sharding import Item
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
-from moc.store.publish import joined
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from moc.store.tiers import memory_place
@@ -106,12 +106,12 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
         CheckpointError: on all workers; a snapshot cannot be read or written.
     """
     for iteration in iterations:
-        _copy_one(iteration, tiers)
+        _copy_one(iteration, tiers, policy)
     keep = (tiers.storage, policy.operators, policy.exact, tiers.keep, max(iterations))
     run_on_rank0(lambda: retain(*keep), "cannot remove old snapshots from storage")
 
 
-def _copy_one(iteration: int, tiers: Tiers) -> None:
+def _copy_one(iteration: int, tiers: Tiers, policy: Policy) -> None:
     manifest = None
 
     def copy() -> None:
@@ -123,7 +123,8 @@ def _copy_one(iteration: int, tiers: Tiers) -> None:
 
     run_on_all(copy, "cannot write a snapshot to storage")
     manifests = [found for found in gather(manifest) if found is not None]
-    run_on_rank0(lambda: tiers.storage.publish(joined(manifests)), "cannot publish a snapshot in storage")
+    operators, why = policy.operators, "cannot publish a snapshot in storage"
+    run_on_rank0(lambda: tiers.storage.publish(whole_in(operators, manifests)), why)
 
 
 def check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier: str) -> None:

@@ -1,8 +1,9 @@
 """What the memory of several nodes holds together."""
 
-from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.inventory import Summary, in_memory, in_storage, look, whole_in
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from tests.unit.recovery.test_carrying import in_full, save
@@ -66,3 +67,16 @@ def test_of_a_time_line_that_was_given_up_only_experts_are_of_use():
     nodes = [node(3, output=full(10), **{expert.name: full(4)})]
     assert in_memory(nodes, [*OPERATORS, expert], BEFORE) == [AvailableCheckpoint(3, BEFORE, {expert.name: "full"})]
     assert in_memory(nodes, [*OPERATORS, expert])[0].operators == {"output": "full", expert.name: "full"}
+
+
+def test_what_a_lost_node_had_a_part_of_is_not_published():
+    def part(rank, **elements):
+        entries = {name: OperatorEntry("full", 3, {"master": number}) for name, number in elements.items()}
+        return Manifest(3, "pec", 3, {f"rank_{rank:05d}.safetensors": FileEntry(9, 8, "")}, entries, {}, {})
+
+    lost = [part(0, output=5, **{"layers.0.router": 4}), part(1, output=5)]
+    assert whole_in(OPERATORS, lost).operators == {"output": OperatorEntry("full", 3, {"master": 10})}
+    assert whole_in(OPERATORS, [*lost, part(2, **{"layers.0.router": 2})]).operators.keys() == {
+        "output",
+        "layers.0.router",
+    }
