@@ -30,7 +30,9 @@ from tests.integration.test_pec_nodes import (
 from tests.integration.tiny import FLAGS, FOUR, LAYOUTS
 from tests.worlds import run_world
 
-SELECTIVE = PLACES | dict(ckpt_policy="selective", ckpt_tier="peers", replicas=1, persist_interval=100)
+SELECTIVE = PLACES | dict(
+    ckpt_policy="selective", ckpt_tier="peers", replicas=1, persist_interval=100, selective_gradients="off"
+)
 SCENES = {
     "each stage has its experts": Scene(LAYOUTS["PP2xEP2"][1], {}, {}, 10),
     # nodes 0 and 2 each save half of the same experts, and so do 1 and 3
