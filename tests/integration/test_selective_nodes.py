@@ -109,10 +109,11 @@ def load(spots: dict[tuple, Spot], flags: dict, oracle: Oracle, directory) -> di
     loads = zip(wanted.items(), zip(*told, strict=True), events(logged, "resume"), events(logged, "lost"), strict=True)
     for (lost, (base, best)), workers, resumed, booked in loads:
         assert {worker["start"] for worker in workers} == {base}
+        reached = {name: iteration for name, (iteration, _) in best.items()}
         hashes = merged(worker["hashes"] for worker in workers)
-        assert hashes == {name: oracle.hashes[iteration][name] for name, (iteration, _) in best.items()}, lost
+        assert hashes == {name: oracle.hashes[iteration][name] for name, iteration in reached.items()}, lost
         assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == set(best.values())
-        assert booked["plt"] == pytest.approx(booked["raised_by"]) == pytest.approx(oracle.plt(base, best))
+        assert booked["plt"] == pytest.approx(booked["raised_by"]) == pytest.approx(oracle.plt(base, reached))
     return wanted
 
 
