@@ -56,10 +56,11 @@ class BatchStream:
         if self._reader is None or self._place != (topology, consumed_samples):
             self._reader = iter(self._loader(topology, consumed_samples))
         self._place = None  # unknown until the whole iteration has been drawn
-        for _ in topology.micro_batches:
+        for number in topology.micro_batches:
             batch = next(self._reader)
+            if number == topology.micro_batches[-1]:  # nobody asks for more than the last one
+                self._place = topology, consumed_samples + topology.global_batch_size
             yield {k: v.to(topology.world.device, non_blocking=True) for k, v in batch.items()}
-        self._place = topology, consumed_samples + topology.global_batch_size
 
     def _loader(self, topology: Topology, consumed_samples: int) -> torch.utils.data.DataLoader:
         return torch.utils.data.DataLoader(
@@ -67,6 +68,7 @@ class BatchStream:
             batch_sampler=_IndexLists(self._indices_from, topology, consumed_samples),
             num_workers=self._num_workers,
             pin_memory=topology.world.device.type == "cuda",
+            generator=torch.Generator(),  # else a new reader draws its seed from the random streams of training
         )
 
     def _indices_from(self, topology: Topology, consumed_samples: int) -> Iterator[list[int]]:

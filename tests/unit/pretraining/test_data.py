@@ -108,6 +108,17 @@ def test_a_generation_with_another_topology_goes_on_with_the_same_samples(data, 
     assert drawn(stream, 24, topology(2, 4, 2, 8)) == [[28, 29]]
 
 
+def test_a_reader_serves_all_iterations_of_a_schedule_that_draws_no_more_than_it_needs(data, monkeypatch):
+    stream, readers = data.BatchStream(Counting(100)), []
+    make = stream._loader
+    monkeypatch.setattr(stream, "_loader", lambda *where: readers.append(where) or make(*where))
+    before = torch.get_rng_state()
+    for consumed in (0, 8, 16):
+        batches = stream.iteration(TWOS, consumed)
+        assert [next(batches)["tokens"].flatten().tolist() for _ in range(2)][0] == [consumed + 2, consumed + 3]
+    assert len(readers) == 1 and torch.equal(torch.get_rng_state(), before)
+
+
 def test_evaluation_wraps_around(data):
     stream = data.BatchStream(Counting(5), wrap=True)
     assert drawn(stream, 4, ONES) == [[0], [2]]
