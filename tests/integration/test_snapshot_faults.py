@@ -53,6 +53,7 @@ def newest_published(flags: dict) -> int:
 )
 def test_a_job_that_is_killed_at_random_moments(tier, layout, times, flags, data):
     chance, reached = random.Random(tier), [0]
+    flags |= dict(num_workers=int(layout == "EP2"))  # readers end with their workers
     for kills in range(times):
         world = start(layout, flags)
         wait_for(lambda world=world, kills=kills: len(events(flags, "start")) > kills or world.ended())

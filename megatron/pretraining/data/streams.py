@@ -7,8 +7,10 @@ reads ahead from there, without reading what precedes it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
 from megatron.pretraining.process.topology import Topology
+from moc.runtime.children import die_with_parent
 
 Batch = dict[str, torch.Tensor]
 
@@ -69,6 +72,7 @@ class BatchStream:
             num_workers=self._num_workers,
             pin_memory=topology.world.device.type == "cuda",
             generator=torch.Generator(),  # else a new reader draws its seed from the random streams of training
+            worker_init_fn=partial(_belong, os.getpid()),
         )
 
     def _indices_from(self, topology: Topology, consumed_samples: int) -> Iterator[list[int]]:
@@ -80,6 +84,11 @@ class BatchStream:
                     return
                 yield [i % total for i in indices]
             consumed_samples += topology.global_batch_size
+
+
+def _belong(parent: int, _: int) -> None:
+    """Ends a reader with its worker: torch's readers look for that every 5 s."""
+    die_with_parent(parent)
 
 
 class _IndexLists:
