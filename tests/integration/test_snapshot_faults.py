@@ -53,7 +53,6 @@ def newest_published(flags: dict) -> int:
 )
 def test_a_job_that_is_killed_at_random_moments(tier, layout, times, flags, data):
     chance, reached = random.Random(tier), [0]
-    flags |= dict(num_workers=int(layout == "EP2"))  # readers end with their workers
     for kills in range(times):
         world = start(layout, flags)
         wait_for(lambda world=world, kills=kills: len(events(flags, "start")) > kills or world.ended())
@@ -83,7 +82,8 @@ class Scene:
         self.layout = layout
         self._kept = {root / "snapshots": root / "kept", Path(memory): root / "kept memory"}
         places = dict(ckpt_dir=str(root / "snapshots"), ckpt_memory_dir=memory, log_dir=str(root / "log"))
-        self.flags = flags | places | dict(ckpt_blocking=True)
+        readers = dict(num_workers=int(layout == "EP2"))  # they end with their workers
+        self.flags = flags | places | readers | dict(ckpt_blocking=True)
         calls = self.die(0, None, exit_interval=3)[0].value
         third = [number for number, call in enumerate(calls) if call.split(" < ")[0] == "copies"][2]
         shutil.rmtree(root / "snapshots")
