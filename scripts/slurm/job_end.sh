@@ -6,6 +6,7 @@
 # with, "interrupted" that Slurm asked to stop, and "over" that the batch script has decided.
 
 BEAT_S=${BEAT_S:-10}    # how often files are touched
+LOOK_S=${LOOK_S:-1}     # and looked at
 LOST_S=${LOST_S:-60}    # whose file has not been touched for so long is lost
 START_S=${START_S:-900} # and who has never been there; containers may be fetched first
 MAX_REQUEUES=${MAX_REQUEUES:-3}

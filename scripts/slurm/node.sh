@@ -88,6 +88,6 @@ while [[ -d $PRIVATE && ! -e $PRIVATE/over ]]; do
         scancel "$SLURM_JOB_ID"
         exit "$code"
     fi
-    sleep 1
+    sleep "$LOOK_S"
 done
 exit "$status"

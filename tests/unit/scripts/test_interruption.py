@@ -109,6 +109,7 @@ class Slurm:
                 "SLURM_JOB_PARTITION": "main",
                 "LOST_S": "10",
                 "BEAT_S": "1",
+                "LOOK_S": "0.2",
                 **environment,
             },
             stdout=subprocess.DEVNULL,
