@@ -67,7 +67,7 @@ def build(
         if peers is not None:
             undo.callback(peers.close)
         holdings = _holdings(engine, policy)
-        check_saving(engine, holdings, tiers, settings.tier, policy, policy.replays)
+        check_saving(engine, holdings, tiers, settings.tier, policy)
         publisher = Publisher(world, policy, tiers, engine.layout, log)
         undo.callback(publisher.close)
         tokens = TokenTracker(engine, settings.train_iters, policy) if counts else None
@@ -111,10 +111,8 @@ def _holdings(engine: Engine, policy: Policy) -> StageHoldings:
     return StageHoldings({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
 
 
-def check_saving(
-    engine: Engine, holdings: StageHoldings, tiers: Tiers, tier: str, policy: Policy, replays: bool
-) -> None:
-    """Refuses state that snapshots cannot restore, or that cannot be frozen for a replay; a collective call.
+def check_saving(engine: Engine, holdings: StageHoldings, tiers: Tiers, tier: str, policy: Policy) -> None:
+    """Refuses state that snapshots in memory cannot restore; a collective call.
 
     Raises:
         CheckpointError: on all workers, for such state.
@@ -122,14 +120,13 @@ def check_saving(
     if tiers.memory is not None:
         items = holdings.items(policy.everything(0).operators)
         run_on_all(lambda: check_nodes(items, engine.slices, tiers, tier), "cannot keep snapshots in memory")
-    if replays:
-        check_freezing(engine.state)
 
 
 def may_replay(engine: Engine, parts: Components, tier: str) -> bool:
     """Whether iterations of this model can be replayed here with frozen operators; a collective call."""
     try:
-        check_saving(engine, parts.holdings, parts.tiers, tier, parts.policy, replays=True)
+        check_saving(engine, parts.holdings, parts.tiers, tier, parts.policy)
+        check_freezing(engine.state)
     except CheckpointError:
         return False
     return True

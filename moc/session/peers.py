@@ -57,17 +57,9 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
         SettingsError: there are fewer nodes than copies need, or no replica server.
         CheckpointError: on all workers: a replica server does not answer.
     """
-    nodes = list(dict.fromkeys(tiers.nodes))
-    if settings.tier != "peers":
-        return None
-    if environment.REPLICA_SERVER not in os.environ:
-        raise SettingsError(
-            "--ckpt-tier peers needs a replica server on each node: start the job with python -m moc.launch, not with "
-            "torchrun."
-        )
-    replicas = copies_wanted(settings.replicas, len(nodes))
+    nodes, replicas = list(dict.fromkeys(tiers.nodes)), copies_of(settings, tiers.nodes)
     if not replicas:
-        if not again:
+        if settings.tier == "peers" and not again:
             log.message(
                 "--ckpt-tier peers: with one node there are no peers, so snapshots are in its own memory alone, and "
                 "after the loss of the node the run resumes from --ckpt-dir"
@@ -79,6 +71,22 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
     if not again:
         _tell(placement, nodes, log)
     return peers
+
+
+def copies_of(settings: Settings, nodes: Collection[str]) -> int:
+    """Returns how many other nodes keep copies of each node's snapshots; 0 without ``--ckpt-tier peers``.
+
+    Raises:
+        SettingsError: there are fewer nodes than copies need, or no replica server.
+    """
+    if settings.tier != "peers":
+        return 0
+    if environment.REPLICA_SERVER not in os.environ:
+        raise SettingsError(
+            "--ckpt-tier peers needs a replica server on each node: start the job with python -m moc.launch, not with "
+            "torchrun."
+        )
+    return copies_wanted(settings.replicas, len(set(nodes)))
 
 
 def copies_wanted(told: int | None, nodes: int) -> int:

@@ -22,19 +22,21 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 
-from moc.policy import Load, Policy, interval_named, policy_named
+from moc.policy import AUTO, Load, Policy, interval_named, policy_named
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import Engine, Listener, VoteParticipant
+from moc.session.peers import copies_of
 from moc.session.resume.point import NoRecoveryPoint
+from moc.session.resume.replay import check_freezing
 from moc.session.resume.resuming import resume
 from moc.session.resume.survivors import LiveState, LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.sizes import SnapshotSizes
 from moc.session.snapshots import Describer, Snapshots
 from moc.session.storage_health import storage_of
-from moc.session.tiers import tiers_of
+from moc.session.tiers import nodes_of, tiers_of
 from moc.state.record import Position, StepRecord
 
 _ENDING_S = 10.0
@@ -94,13 +96,16 @@ class Session(VoteParticipant):
     def _resume(self, undo: contextlib.ExitStack) -> None:
         engine, settings, chooser, log = self._engine, self._settings, self._chooser, self._log
         mine = self.remains if self.remains.trained else None
+        nodes = nodes_of(settings.nodes, engine.world)
+        copies_of(settings, nodes)  # before anything is created: a refusal leaves nothing behind
+        policy = make_policy(settings, engine) if chooser is None else None
         claim = claimed(settings, engine.world, mine, log)
-        tiers = tiers_of(settings, engine.world, claim)
+        tiers = tiers_of(settings, engine.world, nodes, claim)
         beside = take_places(settings, tiers, engine.world, mine is not None, log)
         if chooser is not None:
             settings = chooser.in_force(engine, tiers, mine)
-            tiers = dataclasses.replace(tiers_of(settings, engine.world, claim), storage=tiers.storage)
-        policy = make_policy(settings, engine)
+            tiers = dataclasses.replace(tiers_of(settings, engine.world, nodes, claim), storage=tiers.storage)
+        policy = make_policy(settings, engine) if policy is None else policy
         for remark in policy.remarks() if mine is None else ():
             log.message(remark)
         counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
@@ -265,14 +270,27 @@ def _patience_s(parts: Components) -> float:
 
 
 def make_policy(settings: Settings, engine: Engine) -> Policy:
-    """Builds the policy that the settings name.
+    """Builds the policy that the settings name; a collective call.
 
     Raises:
-        SettingsError: there is no such policy, or it cannot be built for this model.
+        CheckpointError: on all workers: it replays iterations, and the model's operators cannot be frozen.
+        SettingsError: there is no such policy, it cannot be built for this model, or the engine lacks what it needs.
     """
-    assert settings.policy is not None  # or there are no snapshots
+    name = settings.policy
+    assert name is not None  # or there are no snapshots
+    if name == AUTO:
+        raise SettingsError(f"--ckpt-policy {AUTO} needs a chooser: give Session one, or name a policy, such as full.")
     try:
-        interval = interval_named(settings.interval, settings.overhead_budget)
-        return policy_named(settings.policy)(engine.operators, interval, **settings.options)
-    except ValueError as error:
-        raise SettingsError(f"--ckpt-policy {settings.policy}: {error}.") from None
+        interval = interval_named(str(settings.interval), settings.overhead_budget)
+        policy = policy_named(name)(engine.operators, interval, **settings.options)
+    except (TypeError, ValueError) as error:  # TypeError: an option that it does not have
+        raise SettingsError(f"--ckpt-policy {name}: {error}.") from None
+    if policy.replays:
+        check_freezing(engine.state)
+    for method, needed in ("router_tally", policy.counts_tokens), ("replay", policy.replays):
+        if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's own
+            raise SettingsError(
+                f"--ckpt-policy {name} needs {method}, which the engine lacks: add it to {type(engine).__name__}, or "
+                "choose a policy that does without, such as full."
+            )
+    return policy

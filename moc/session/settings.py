@@ -6,6 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moc.policy import interval_named
+from moc.sharding import scheme_named
+
+TIERS = ("disk", "memory", "peers")
+"""Where snapshots may be safe."""
+
+_NEEDS = {"persist_interval": TIERS[1:], "replicas": TIERS[2:], "replication_rate": TIERS[2:]}
+"""Tiers without which a setting has no effect."""
+
 
 class SettingsError(ValueError):
     """Settings contradict each other or the job; the message says what to change."""
@@ -19,7 +28,7 @@ class Settings:
         directory: of the snapshots in storage, or a URL (``--ckpt-dir``); empty without a policy.
         train_iters: iterations of the whole training.
         policy: its name, such as ``full`` or ``sparse``; None to take no snapshots.
-        interval: iterations between snapshots, or ``auto`` (``--snapshot-interval``).
+        interval: iterations between snapshots, or ``auto``; a number becomes text.
         overhead_budget: with ``auto``, the share of the training time that snapshots may cost.
         options: arguments of the policy's constructor.
         tier: where a snapshot is safe: ``disk``, ``memory`` or ``peers``.
@@ -36,12 +45,15 @@ class Settings:
         upstream_logging: log what crosses pipeline stages.
         begin_at: iteration of the snapshot to start from; None for the newest.
         stops: a failed save to storage ends the run, instead of being retried.
+
+    Raises:
+        SettingsError: a setting is invalid or has no effect.
     """
 
     directory: str
     train_iters: int
     policy: str | None = None
-    interval: str = "1"
+    interval: int | str = "1"
     overhead_budget: float = 0.03
     options: Mapping[str, Any] = field(default_factory=dict)
     tier: str = "disk"
@@ -58,3 +70,41 @@ class Settings:
     upstream_logging: bool = False
     begin_at: int | None = None
     stops: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "interval", str(self.interval))
+        if self.policy is not None and not self.directory:
+            raise SettingsError("Settings.directory is empty: name a directory or URL for snapshots.")
+        if self.tier not in TIERS:
+            raise SettingsError(f"Settings.tier is {self.tier!r}: choose one of {', '.join(TIERS)}.")
+        if self.replication_rate is not None and not self.replication_rate > 0:
+            raise SettingsError(f"Settings.replication_rate is {self.replication_rate}: take more than 0, or None.")
+        for name in ("keep", "most_behind", "persist_interval", "replicas"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SettingsError(f"Settings.{name} is {value}: take at least 1.")
+        for name, tiers in _NEEDS.items():
+            if getattr(self, name) is not None and self.tier not in tiers:
+                what = f"Settings.{name} has no effect with tier {self.tier!r}"
+                raise SettingsError(f"{what}: drop it, or choose tier {' or '.join(tiers)}.")
+        valid = (
+            ("interval", lambda: interval_named(str(self.interval), self.overhead_budget)),
+            ("sharding", lambda: scheme_named(self.sharding)),
+            ("nodes", lambda: None if self.nodes is None else node_names(self.nodes)),
+        )
+        for name, parse in valid:
+            try:
+                parse()
+            except ValueError as error:
+                raise SettingsError(f"Settings.{name}: {error}.") from None
+
+
+def node_names(text: str) -> list[str]:
+    """By rank, the name of its node, from a comma-separated list.
+
+    Raises:
+        ValueError: a name has something else than letters and digits.
+    """
+    names = text.split(",")
+    if not all(name.isalnum() for name in names):  # names become part of a directory name
+        raise ValueError(f"nodes are called by letters and digits, such as 0,0,1,1, not {text}")
+    return names

@@ -14,7 +14,7 @@ from moc.recovery.retention import retain
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all, run_on_rank0
 from moc.runtime.world import World
-from moc.session.settings import Settings, SettingsError
+from moc.session.settings import Settings, SettingsError, node_names
 from moc.sharding import Item
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
@@ -57,13 +57,8 @@ class Tiers:
         return Store(LocalPlace(Path(self.memory.place.name) / "before", in_memory=True), slack=True)
 
 
-def tiers_of(settings: Settings, world: World, claim: Claim) -> Tiers:
-    """Builds the tiers of a job; a collective call.
-
-    Raises:
-        SettingsError: the named nodes do not fit the job.
-    """
-    nodes = _nodes(settings.nodes, world)
+def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> Tiers:
+    """Builds the tiers of a job on nodes, named by rank."""
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
     memory = Store(memory_of(settings, world, nodes, claim), slack=True) if settings.tier != "disk" else None
     return Tiers(
@@ -84,14 +79,18 @@ def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Cla
     return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
 
 
-def _nodes(told: str | None, world: World) -> list[str]:
+def nodes_of(told: str | None, world: World) -> list[str]:
     """Returns by rank the name of its node: as given, its place in the job under our launcher, or its host name.
 
-    The replacement of a lost node has the same ranks, and receives the copies that others keep for them.
+    A collective call.  The replacement of a lost node has the same ranks, and receives the copies that others keep for
+    them.
+
+    Raises:
+        SettingsError: the given names do not fit the job.
     """
     if told is None:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
-    nodes = told.split(",")
+    nodes = node_names(told)
     if len(nodes) != world.size:
         raise SettingsError(
             f"--node-of-rank names the nodes of {len(nodes)} workers, but there are {world.size}: name one for each."

@@ -11,19 +11,13 @@ from megatron.pretraining.config.flag import ConfigError, FlagGroup, dashed, fla
 from moc.policy import AUTO, POLICIES, PolicyFlag, interval_named, owners
 from moc.policy.measurements import UNDISTURBED_MTBF_S
 from moc.policy.pec_flags import experts_of
+from moc.session.settings import TIERS, node_names
 from moc.sharding import scheme_named
 
 _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
 """Flags chosen by ``--ckpt-policy auto``, besides the settings of policies."""
 
 _LIMITS_OF_AUTO = ("exact_only", "host_memory_gb")
-
-
-def _nodes(text: str) -> str:
-    names = text.split(",")
-    if not all(name.isalnum() for name in names):  # names become part of a directory name
-        raise ValueError(f"nodes are called by letters and digits, such as 0,0,1,1, not {text}")
-    return text
 
 
 _REPLAYING = " or ".join(sorted(name for name, kind in POLICIES.items() if kind.replays))
@@ -44,7 +38,7 @@ class _EveryPolicy(FlagGroup):
         "disk",
         "Where snapshots are kept: in --ckpt-dir (disk), in the memory of their node, which survives a restart on the "
         "same machines, or also in that of other nodes (peers), which survives the loss of nodes (Gemini).",
-        choices=("disk", "memory", "peers"),
+        choices=TIERS,
     )
     ckpt_dir: str | None = flag(
         None, "Directory or URL (s3://...) of snapshots; by default SAVE/snapshots.", metavar="DIR"
@@ -108,7 +102,7 @@ class _EveryPolicy(FlagGroup):
         "Node of each worker, in place of the host names: with 0,0,1,1, four workers on one machine are two nodes with "
         "separate memory.",
         metavar="NODE,NODE,...",
-        type=lambda text: _nodes(str(text)),
+        type=lambda text: (node_names(str(text)), str(text))[1],
     )
 
     upstream_logging: bool = flag(
