@@ -3,16 +3,14 @@
 
     python -m moc.launch --nproc-per-node 2 examples/pure_torch.py --ckpt-dir /tmp/snapshots
 
-A small language model with experts, replicated on all workers; gradients are averaged by one all-reduce.  Kill any
-worker while it trains: another one takes its place, and the last line is that of a run in which nobody was killed.
-docs/how-to/own-engine.md goes through it.
+A small language model with experts, replicated; one all-reduce averages gradients.  Kill any worker: another one takes
+its place, and the last line is that of a run in which nobody was killed.  docs/how-to/own-engine.md goes through it.
 """
 
 import argparse
 import hashlib
 import sys
 import time
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch
@@ -35,6 +33,7 @@ from moc import (
     sum_over_workers,
 )
 from moc.events import EventLog
+from moc.runtime.progress import progress
 
 VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8
 
@@ -97,7 +96,7 @@ class Engine:
         self.operators, self.layout, self.slices = self.state.described(), {"dp": job.size}, (job.rank,)
 
     def scalars(self, position):
-        return asdict(position) | {"optimizer": "adam", "shape": [VOCABULARY, WIDTH, EXPERTS]}
+        return vars(position) | {"optimizer": "adam", "shape": [VOCABULARY, WIDTH, EXPERTS]}
 
     def load_scalars(self, saved, where):
         pass  # no schedule, no loss scale
@@ -136,6 +135,7 @@ def train(engine, session, iterations):
     """The loop: gradients, vote, update, commit, snapshot."""
     position, mean = session.resume(), None
     while position.iteration < iterations:
+        progress("step")  # so that a hang is noticed
         begun = time.perf_counter()
         loss = engine.gradients(position.iteration)
         vote = sum_over_workers({"loss": loss, **session.ballot()}, engine.world)  # from here on all can update
@@ -144,6 +144,7 @@ def train(engine, session, iterations):
         session.on_vote(vote)  # waits for copies of what the update is about to change
         engine.apply(record)
         position = session.completed(record, begun)  # from here on a lost worker does not undo the iteration
+        progress("save")  # may take longer, at the end above all
         session.take()
     session.flush()
     return position, mean
@@ -169,14 +170,15 @@ def main():
     asked = parser.parse_args()
     torch.set_num_threads(1)
     settings = Settings(asked.ckpt_dir, asked.iterations, policy="full", tier="memory")
-    job, remains, engine, session = join_job(), LocalRemains(), None, None
+    job, remains, engine, session, lost = join_job(), LocalRemains(), None, None, None
     log = Log(job.rank, asked.log_dir)
     while True:
         try:
             if engine is None:
                 job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
                 engine = Engine(job)
-            job.built()
+            if lost := job.built() or lost:  # a new worker has it from there, a survivor from below
+                log.message(f"generation {lost.generation}: {lost.reason}")
             session = Session(engine, settings, log, remains)
             position, loss = train(engine, session, asked.iterations)
             digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in engine.model.parameters()))
@@ -186,8 +188,7 @@ def main():
         except NoRecoveryPoint:
             job.start_over()
         except Exception as error:
-            loss = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
-            log.message(f"generation {loss.generation}: {loss.reason}")
+            lost = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
         if session is not None:
             session.interrupt()
 
