@@ -262,7 +262,7 @@ def test_every_subset_of_nodes_can_be_lost(policy, scene, data, tmp_path):
 
 def kill(scene: Scene, flags: dict, spot: Spot, record: Path, body: str = TRAIN, **told) -> Oracle:
     """Trains, and kills all workers when a scene has come; what they recorded."""
-    record.mkdir()
+    record.mkdir(parents=True)
     world = start_world(4, body, flags=flags, record_dir=str(record), **scene.body, **told)
     wait_for(lambda: world.ended() or scene.reached(spot))
     world.kill()

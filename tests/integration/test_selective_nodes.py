@@ -6,6 +6,7 @@ from manifests alone, as JSON: of each node's part of an operator, its own memor
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -81,15 +82,7 @@ def test_every_subset_of_nodes_can_be_lost(scene, gradients, data, tmp_path):
     selective = SELECTIVE | dict(selective_gradients=gradients)
     with node_memory() as memory:
         run = Spot(tmp_path / "run", Path(memory))
-        oracle = kill(
-            SCENES[scene],
-            flags | selective | run.flags,
-            run,
-            tmp_path / "record",
-            body="tests.integration.node_bodies:train_with_two_budgets",
-            directory=str(tmp_path),
-            experts=[4, 1],
-        )
+        oracle = kill_with_copies(SCENES[scene], flags | selective, run, tmp_path)
         spots = {lost: run.without(lost, f"without-{''.join(lost)}") for lost in SUBSETS}
         wanted = load(spots, flags, selective, oracle, tmp_path)
         check_scene(wanted, gradients == "on")
@@ -99,14 +92,39 @@ def test_every_subset_of_nodes_can_be_lost(scene, gradients, data, tmp_path):
         load(again, flags, selective, oracle, tmp_path)
 
 
+@pytest.mark.recovery
+@pytest.mark.parametrize("scene", SCENES)
+def test_nodes_can_be_lost_again_once_the_run_has_gone_on(scene, data, tmp_path):
+    """Chains and copies begun after the first loss, beside those of before it."""
+    flags = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8)
+    with node_memory() as memory:
+        run = Spot(tmp_path / "run", Path(memory))
+        before = kill_with_copies(SCENES[scene], flags | SELECTIVE, run, tmp_path)
+        later = run.without(["1"], "later")
+        (base, *_), longer = newest(later), dataclasses.replace(SCENES[scene], iteration=17)
+        oracle = kill_with_copies(longer, flags | SELECTIVE, later, tmp_path / "second")
+        known = {iteration: hashes for iteration, hashes in before.hashes.items() if iteration <= base}
+        oracle.hashes = known | oracle.hashes
+        spots = {lost: later.without(lost, f"later-{''.join(lost)}") for lost in SUBSETS}
+        wanted = load(spots, flags, SELECTIVE, oracle, tmp_path, first=False)
+    assert wanted[()][0] >= 17 > base and any(i <= base for _, best, _ in wanted.values() for i, _ in best.values())
+
+
+def kill_with_copies(scene: Scene, flags: dict, spot: Spot, directory: Path) -> Oracle:
+    """Trains with copies of fewer experts, until a scene has come."""
+    told = dict(directory=str(directory), experts=[4, 1])
+    body = "tests.integration.node_bodies:train_with_two_budgets"
+    return kill(scene, flags | spot.flags, spot, directory / "record", body=body, **told)
+
+
 TWICE = [((), ("0",)), ((), ("1", "2")), (("1",), ("0",)), (("1",), ("2",)), (("0", "2"), ("3",)), (("2",), ("1", "3"))]
 """Nodes that are lost, and others that are lost once the job has gone on."""
 
 
 def load(
-    spots: dict[tuple, Spot], flags: dict, selective: dict, oracle: Oracle, directory: Path
+    spots: dict[tuple, Spot], flags: dict, selective: dict, oracle: Oracle, directory: Path, first: bool = True
 ) -> dict[tuple, Wanted]:
-    """Goes on in each place, and compares; what was to be."""
+    """Goes on in each place, and compares, lost tokens too if it is the first time; what was to be."""
     logged = dict(log_dir=str(directory / f"log-{len(spots)}"))
     wanted = {lost: newest(spot) for lost, spot in spots.items()}
     places = [selective | spot.flags for spot in spots.values()]
@@ -120,7 +138,9 @@ def load(
         sources = set(best.values()).union(*steps.values())
         assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == sources
         assert resumed["stale"] == sum(iteration != base for iteration in reached.values())
-        assert booked["plt"] == pytest.approx(booked["raised_by"]) == pytest.approx(oracle.plt(base, reached))
+        assert not first or booked["plt"] == pytest.approx(booked["raised_by"]) == pytest.approx(
+            oracle.plt(base, reached)
+        )
     return wanted
 
 
