@@ -10,7 +10,9 @@ for the layout in which both would hold the same (with a memory tier).  In each:
   (``--inject-mtbf-iterations``); one is stopped (SIGSTOP) somewhere in a step, and one is slow;
 * the controller is killed; so is the launcher of the last node, with which its workers die;
 * the last node is lost as a whole, its memory too, and comes back empty: from copies with ``peers``, else from storage;
-* with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets.
+* with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets;
+* with ``selective``, a worker is killed once its gradients are copied and the rest is not, one between the updates of a
+  recovery, and one that leads a node when this has all copies and nobody knows.
 
 With ``--moments recoveries`` all of it happens while a run recovers: a worker is killed every few iterations, and at
 random moments before all go on the controller is killed, or paused for less or more than the silence timeout; so are
@@ -21,9 +23,10 @@ too.  A campaign can be run in pieces, of which each adds its runs to the same f
     python benchmarks/random_faults.py --moments recoveries --faults 50 --seed 3 --append there.json
 
 At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
-hash of every tensor of the last snapshot; with PEC, which goes on with older versions of experts, it must have told all
-iterations and have saved the last one.  A run that does not end, and one that leaves processes, memory or temporary
-files behind, has failed too; all files of a run that failed are kept.
+hash of every tensor of the last snapshot.  With partial snapshots, a run that went on with experts of other iterations
+than the rest must have told all iterations, counted lost tokens at each recovery, and saved the last iteration.  The
+last snapshot must be whole, by what verifies checkpoints.  A run that does not end, and one that leaves
+processes, memory or temporary files behind, has failed too; all files of a run that failed are kept.
 """
 
 from __future__ import annotations
