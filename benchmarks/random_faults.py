@@ -10,7 +10,9 @@ for the layout in which both would hold the same (with a memory tier).  In each:
   (``--inject-mtbf-iterations``); one is stopped (SIGSTOP) somewhere in a step, and one is slow;
 * the controller is killed; so is the launcher of the last node, with which its workers die;
 * the last node is lost as a whole, its memory too, and comes back empty: from copies with ``peers``, else from storage;
-* with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets.
+* with ``peers``, what keeps copies on a node stands still for some seconds, so that nothing comes from its sockets;
+* with ``selective``, a worker is killed once its gradients are copied and the rest is not, one between the updates of a
+  recovery, and one that leads a node when this has all copies and nobody knows.
 
 With ``--moments recoveries`` all of it happens while a run recovers: a worker is killed every few iterations, and at
 random moments before all go on the controller is killed, or paused for less or more than the silence timeout; so are
@@ -21,9 +23,10 @@ too.  A campaign can be run in pieces, of which each adds its runs to the same f
     python benchmarks/random_faults.py --moments recoveries --faults 50 --seed 3 --append there.json
 
 At the end the run must equal that of its layout without faults: losses and gradient norms of all iterations, and the
-hash of every tensor of the last snapshot; with PEC, which goes on with older versions of experts, it must have told all
-iterations and have saved the last one.  A run that does not end, and one that leaves processes, memory or temporary
-files behind, has failed too; all files of a run that failed are kept.
+hash of every tensor of the last snapshot.  With partial snapshots, a run that went on with experts of other iterations
+than the rest must have told all iterations, counted lost tokens at each recovery, and saved the last iteration.  The
+last snapshot must be whole, by what verifies checkpoints.  A run that does not end, and one that leaves
+processes, memory or temporary files behind, has failed too; all files of a run that failed are kept.
 """
 
 from __future__ import annotations
@@ -44,7 +47,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, write_json
 from benchmarks.faults.recovery import Recoveries, troubles
-from benchmarks.faults.run import LAYOUTS, LOSSY, TIERS, End, Outside, Run, differences, fits, missing, nodes_of  # noqa: E402
+from benchmarks.faults.run import (  # noqa: E402
+    LAYOUTS,
+    LOSSY,
+    TIERS,
+    End,
+    Outside,
+    Run,
+    damages,
+    differences,
+    fits,
+    mistakes,
+    nodes_of,
+)
 from moc.faults import STEP
 from moc.runtime.inject import Fault
 
@@ -68,6 +83,8 @@ class Row:
     left: list[str] = field(default_factory=list)  # what it has left
     recoveries: list[float] = field(default_factory=list)  # seconds that those took which something was done to
     candidates: int = 1  # nodes that could have the controller
+    stale: list[int] = field(default_factory=list)  # experts of other iterations than the rest, by recovery
+    plt: float = 0.0  # most lost tokens, as a share of those so far
 
 
 class Campaign:
@@ -101,16 +118,20 @@ class Campaign:
         else:
             faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed]
             inside = [_somewhere(kind, chance, size, iterations) for kind in ("stop", "slow")]
+            inside += of_selective(chance, tier, size, nodes_of(layout, tier), iterations)
             run = Run(self._own, layout, tier, directory, [*faults, "--inject", *inside])
             seconds = run.to_its_end(from_outside(chance, layout, tier, iterations))
         ended = run.end()
         fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events.of("inject")]
         fired += [*map(str, run.done), *recoveries.done]
-        wrong = run.wrong + (missing if tier in LOSSY else differences)(ended, expected)
+        wrong = run.wrong + (mistakes(ended, expected, run.events) if tier in LOSSY else differences(ended, expected))
+        wrong += damages(directory / "snapshots")
+        lost = [event["plt"] for event in run.events.of("lost")]
+        stale = [event["stale"] for event in run.events.of("resume")]
         if not wrong and not run.left:
             shutil.rmtree(directory)
         again, generations = computed_again(run.events.all()), len(run.events.of("generation"))
-        became = (run.stand, run.left, recoveries.seconds, candidates)
+        became = (run.stand, run.left, recoveries.seconds, candidates, stale, max(lost, default=0.0))
         return Row(layout, tier, seed, fired, generations, wrong, round(seconds, 1), *again, *became)
 
     def _without_faults(self, layout: str) -> End:
@@ -143,10 +164,24 @@ def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
 def from_outside(chance: random.Random, layout: str, tier: str, iterations: int) -> tuple[Outside, ...]:
     """What is done to a run from outside; not in its last iterations, so that it comes to pass."""
     last = iterations - 5
-    done = [Outside(action, chance.randint(2, last)) for action in ("controller", "agent", "node")]
+    actions = ("controller", "agent") if tier == "selective, all" else ("controller", "agent", "node")
+    done = [Outside(action, chance.randint(2, last)) for action in actions]  # all experts are in memory alone
     if "peers" in tier and nodes_of(layout, tier) > 1:
         done.append(Outside("replica_server", chance.randint(2, last), chance.choice((0, 1))))
     return tuple(done)
+
+
+def of_selective(chance: random.Random, tier: str, size: int, nodes: int, iterations: int) -> list[Fault]:
+    """Kills where selective snapshots are peculiar: at their gradients, and where nodes have copies."""
+    if "selective" not in tier or "disk" in tier:
+        return []
+    points = [] if "states" in tier else ["gradient_staged", "folding"]
+    points += ["peers_published"] if "peers" in TIERS[tier] and nodes > 1 else []
+    leads = {"peers_published": range(0, size, size // nodes)}
+    return [
+        Fault("kill", chance.randint(2, iterations - 3), (chance.choice(leads.get(point, range(size))),), point=point)
+        for point in points
+    ]
 
 
 def _somewhere(action: str, chance: random.Random, size: int, iterations: int) -> Fault:

@@ -16,10 +16,12 @@ STEP = {
     "after_apply": "the update is done; with ZeRO-1, weights are not gathered yet",
 }
 SNAPSHOT = {
+    "gradient_staged": "the gradients of a snapshot are copied, and perhaps nothing else of it",
     "snapshot_copying": "a snapshot is being copied, in a thread beside training",
     "snapshot_sealed": "this worker's part of a snapshot is hashed, and the others do not know it yet",
     "snapshot_published": "all know that a snapshot is sealed, and one worker of each node publishes it in memory",
     "replicating": "a snapshot is being copied to other nodes",
+    "peers_published": "a node has its copies of a snapshot, and nobody knows yet; by the worker that leads it",
     "persisting": "this worker's part of a snapshot is in storage, and not reported yet",
     "published": "a snapshot is published in storage, and older ones are still there; by the first worker alone",
 }
@@ -27,6 +29,7 @@ RECOVERY = {
     "rebuilding": "a worker builds: it has its model, and no data yet",
     "meeting": "a worker has said that it is here, and waits for the others",
     "loading": "a worker is about to fill its state from a snapshot",
+    "folding": "some gradients of a snapshot are in the loaded experts, and more are about to be",
     "replaying": "a worker is about to compute an iteration again",
     "loaded": "a worker has its state again",
 }

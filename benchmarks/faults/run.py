@@ -20,6 +20,7 @@ import psutil
 
 from benchmarks.faults.recovery import LONG, SHORT, During, Recoveries
 from benchmarks.live.job import KIND, ROOT, SHARED, WORKER, Events, free_ports, reader_of, running
+from moc.inspect.verify import check_coverage, check_hashes, examine
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
@@ -34,6 +35,7 @@ LAYOUTS = {  # name: (workers, flags)
     "PP2xDP2": (4, f"{ZERO} {PP2}"),
     "TP2xEP2": (4, f"{ZERO} {TP2} {EP2}"),
     "DP4, replicated": (4, ""),
+    "PP2xEP2, replicated": (4, f"{PP2} {EP2}"),
     "PP2, interleaved": (2, f"{ZERO} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "PP4": (4, f"{ZERO} --pipeline-model-parallel-size 4"),
     "PP2xTP2": (4, f"{ZERO} {PP2} --tensor-model-parallel-size 2 --sequence-parallel"),
@@ -41,6 +43,11 @@ LAYOUTS = {  # name: (workers, flags)
 SPARSE = "--ckpt-policy sparse --sparse-window 3 --upstream-logging --max-snapshot-lag 1"
 PEC = "--ckpt-policy pec --pec-k 2"
 SELECTIVE = "--ckpt-policy selective --selective-experts 2"
+EVERY = "--ckpt-policy selective --selective-experts 8"
+IN_MEMORY = "--ckpt-tier memory --snapshot-interval 1 --persist-interval 4"
+IN_PEERS = "--ckpt-tier peers --snapshot-interval 1 --persist-interval 4"
+FEWER = f"--ckpt-policy selective --selective-local-gb 0.0016 --selective-remote-gb 0.0012 {IN_PEERS}"
+"""Memory has room for the gradients of all experts, copies for those of half of them."""
 TIERS = {
     "memory": "--ckpt-policy full --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "disk": "--ckpt-policy full --ckpt-tier disk --snapshot-interval 2",
@@ -50,13 +57,21 @@ TIERS = {
     "sparse, peers": f"{SPARSE} --ckpt-tier peers --persist-interval 6",
     "pec": f"{PEC} --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
     "pec, peers": f"{PEC} --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
-    "selective": f"{SELECTIVE} --ckpt-tier memory --snapshot-interval 1 --persist-interval 4",
+    "selective": f"{SELECTIVE} {IN_MEMORY}",
     "selective, disk": f"{SELECTIVE} --ckpt-tier disk --snapshot-interval 2",
-    "selective, peers": f"{SELECTIVE} --ckpt-tier peers --snapshot-interval 1 --persist-interval 4",
+    "selective, peers": f"{SELECTIVE} {IN_PEERS}",
+    "selective, states": f"{SELECTIVE} {IN_MEMORY} --selective-gradients off",
+    "selective, kept": f"{SELECTIVE} {IN_MEMORY} --selective-survivors keep",
+    "selective, all": f"{EVERY} {IN_MEMORY}",
+    "selective, all, peers": f"{EVERY} {IN_PEERS}",
+    "selective, all, kept": f"{EVERY} {IN_PEERS} --selective-survivors keep",
+    "selective, fewer copies": FEWER,
+    "selective, fewer copies, states": f"{FEWER} --selective-gradients off",
+    "selective, fewer copies, kept": f"{FEWER} --selective-survivors keep",
 }
 """Tiers of snapshots: of everything, sparse, and partial."""
-LOSSY = ("pec", "pec, peers", "selective", "selective, disk", "selective, peers")
-"""Those after which a run goes on with experts of different iterations, and ends with other bits."""
+LOSSY = tuple(name for name, flags in TIERS.items() if "pec" in flags or "selective" in flags)
+"""Those after which a run may go on with experts of different iterations; then it ends with other bits."""
 STOPPED_S = 3.0  # for which a replica server is stopped: its sockets stay open, and nothing comes
 
 
@@ -109,6 +124,24 @@ def missing(ended: End, expected: End) -> list[str]:
     if not ended.hashes or ended.hashes.keys() - expected.hashes.keys():
         wrong.append("the last snapshot is not there, or not of this model")
     return wrong
+
+
+def mistakes(ended: End, expected: End, events: Events) -> list[str]:
+    """In what a run with partial snapshots has ended otherwise than it should; bits count where nothing was stale."""
+    loaded = [event for event in events.of("resume") if event["sources"]]
+    wrong = missing(ended, expected) if any(event["stale"] for event in loaded) else differences(ended, expected)
+    if len(loaded) > len(events.of("lost")):
+        wrong.append(f"{len(loaded)} recoveries, but {len(events.of('lost'))} times lost tokens were counted")
+    return wrong
+
+
+def damages(snapshots: Path) -> list[str]:
+    """What is wrong with the last snapshot in storage, by what verifies checkpoints."""
+    verdicts = examine(snapshots, None, False)
+    check_hashes(verdicts, 1)
+    for verdict in verdicts:
+        check_coverage(verdict)
+    return [f"{verdict.path.name}: {problem}" for verdict in verdicts for problem in verdict.problems]
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,9 @@ class Selective(Policy):
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
             share = self.bubble_share if self.in_bubbles else 0.0
-            interval: Interval = Every(every) if self.experts else SelectiveTuner(every, bubble_share=share)
+            remote = self.tier == "memory" or (self.tier == "peers" and self.remote_gb is not None)
+            tuner = SelectiveTuner(every, bubble_share=share, given=self.local_gb is not None and remote)
+            interval: Interval = Every(every) if self.experts else tuner
             object.__setattr__(self, "interval", interval)
 
     @classmethod

@@ -29,10 +29,17 @@ class SelectiveTuner(Interval):
         figures: measured before, named as in :attr:`Measurements.figures`; budgets follow them until others are known.
         bubble_share: copies hide in the pipeline's bubbles, this share of forward and backward until they are timed; by
             default, behind forward and backward.
+        given: all budgets are given, so no snapshot waits for a measurement.
     """
 
-    def __init__(self, every: int = 1, figures: Mapping[str, float] | None = None, bubble_share: float = 0.0):
-        self.every, self.bubble_share = every, bubble_share
+    def __init__(
+        self,
+        every: int = 1,
+        figures: Mapping[str, float] | None = None,
+        bubble_share: float = 0.0,
+        given: bool = False,
+    ):
+        self.every, self.bubble_share, self.given = every, bubble_share, given
         self._seen = Measurements()
         self._used: dict[str, float] = dict(figures or {})
         self._started = self._busy = False
@@ -48,7 +55,8 @@ class SelectiveTuner(Interval):
     def due(self, iteration: int) -> bool:
         """True for every ``every``-th iteration once iterations, and the cost of the first snapshot, are measured."""
         measured = "copy_rate" in self._used or not (self._started and self._busy)
-        return iteration > 0 and iteration % self.every == 0 and "iteration_s" in self._used and measured
+        known = self.given or ("iteration_s" in self._used and measured)
+        return iteration > 0 and iteration % self.every == 0 and known
 
     @property
     def local(self) -> float | None:

@@ -153,6 +153,17 @@ class RecoveryPath:
         """Returns all checkpoints in use, the newest first."""
         return [held for moment in reversed(self.moments) for held in moment.used()]
 
+    @property
+    def stale(self) -> list[str]:
+        """Operators whose recovered state is of another iteration, older or newer."""
+        if len(self.moments) > 1:
+            return []  # they learn until the last moment
+        of = {name: {steps[-1].iteration} for name, steps in self.folds.items()}
+        for (name, _), held in self.sources.items():
+            if name not in self.folds:
+                of.setdefault(name, set()).add(held.iteration)
+        return sorted(name for name, iterations in of.items() if iterations != {self.iteration})
+
     def learned_until(self, operator: str) -> int:
         """Returns the last iteration whose update is in the operator's recovered state."""
         if len(self.moments) > 1:

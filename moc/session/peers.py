@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from moc.faults import reach
 from moc.policy import Policy
 from moc.recovery.carrying import Carrier
 from moc.recovery.copies import copies_of_use, partly_copied, to_copy
@@ -284,6 +285,7 @@ class Peers:
             amount, seconds = amount + copied[0], seconds + copied[1]
             if self._experts:
                 carry(self._carriers[node], self._safe)
+        reach("peers_published")
         return Copied(amount, seconds)
 
     def _wanted(self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False) -> Wanted:

@@ -267,6 +267,7 @@ class Snapshots:
         for taken in self._queues.copying:
             if taken.snapshot.gradients is not None:
                 taken.snapshot.gradients.wait()
+                reach("gradient_staged")
 
     def _wait_until_safe(self) -> None:
         in_memory = self._memory is not None

@@ -107,6 +107,11 @@ def newest(spot: Spot, damaged: tuple[int, set[str]] = (0, set())) -> Wanted:
                 whole[name].add((iteration, "memory"))
             elif counts == {"grad": model[name]["master"]}:
                 gradients[name].add(iteration)
+    return best_of(whole, gradients)
+
+
+def best_of(whole: dict[str, set[Source]], gradients: dict[str, set[int]]) -> Wanted:
+    """What a run has to go on with, by operator its whole states and the iterations of its gradients."""
     iterations = [{i for i, _ in places} for name, places in whole.items() if ".expert." not in name]
     base = max(set.intersection(*iterations))
     best, steps = {}, {}
@@ -116,12 +121,17 @@ def newest(spot: Spot, damaged: tuple[int, set[str]] = (0, set())) -> Wanted:
         best[name] = min(usable, key=first)
         past = min((source for source in usable if source[0] <= base), key=first)
         unbroken = itertools.takewhile(gradients[name].__contains__, range(past[0] + 1, base + 1))
-        steps[name] = [(iteration, "memory") for iteration in unbroken]
+        steps[name] = [(iteration, "memory") for iteration in unbroken if past[1] != "memory before"]
         if steps[name] and steps[name][-1][0] == base:
             best[name] = past
         elif best[name] != past:
             steps[name] = []
     return base, best, steps
+
+
+def reached_by(best: dict[str, Source], steps: dict[str, list[Source]]) -> dict[str, int]:
+    """By operator, the iteration of its state."""
+    return {name: (steps[name] or [source])[-1][0] for name, source in best.items()}
 
 
 class Oracle:
@@ -243,7 +253,7 @@ def test_every_subset_of_nodes_can_be_lost(policy, scene, data, tmp_path):
     for (base, best, steps), workers, resumed, lost in loads:
         assert {worker["start"] for worker in workers} == {base} and all(w["steps"] == [base] for w in workers)
         hashes = merged(worker["hashes"] for worker in workers)
-        reached = {name: (steps[name] or [source])[-1][0] for name, source in best.items()}
+        reached = reached_by(best, steps)
         assert hashes == {name: oracle.hashes[iteration][name] for name, iteration in reached.items()}
         sources = set(best.values()).union(*steps.values())
         assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == sources
@@ -252,7 +262,7 @@ def test_every_subset_of_nodes_can_be_lost(policy, scene, data, tmp_path):
 
 def kill(scene: Scene, flags: dict, spot: Spot, record: Path, body: str = TRAIN, **told) -> Oracle:
     """Trains, and kills all workers when a scene has come; what they recorded."""
-    record.mkdir()
+    record.mkdir(parents=True)
     world = start_world(4, body, flags=flags, record_dir=str(record), **scene.body, **told)
     wait_for(lambda: world.ended() or scene.reached(spot))
     world.kill()

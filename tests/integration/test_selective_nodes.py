@@ -6,6 +6,7 @@ from manifests alone, as JSON: of each node's part of an operator, its own memor
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -22,109 +23,136 @@ from tests.integration.test_pec_nodes import (
     Scene,
     Source,
     Spot,
+    Wanted,
+    best_of,
     elements,
     kill,
     manifests,
     merged,
+    reached_by,
 )
 from tests.integration.tiny import FLAGS, FOUR, LAYOUTS
 from tests.worlds import run_world
 
-SELECTIVE = PLACES | dict(
-    ckpt_policy="selective", ckpt_tier="peers", replicas=1, persist_interval=100, selective_gradients="off"
-)
+SELECTIVE = PLACES | dict(ckpt_policy="selective", ckpt_tier="peers", replicas=1, persist_interval=100)
+SHARED = "two nodes share each expert"
 SCENES = {
     "each stage has its experts": Scene(LAYOUTS["PP2xEP2"][1], {}, {}, 10),
     # nodes 0 and 2 each save half of the same experts, and so do 1 and 3
-    "two nodes share each expert": Scene(LAYOUTS["EP2"][1] | FOUR, {}, {}, 10),
+    SHARED: Scene(LAYOUTS["EP2"][1] | FOUR, {}, {}, 10),
 }
 
 
-def whole_in(model: dict[str, Counter], nodes: list[list[Path]]) -> Iterator[tuple[int, str]]:
-    """Yields, by iteration, the operators of which the nodes have everything; each in any of its places."""
+def found_in(nodes: list[list[Path]]) -> Iterator[tuple[int, str, Counter]]:
+    """Yields, by iteration, the operators that nodes have, with the elements of each; each in any of its places."""
     there = [[manifests(place) for place in places] for places in nodes]
     for iteration in {i for places in there for place in places for i in place}:
-        found: dict[str, Counter] = {name: Counter() for name in model}
+        found: dict[str, Counter] = {}
         for places in there:
             of_node: dict[str, Counter] = {}
             for counts in (elements([place[iteration]]) for place in places if iteration in place):
                 assert all(of_node.setdefault(name, its) == its for name, its in counts.items())  # a copy has all of it
             for name, its in of_node.items():
-                found[name].update(its)
-        yield from ((iteration, name) for name, its in found.items() if its == model[name])
+                found.setdefault(name, Counter()).update(its)
+        yield from ((iteration, name, its) for name, its in found.items())
 
 
-def newest(spot: Spot) -> tuple[int, dict[str, Source]]:
-    """From which iteration a run has to go on, and from where each operator has to come."""
-    ((iteration, everything),) = manifests(spot.storage).items()
+def newest(spot: Spot) -> Wanted:
+    """What a run has to go on with."""
+    ((first, everything),) = manifests(spot.storage).items()
     model = elements([everything])
-    whole: dict[str, set[Source]] = {name: {(iteration, "storage")} for name in model}
+    whole: dict[str, set[Source]] = {name: {(first, "storage")} for name in model}
+    gradients: dict[str, set[int]] = {name: set() for name in model}
     copies = {node: [spot.node(other) / f"of_{node}" for other in NODES if other != node] for node in NODES}
-    for iteration, name in whole_in(model, [[spot.node(node), *copies[node]] for node in NODES]):
-        whole[name].add((iteration, "memory"))
-    base = max(set.intersection(*({i for i, _ in w} for name, w in whole.items() if ".expert." not in name)))
-    for iteration, name in whole_in(model, [[spot.node(node) / "before"] for node in NODES]):
-        whole[name].add((iteration, "memory before"))  # of experts; the rest could not go on from there
-    usable = {n: w if ".expert." in n else {one for one in w if one[0] == base} for n, w in whole.items()}
-    return base, {name: min(places, key=lambda one: (-one[0], one[1])) for name, places in usable.items()}
+    for iteration, name, its in found_in([[spot.node(node), *copies[node]] for node in NODES]):
+        if its == model[name]:
+            whole[name].add((iteration, "memory"))
+        elif its == {"grad": model[name]["master"]}:
+            gradients[name].add(iteration)
+    for iteration, name, its in found_in([[spot.node(node) / "before"] for node in NODES]):
+        if its == model[name] and ".expert." in name:  # the rest could not go on from there
+            whole[name].add((iteration, "memory before"))
+    return best_of(whole, gradients)
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize(("scene", "gradients"), [*((scene, "on") for scene in SCENES), (SHARED, "off")])
+def test_every_subset_of_nodes_can_be_lost(scene, gradients, data, tmp_path):
+    flags = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8)
+    selective = SELECTIVE | dict(selective_gradients=gradients)
+    with node_memory() as memory:
+        run = Spot(tmp_path / "run", Path(memory))
+        oracle = kill_with_copies(SCENES[scene], flags | selective, run, tmp_path)
+        spots = {lost: run.without(lost, f"without-{''.join(lost)}") for lost in SUBSETS}
+        wanted = load(spots, flags, selective, oracle, tmp_path)
+        check_scene(wanted, gradients == "on")
+        again = {
+            (lost, more): spots[lost].without(more, f"{''.join(lost)}-then-{''.join(more)}") for lost, more in TWICE
+        }
+        load(again, flags, selective, oracle, tmp_path)
 
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("scene", SCENES)
-def test_every_subset_of_nodes_can_be_lost(scene, data, tmp_path):
+def test_nodes_can_be_lost_again_once_the_run_has_gone_on(scene, data, tmp_path):
+    """Chains and copies begun after the first loss, beside those of before it."""
     flags = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8)
     with node_memory() as memory:
         run = Spot(tmp_path / "run", Path(memory))
-        oracle = kill(
-            SCENES[scene],
-            flags | SELECTIVE | run.flags,
-            run,
-            tmp_path / "record",
-            body="tests.integration.node_bodies:train_with_two_budgets",
-            directory=str(tmp_path),
-            experts=[4, 1],
-        )
-        spots = {lost: run.without(lost, f"without-{''.join(lost)}") for lost in SUBSETS}
-        wanted = load(spots, flags, oracle, tmp_path)
-        check_scene(wanted)
-        again = {
-            (lost, more): spots[lost].without(more, f"{''.join(lost)}-then-{''.join(more)}") for lost, more in TWICE
-        }
-        load(again, flags, oracle, tmp_path)
+        before = kill_with_copies(SCENES[scene], flags | SELECTIVE, run, tmp_path)
+        later = run.without(["1"], "later")
+        (base, *_), longer = newest(later), dataclasses.replace(SCENES[scene], iteration=17)
+        oracle = kill_with_copies(longer, flags | SELECTIVE, later, tmp_path / "second")
+        known = {iteration: hashes for iteration, hashes in before.hashes.items() if iteration <= base}
+        oracle.hashes = known | oracle.hashes
+        spots = {lost: later.without(lost, f"later-{''.join(lost)}") for lost in SUBSETS}
+        wanted = load(spots, flags, SELECTIVE, oracle, tmp_path, first=False)
+    assert wanted[()][0] >= 17 > base
+    check_scene(wanted, gradients=True)
+
+
+def kill_with_copies(scene: Scene, flags: dict, spot: Spot, directory: Path) -> Oracle:
+    """Trains with copies of fewer experts, until a scene has come."""
+    told = dict(directory=str(directory), experts=[4, 1])
+    body = "tests.integration.node_bodies:train_with_two_budgets"
+    return kill(scene, flags | spot.flags, spot, directory / "record", body=body, **told)
 
 
 TWICE = [((), ("0",)), ((), ("1", "2")), (("1",), ("0",)), (("1",), ("2",)), (("0", "2"), ("3",)), (("2",), ("1", "3"))]
 """Nodes that are lost, and others that are lost once the job has gone on."""
 
 
-def load(spots: dict[tuple, Spot], flags: dict, oracle: Oracle, directory) -> dict[tuple, tuple]:
-    """Goes on in each place, and compares; what was to be."""
-    logged, wanted = (
-        dict(log_dir=str(directory / f"log-{len(spots)}")),
-        {lost: newest(spot) for lost, spot in spots.items()},
-    )
-    places = [SELECTIVE | spot.flags for spot in spots.values()]
+def load(
+    spots: dict[tuple, Spot], flags: dict, selective: dict, oracle: Oracle, directory: Path, first: bool = True
+) -> dict[tuple, Wanted]:
+    """Goes on in each place, and compares, lost tokens too if it is the first time; what was to be."""
+    logged = dict(log_dir=str(directory / f"log-{len(spots)}"))
+    wanted = {lost: newest(spot) for lost, spot in spots.items()}
+    places = [selective | spot.flags for spot in spots.values()]
     body = "tests.integration.node_bodies:load_each_with_copies"
     told = run_world(4, body, directory=str(directory), flags=flags | logged, places=places)
     loads = zip(wanted.items(), zip(*told, strict=True), events(logged, "resume"), events(logged, "lost"), strict=True)
-    for (lost, (base, best)), workers, resumed, booked in loads:
+    for (lost, (base, best, steps)), workers, resumed, booked in loads:
         assert {worker["start"] for worker in workers} == {base}
-        reached = {name: iteration for name, (iteration, _) in best.items()}
-        hashes = merged(worker["hashes"] for worker in workers)
+        hashes, reached = merged(worker["hashes"] for worker in workers), reached_by(best, steps)
         assert hashes == {name: oracle.hashes[iteration][name] for name, iteration in reached.items()}, lost
-        assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == set(best.values())
-        assert booked["plt"] == pytest.approx(booked["raised_by"]) == pytest.approx(oracle.plt(base, reached))
+        sources = set(best.values()).union(*steps.values())
+        assert resumed["iteration"] == base and {tuple(source) for source in resumed["sources"]} == sources
+        assert resumed["stale"] == sum(iteration != base for iteration in reached.values())
+        assert not first or booked["plt"] == pytest.approx(booked["raised_by"]) == pytest.approx(
+            oracle.plt(base, reached)
+        )
     return wanted
 
 
-def check_scene(wanted: dict[tuple, tuple]) -> None:
+def check_scene(wanted: dict[tuple, Wanted], gradients: bool) -> None:
     """A worker's death costs fewer tokens than a node's, and that fewer than the loss of a node and its copies."""
-    of_experts = {
-        lost: Counter(source for name, source in best.items() if ".expert." in name)
-        for lost, (_, best) in wanted.items()
-    }
-    ages = {lost: sum((wanted[()][0] - i) * n for (i, _), n in found.items()) for lost, found in of_experts.items()}
+    ages, (base, *_) = {}, wanted[()]
+    for lost, (_, best, steps) in wanted.items():
+        ages[lost] = sum(base - iteration for iteration in reached_by(best, steps).values())
     for node, other in itertools.permutations(("0", "1")):
         both = tuple(sorted((node, other)))
         assert ages[()] < ages[node,] < ages[both], ages
-        assert {tier for _, tier in of_experts[node,]} == {"memory"}, of_experts[node,]
+        _, best, steps = wanted[node,]
+        assert {tier for name, (_, tier) in best.items() if ".expert." in name} == {"memory"}, best
+        assert gradients == any(steps.values())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moc.faults import reach
 from moc.recovery.sources import MASTER, AvailableCheckpoint, ReplayPoint
 from moc.session.engine import Engine
 from moc.session.resume.reading import Key, Problem, SnapshotReader
@@ -34,7 +35,9 @@ class Folder:
         """
         mine = self._reader.folded_at(moment)
         steps = {one.key: one for name in mine for one in moment.folds[name]}
-        for key in sorted(steps):
+        for number, key in enumerate(sorted(steps)):
+            if number:
+                reach("folding")
             before = {name: held for name in mine if (held := _before(moment, name, key)) is not None}
             try:
                 self._update(steps[key], before, manifests)

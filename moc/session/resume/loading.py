@@ -332,6 +332,7 @@ class SnapshotLoader:
             stages=sorted(plan.stages),
             went_on={stage: course.begin for stage, course in plan.courses.items() if course.goes_on},
             folded=len(folds),
+            stale=len(plan.way.stale) if plan.way else 0,
         )
         kept = f"{len(plan.keep)} workers keep their state of iteration {plan.iteration}; " if plan.keep else ""
         source = f"from {tier}" if plan.way else "from one another"

@@ -6,8 +6,18 @@ import random
 import pytest
 
 from benchmarks.faults.recovery import ALONE, ELECTED, LOSSES, SEVERAL, During, Recoveries, Trouble, troubles
-from benchmarks.faults.run import LAYOUTS, TIERS, End, differences, missing
-from benchmarks.random_faults import Row, _somewhere, _write, computed_again, from_outside, parse, summary
+from benchmarks.faults.run import LAYOUTS, TIERS, End, differences, missing, mistakes
+from benchmarks.live.job import Events
+from benchmarks.random_faults import (
+    Row,
+    _somewhere,
+    _write,
+    computed_again,
+    from_outside,
+    of_selective,
+    parse,
+    summary,
+)
 
 EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
 
@@ -71,7 +81,8 @@ def test_the_same_seed_meets_the_same_worker(action):
 def test_what_is_done_from_outside_comes_to_pass(layout, tier):
     for seed in range(20):
         done = from_outside(random.Random(seed), layout, tier, 24)
-        assert {"controller", "agent", "node"} <= {one.action for one in done}
+        lost = () if tier == "selective, all" else ("node",)  # everything is exact, so it must not be lost with a node
+        assert {"controller", "agent", *lost} <= {one.action for one in done}
         assert all(2 <= one.iteration <= 24 - 5 for one in done)
         replica_servers = [one.node for one in done if one.action == "replica_server"]
         assert len(replica_servers) == ("peers" in tier and layout != "DP4, replicated") and set(replica_servers) <= {
@@ -137,6 +148,32 @@ def test_a_run_with_partial_snapshots_has_to_end_whole():
     assert missing(End({1: (9.0, 9.0)}, {"box": "z"}), EXPECTED) == ["iterations [2] are not told"]
     assert len(missing(End(EXPECTED.losses, {}), EXPECTED)) == 1
     assert len(missing(End(EXPECTED.losses, {"other model's": "a"}), EXPECTED)) == 1
+
+
+def told(tmp_path, *stale, lost=0):
+    lines = [{"type": "resume", "sources": [[3, "memory"]], "stale": number} for number in stale]
+    lines += [{"type": "lost"}] * (len(stale) - lost)
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Events(path)
+
+
+def test_bits_count_as_long_as_no_expert_was_stale(tmp_path):
+    other = End(EXPECTED.losses, {"box": "z", "other": "b"})
+    assert mistakes(EXPECTED, EXPECTED, told(tmp_path, 0, 0)) == []
+    assert mistakes(other, EXPECTED, told(tmp_path, 0, 0)) == ["1 of 2 tensors differ"]
+    assert mistakes(other, EXPECTED, told(tmp_path, 0, 3)) == []
+    assert len(mistakes(other, EXPECTED, told(tmp_path, 0, 3, lost=1))) == 1
+
+
+def test_workers_are_killed_where_selective_snapshots_are_peculiar():
+    def points(tier, nodes):
+        return [fault.point for fault in of_selective(random.Random(1), tier, 4, nodes, 16)]
+
+    assert points("selective, fewer copies", 2) == ["gradient_staged", "folding", "peers_published"]
+    assert points("selective, fewer copies, states", 2) == ["peers_published"]
+    assert points("selective, all, peers", 1) == ["gradient_staged", "folding"]
+    assert points("selective, disk", 2) == points("pec", 2) == []
 
 
 def test_pieces_of_a_campaign_come_together(tmp_path):

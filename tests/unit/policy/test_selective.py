@@ -127,6 +127,22 @@ def test_a_run_measures_first_then_saves_everything_and_waits_for_what_that_cost
     assert "a rank copies 1.2e-07 GB" in policy.reason()
 
 
+@pytest.mark.parametrize(
+    "budgets, waits",
+    [
+        (dict(local_gb=1.0), False),
+        (dict(local_gb=1.0, tier="disk"), True),  # for how much a rank writes
+        (dict(local_gb=1.0, tier="peers"), True),
+        (dict(remote_gb=1.0, tier="peers"), True),
+        (dict(local_gb=1.0, remote_gb=1.0, tier="peers"), False),
+    ],
+)
+def test_no_snapshot_waits_for_a_measurement_where_all_budgets_are_given(budgets, waits):
+    policy = Selective(OPERATORS, Every(1), **budgets)
+    policy.on_sizes(Told())
+    assert (policy.plan(1, ZEROS) is None) == waits
+
+
 def test_the_budget_is_that_of_the_rank_that_saves_the_most():
     policy = based(measured(Selective(OPERATORS, Every(1), max_age=99), copied=(120.0, 1.0)))
     policy.on_sizes(Told())

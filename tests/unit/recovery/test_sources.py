@@ -240,6 +240,7 @@ def test_an_expert_with_every_gradient_since_its_base_is_as_new_as_the_rest():
     way = next(recoveries(held, OPERATORS, exact=False))
     assert way.iteration == 13 and folded(way) == {0: [10, 11, 12, 13], 1: [10, 11, 12], 2: [11, 12, 13], 3: [12, 13]}
     assert [way.learned_until(name) for name in (*EXPERTS, "output")] == [13, 12, 13, 13, 13]
+    assert way.stale == [EXPERTS[1]]
     assert [one.iteration for one in way.used()] == [13, 12, 11, 10]
     assert needed(held, OPERATORS, exact=False, keep=1) == {one.key for one in held}
     assert next(recoveries(held, OPERATORS, exact=True)).iteration == 10
@@ -253,7 +254,7 @@ def test_a_chain_ends_at_its_first_gap_and_at_the_iteration_of_the_rest():
     torn = AvailableCheckpoint(14, MEMORY, {EXPERTS[0]: "full", EXPERTS[1]: "full", EXPERTS[2]: "grad"})
     way = next(recoveries([*held, torn], OPERATORS, exact=False))  # where its chain is broken, a newer state is taken
     assert way.iteration == 13 and folded(way) == {0: [10, 11, 12, 13], 2: [10, 11, 12, 13], 3: [10, 11, 12, 13]}
-    assert way.sources[EXPERTS[1], MASTER] is torn
+    assert way.sources[EXPERTS[1], MASTER] is torn and way.stale == [EXPERTS[1]]
 
 
 def test_gradients_of_an_abandoned_time_line_lead_elsewhere():
