@@ -36,7 +36,10 @@ class Machine:
         rate: bytes per second of an overlapped copy.
         ks: candidate values of K, ascending, the last being all experts; empty without experts.
         at_risk: tokens at risk right after a snapshot of a share of the experts, which are selected by popularity, in
-            iterations (:func:`moc.policy.risk.by_share`); None if nobody has counted tokens.
+            iterations, by that share and the cost of an expert that is in every snapshot
+            (:func:`moc.policy.risk.by_share`); None if nobody has counted tokens.
+        gradient: bytes of an expert's gradients relative to its state, where every snapshot is in memory and those of
+            all iterations are taken; None where gradients are of no use.
     """
 
     ranks: int
@@ -46,7 +49,8 @@ class Machine:
     hidden_s: float
     rate: float
     ks: Sequence[int] = ()
-    at_risk: Callable[[float], float] | None = field(default=None, hash=False)
+    at_risk: Callable[[float, float], float] | None = field(default=None, hash=False)
+    gradient: float | None = None
 
     @property
     def num_experts(self) -> int:
@@ -65,6 +69,8 @@ class Price:
         length: snapshots in the longest window of any stage.
         at_risk: tokens at risk right after it if one is taken in each iteration, in iterations; None as if experts were
             saved in turn.
+        folded: updates of all experts that a recovery repeats with saved gradients.
+        chained: bytes of gradients that memory keeps beside the newest states, of all ranks, at most.
     """
 
     size: Sizes
@@ -72,3 +78,5 @@ class Price:
     k: int | None = None
     length: int = 1
     at_risk: float | None = None
+    folded: float = 0.0
+    chained: float = 0.0

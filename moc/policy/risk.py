@@ -113,24 +113,29 @@ def replay(loads: Sequence[Counts], choose: Choose, apart: int = 1, skipped: int
     return Risk(mlt, mlt / max(1, len(found[0])), oldest)
 
 
-def by_share(loads: Sequence[Counts]) -> Callable[[float], float] | None:
-    """:func:`steady` by the share of experts in a snapshot; None if some layer has received no tokens."""
+def by_share(loads: Sequence[Counts]) -> Callable[[float, float], float] | None:
+    """:func:`steady` by the share of experts in a snapshot and the cost of one that is in every snapshot.
+
+    None if some layer has received no tokens.
+    """
     if not loads or not loads[0] or not all(of_iteration(loads).values()):
         return None
     number = sum(map(len, loads[0].values()))
-    return cache(lambda share: steady(loads, share * number))
+    return cache(lambda share, always: steady(loads, share * number, always=always))
 
 
-def steady(loads: Sequence[Counts], total: float, apart: int = 1) -> float:
+def steady(loads: Sequence[Counts], total: float, apart: int = 1, always: float = 1.0) -> float:
     """:func:`steady_risk` per layer, in iterations: the mean over iterations, each as if its loads never changed.
 
     Args:
         loads: by iteration, tokens of each expert by layer.
         total: experts in a snapshot, over all layers.
         apart: iterations between snapshots.
+        always: as in :func:`steady_risk`.
     """
     each = {layer: tokens for layer, tokens in of_iteration(loads).items() if tokens > 0}
     risks = [
-        steady_risk([apart * tokens / each[layer] for layer in each for tokens in now[layer]], total) for now in loads
+        steady_risk([apart * tokens / each[layer] for layer in each for tokens in now[layer]], total, always)
+        for now in loads
     ]
     return sum(risks) / len(risks) / max(1, len(each))

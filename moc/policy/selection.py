@@ -276,7 +276,7 @@ def scores(unsaved: Counts, ages: Counts, kind: str) -> dict[int, list[float]]:
     }
 
 
-def steady_risk(rates: Iterable[float], number: float) -> float:
+def steady_risk(rates: Iterable[float], number: float, always: float = 1.0) -> float:
     """Tokens at risk right after a snapshot if popularity stays as it is, for the best intervals of each expert.
 
     The minimum of the sum of r (n - 1) / 2 over experts, with 1/n summing to the number saved and no n below 1: the
@@ -284,20 +284,21 @@ def steady_risk(rates: Iterable[float], number: float) -> float:
 
     Args:
         rates: tokens of each expert per snapshot.
-        number: experts in a snapshot.
+        number: experts in a snapshot; with gradients, as many states as have its bytes.
+        always: cost of an expert that is in every snapshot, in states: less than 1 where its gradients suffice.
 
     Returns:
         Tokens; infinite if nothing is saved and any expert receives tokens.
     """
     roots = sorted((math.sqrt(rate) for rate in rates if rate > 0), reverse=True)
-    if number >= len(roots):
+    if number >= always * len(roots):
         return 0.0
-    rest = sum(roots)
-    for always, root in enumerate(roots):
-        if number <= always:
+    rest, squares, least = sum(roots), sum(root * root for root in roots), math.inf
+    for busiest, root in enumerate(roots):
+        if number <= always * busiest:
             break
-        scale = rest / (number - always)  # n = scale / root
+        scale = rest / (number - always * busiest)  # n = scale / root
         if scale >= root:
-            return sum(one * (scale - one) for one in roots[always:]) / 2
-        rest -= root
-    return math.inf
+            least = min(least, (scale * rest - squares) / 2)
+        rest, squares = rest - root, squares - root * root
+    return least

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from moc.policy import gradient_prices
 from moc.policy.budgets import Sizes
 from moc.policy.choice import Choice, oldest
 from moc.policy.debt import Boost
@@ -149,8 +150,7 @@ class Selective(Policy):
         if not machine.num_experts:
             return Price(machine.everything)
         k = settings.get("experts") or max(one["experts"] for one in cls.candidates(machine))
-        at_risk = None if machine.at_risk is None else machine.at_risk(k / machine.num_experts)
-        return Price(machine.with_experts(k), k=k, at_risk=at_risk)
+        return gradient_prices.price(machine, k)
 
     @classmethod
     def described(cls, settings: Settings) -> str:

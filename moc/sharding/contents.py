@@ -29,6 +29,11 @@ class StateBytes:
         """B_o."""
         return self.master + self.moments
 
+    @property
+    def gradient(self) -> float | None:
+        """Bytes of fp32 gradients relative to the saved state; None without moments, which updates would need."""
+        return 4 / ((self.master or self.weights) + self.moments) if self.moments else None
+
 
 @dataclass(frozen=True)
 class _Segment:

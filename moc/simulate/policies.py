@@ -113,11 +113,14 @@ class Setup:
         return cache(lambda k: pec_sizes(self.operators, self.layout, k, self.state))
 
     @cached_property
-    def _at_risk(self) -> Callable[[float], float] | None:
+    def _at_risk(self) -> Callable[[float, float], float] | None:
         return by_share(self.loads)
 
-    def machine(self, replicas: int) -> Machine:
-        """The machine that policies are priced for, with this many copies in peers' memory."""
+    def machine(self, replicas: int, interval: int | None = None) -> Machine:
+        """The machine that policies are priced for, with this many copies in peers' memory.
+
+        Gradients replace state only where a snapshot is taken in every iteration, as it is by default.
+        """
         rate = self.cluster.host_bandwidth
         return Machine(
             ranks=self.layout.world,
@@ -129,11 +132,12 @@ class Setup:
             rate=min(rate, self.network_rate / replicas) if replicas else rate,
             ks=candidates(self.num_experts),
             at_risk=self._at_risk,
+            gradient=self.state.gradient if interval in (None, 1) else None,
         )
 
     def price(self, kind: type[Policy], options: Options) -> Price:
         """The price of a training policy."""
-        return kind.price(self.machine(options.replicas), options.settings)
+        return kind.price(self.machine(options.replicas, options.interval), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
         """As :meth:`moc.simulate.planner.Priced.offered`; systems for comparison have no settings."""
@@ -156,6 +160,7 @@ class Setup:
 
         if k is not None and options.interval is None:
             best = best_interval(saving, self.iteration_s, options.mtbf_s)
+            saving = POLICIES[name](self, dataclasses.replace(options, interval=best)).saving  # maybe no gradients
             options = dataclasses.replace(options, interval=longest(1, best, plt(1), options.plt_limit))
             saving = POLICIES[name](self, options).saving
         lost = 0.0 if saving.exact else plt(saving.interval)
@@ -309,7 +314,8 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Polic
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
-        host_bytes=_VERSIONS * (1 + options.replicas) * setup.full.total,
+        host_bytes=(1 + options.replicas) * (_VERSIONS * setup.full.total + price.chained),
+        restart_s=saving.restart_s + price.folded * setup.timing.update_s,
         exact=price.k in (None, setup.num_experts),
         at_risk=at_risk(price, setup.num_experts),
     )

@@ -1,5 +1,6 @@
 """What policies make of flags, and what a checkpoint of theirs is priced at."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -128,3 +129,19 @@ def test_numbers_and_auto():
         with pytest.raises(ValueError, match="at least 1"):
             number_or_auto(wrong)
     assert isinstance(interval_named("auto"), IntervalTuner) and interval_named("auto").budget == 0.03
+
+
+def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
+    selective = policy_named("selective")
+    full = dataclasses.replace(machine(), everything=Sizes(160.0, 480.0), with_experts=lambda k: Sizes(10 * k, 30 * k))
+    plain = selective.price(full, {"experts": 2})
+    assert plain == Price(Sizes(20, 60), k=2) and not plain.folded
+    price = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2})
+    assert price.size == plain.size and price.at_risk == (16 / 2 - 1) / 2  # equally busy: no better than in turn
+    cost = 1 / 3 + (2 / 3) / 33  # states every 33rd time, since 4 times 8 snapshots would save all in turn
+    share = 2 / (16 * cost)
+    assert price.folded == pytest.approx(share * 32 / 2) and price.chained == pytest.approx(share / 3 * 32 * 480)
+    most = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 16})
+    assert most.at_risk == 0.0 and most.size.busiest == 10 * 8 and most.folded == 2  # 16 x (1/3 + 2/15), rounded up
+    counted = dataclasses.replace(full, gradient=1 / 3, at_risk=lambda share, always: share * always)
+    assert selective.price(counted, {"experts": 2}).at_risk == pytest.approx(cost / 8)

@@ -52,6 +52,6 @@ def test_equally_busy_experts_wait_half_a_cycle():
 
 def test_what_is_at_risk_by_the_share_of_experts_in_a_snapshot():
     equal, skewed = by_share([{0: [5] * 8, 1: [7] * 8}]), by_share([{0: [90, 2, 2, 2, 1, 1, 1, 1], 1: [5] * 8}])
-    assert equal(0.25) == pytest.approx((4 - 1) / 2) and equal(1.0) == 0.0
-    assert skewed(0.25) < 0.8 * equal(0.25)
+    assert equal(0.25, 1.0) == pytest.approx((4 - 1) / 2) and equal(1.0, 1.0) == 0.0
+    assert skewed(0.25, 1.0) < 0.8 * equal(0.25, 1.0)
     assert by_share([]) is None and by_share([{0: [5, 5], 1: [0, 0]}]) is None  # of no use before anything is counted

@@ -164,6 +164,9 @@ def test_the_least_risk_of_a_steady_state():
     assert steady_risk([5.0, 5.0, 0.0], 2) == 0.0 and steady_risk([5.0], 0) == math.inf and steady_risk([], 0) == 0.0
     # the busiest one always, the others in turn
     assert steady_risk([1000.0, 1.0, 1.0], 2) == pytest.approx(1.0)
+    # all three always at a third each; at a half each, the busiest always, and the others every fourth time
+    assert steady_risk([9.0, 9.0, 9.0], 1, always=1 / 3) == 0.0
+    assert steady_risk([1000.0, 1.0, 1.0], 1, always=1 / 2) == pytest.approx(3.0)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=8), st.integers(1, 6))

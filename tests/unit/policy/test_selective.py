@@ -389,7 +389,7 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
     price = Selective.price(machine(45.0), {})
     assert (price.k, price.size.busiest) == (4, 40.0) and Selective.price(machine(45.0), {"experts": 2}).k == 2
     assert Selective.price(machine(45.0, ()), {}).k is None and price.at_risk is None
-    counted = dataclasses.replace(machine(45.0), at_risk=lambda share: 8 * share)
+    counted = dataclasses.replace(machine(45.0), at_risk=lambda share, always: 8 * share * always)
     assert Selective.price(counted, {}).at_risk == 2.0  # 4 of 16
     assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")
 

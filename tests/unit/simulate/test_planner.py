@@ -9,7 +9,7 @@ import pytest
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.planner import PlanLimits, every_candidate, keeps_to, plan
-from moc.simulate.policies import POLICIES
+from moc.simulate.policies import POLICIES, Options
 from tests.unit.simulate.setups import small_setup
 
 
@@ -95,3 +95,14 @@ def test_the_reason_names_what_decided():
     assert f"{found.best.ettr:.3f}" in found.reason
     with pytest.raises(ValueError, match="no policy 'sparze'"):
         PlanLimits(policies=("sparze",))
+
+
+def test_gradients_count_only_with_a_snapshot_in_every_iteration():
+    setup = small_setup()
+    setup = dataclasses.replace(setup, timing=dataclasses.replace(setup.timing, update_s=0.5))
+    asked = Options(interval=1, replicas=1, own={"experts": 4})
+    each, apart = (
+        POLICIES["selective"](setup, dataclasses.replace(asked, interval=interval)).saving for interval in (1, 2)
+    )
+    assert each.at_risk < apart.at_risk == 1.5  # 4 of 16 in turn
+    assert each.restart_s > apart.restart_s and each.host_bytes > apart.host_bytes  # updates are repeated, and kept
