@@ -39,7 +39,7 @@ def train_with_slow_copies(flags: dict, bytes_per_s: float, forward_s: float = 0
 def die_after_slow_copies(flags: dict, iteration: int, bytes_per_s: float) -> None:
     """As :func:`die_after`, where snapshots get no more than this bandwidth."""
     slow_down_copies(bytes_per_s)
-    die_after(flags, iteration)
+    die_after(flags, iteration, 0.5)
 
 
 def slow_down_copies(bytes_per_s: float) -> None:
@@ -54,7 +54,7 @@ def slow_down_copies(bytes_per_s: float) -> None:
     capture._copy = slow
 
 
-def die_after(flags: dict, iteration: int) -> None:
+def die_after(flags: dict, iteration: int, pause_s: float = 0.2) -> None:
     """As ``bodies.train``; all workers are killed right after an iteration and its snapshot.
 
     The last ones before it take their time, so that what is written beside them is there by then on a busy machine.
@@ -64,7 +64,7 @@ def die_after(flags: dict, iteration: int) -> None:
     def mortal(run, stop):
         record = iterate(run, stop)
         if record.iteration > iteration - 8:
-            time.sleep(0.2)
+            time.sleep(pause_s)
         if record.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
         return record

@@ -10,7 +10,7 @@ from tests.integration.tiny import FLAGS, known
 
 SMALL = dict(global_batch_size=2, train_iters=60)
 MEASURED = WARM_UP + BLOCK * PROFILE_BLOCKS
-EXPERTS_TAKE_2_S = dict(bytes_per_s=12 * FLAGS["num_experts"] * 3 * 32 * 48 / 2)  # far longer than forward and backward
+EXPERTS_TAKE_1_S = dict(bytes_per_s=12 * FLAGS["num_experts"] * 3 * 32 * 48)  # far longer than forward and backward
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
 @pytest.mark.recovery
 def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(data, flags):
     flags |= dict(mtbf_hours=0.01, pec_plt_limit=1.0)
-    choice = killed_after(44, flags, "pec_bodies:die_after_slow_copies", **EXPERTS_TAKE_2_S)
+    choice = killed_after(44, flags, "pec_bodies:die_after_slow_copies", **EXPERTS_TAKE_1_S)
     assert choice["ckpt_policy"] == "pec" and int(choice["pec_k"]) < FLAGS["num_experts"]
     resumed, straight = train("EP2", flags | dict(exit_interval=46)), known("EP2", data | SMALL)
     assert choice["iteration"] <= resumed.start  # or where pec has begun, with everything

@@ -114,8 +114,8 @@ class Scene:
 @pytest.mark.recovery
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("tier", "layout", "rank", "every"),  # every call of one worker with memory; of other jobs, some
-    [("disk", "plain", 0, 3), ("memory", "plain", 0, 1)]
+    ("tier", "layout", "rank", "every"),  # some; with MOC_ALL_CALLS, all
+    [("disk", "plain", 0, 3), ("memory", "plain", 0, 2)]
     + [("disk", "plain DP2", 0, 9), ("memory", "plain DP2", 0, 12)]
     + [("disk", "plain DP2", 1, 5), ("memory", "plain DP2", 1, 7)]
     + [("disk", "EP2", 1, 15), ("memory", "EP2", 0, 20)],
