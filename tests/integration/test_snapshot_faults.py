@@ -114,7 +114,7 @@ class Scene:
 @pytest.mark.recovery
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("tier", "layout", "rank", "every"),  # some; with MOC_ALL_CALLS, all
+    ("tier", "layout", "rank", "every"),  # some; with MOC_TESTS_ALL, all
     [("disk", "plain", 0, 3), ("memory", "plain", 0, 2)]
     + [("disk", "plain DP2", 0, 9), ("memory", "plain DP2", 0, 12)]
     + [("disk", "plain DP2", 1, 5), ("memory", "plain DP2", 1, 7)]
