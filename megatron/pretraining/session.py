@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.pretraining.config import Config, ConfigError, num_microbatches, train_iterations
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
+from megatron.pretraining.config.together import job_shape, may_save_gradients
 from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
 from moc.policy.bubbles import bubble_share
 from moc.session.auto import AutoLimits, AutoPolicy
@@ -51,17 +52,11 @@ def settings_of(config: Config, engine: Engine) -> Settings:
 
 
 def _job_shape(config: Config, engine: Engine) -> JobShape:
-    pp, world = config.parallel.pipeline_model_parallel_size, engine.world
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    share = bubble_share(pp, num_microbatches(config, world.size), chunks)
-    return JobShape(
-        ep=config.parallel.expert_model_parallel_size,
+    world, chunks = engine.world, config.virtual_pipeline_model_parallel_size or 1
+    share = bubble_share(config.parallel.pipeline_model_parallel_size, num_microbatches(config, world.size), chunks)
+    return replace(
+        job_shape(config),
         stages=tuple(engine.stages),
-        optimizer=config.regularization.optimizer,
-        experts_apart=not config.moe.moe_grouped_gemm,
-        pp=pp,
-        num_experts=config.moe.num_experts or 0,
-        drops=config.moe.drops_tokens,
         bubble_share=0.0 if world.device.type == "cuda" else share,  # there, the host does not wait for other stages
     )
 
@@ -96,6 +91,7 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         mtbf_hours=snapshot.mtbf_hours,
         parallel=(*sizes, parallel.expert_model_parallel_size),
         has_experts=config.moe.num_experts is not None,
+        gradients=may_save_gradients(config),
     )
     return AutoPolicy(limits, FlaggedChoices(config), log)
 

@@ -1,16 +1,67 @@
-"""Chains of gradients: the full save, in an earlier checkpoint of the same directory, that each operator's follow."""
+"""Ages of experts, and chains of gradients: what checkpoints of the same directory have of an operator before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from moc.inspect.checkpoint import Checkpoint, read_checkpoint
+from moc.policy import is_of_newest_experts
+from moc.recovery.inventory import look
+from moc.recovery.sources import MASTER, MOMENTS, PARTS
 from moc.state.detail import Detail
 from moc.store.dense_files import directory_of
 from moc.store.errors import CheckpointError
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
 
 Details = Mapping[str, str]
 """By operator, its detail in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Age:
+    """The newest version of an expert in a directory, at the iteration of a checkpoint.
+
+    Attributes:
+        base: iteration of its newest state.
+        until: last iteration whose gradients follow that state without a gap; ``base`` if there are none.
+        age: iterations since its state was saved.
+    """
+
+    base: int
+    until: int
+    age: int
+
+    def __str__(self) -> str:
+        return f"{self.base}" + (f", gradients to {self.until}" if self.until > self.base else "")
+
+
+def ages(checkpoint: Checkpoint) -> dict[str, Age]:
+    """By expert with a state in the checkpoint or in older ones beside it, its age.
+
+    Empty if its policy leaves no experts to older checkpoints.
+    """
+    iteration = checkpoint.iteration
+    if iteration is None or not is_of_newest_experts(checkpoint.policy):
+        return {}
+    summaries, _ = look(Store(LocalPlace(checkpoint.directory.resolve().parent)))
+    older = {one.iteration: one.details for one in summaries if one.iteration < iteration}
+    there = {iteration: _details(checkpoint)} | dict(sorted(older.items(), reverse=True))  # the newest first
+    names = dict.fromkeys(name for details in there.values() for name in details if ".expert." in name)
+    found = {}
+    for name in names:
+        newest = [_newest(there, name, part) for part in (MASTER, MOMENTS)]
+        if None not in newest:
+            base = until = min(filter(None, newest))
+            while until < iteration and there.get(until + 1, {}).get(name) == Detail.GRAD.value:
+                until += 1
+            found[name] = Age(base, until, iteration - base)
+    return found
+
+
+def _newest(there: Mapping[int, Details], operator: str, part: str) -> int | None:
+    return next((i for i, details in there.items() if part in PARTS.get(details.get(operator, ""), ())), None)
 
 
 def bases(checkpoint: Checkpoint) -> dict[str, int]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+from moc.inspect.chains import ages
+from moc.inspect.checkpoint import read_checkpoint
 from moc.inspect.coverage import operators_of
 from moc.policy import is_of_newest_experts
 from moc.recovery.inventory import in_storage, look
-from moc.recovery.sources import RecoveryPath, recoveries
+from moc.recovery.sources import AvailableCheckpoint, RecoveryPath, recoveries
+from moc.state.detail import Detail
 from moc.store.errors import CheckpointError
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, iteration_of
 
+_NAMED = 8  # experts in a sentence
+
 
 def recovery_from(directory: Path) -> RecoveryPath | None:
-    """What a run would resume from at a checkpoint's iteration, if storage alone were left.
+    """What a run would resume from at a checkpoint's iteration, if storage alone were left, without any gradients.
 
     Returns:
         None if its policy leaves no experts to older checkpoints, or if some state is in none of them.
@@ -33,8 +41,13 @@ def recovery_from(directory: Path) -> RecoveryPath | None:
         operators = operators_of(manifest.state.get("shape"))
     except ValueError as error:
         raise CheckpointError(f"the state of the snapshot of iteration {iteration} {error}") from None
-    way = next(recoveries(in_storage(look(store)[0]), operators, exact=False, only=iteration), None)
+    held = map(_without_gradients, in_storage(look(store)[0]))
+    way = next(recoveries(held, operators, exact=False, only=iteration), None)
     return way if way is not None and len(way.moments) == 1 else None
+
+
+def _without_gradients(one: AvailableCheckpoint) -> AvailableCheckpoint:
+    return replace(one, operators={n: detail for n, detail in one.operators.items() if detail != Detail.GRAD.value})
 
 
 def stale(way: RecoveryPath) -> dict[str, int]:
@@ -46,8 +59,16 @@ def stale(way: RecoveryPath) -> dict[str, int]:
     return dict(sorted(older.items(), key=lambda one: one[1]))
 
 
-def sentence(older: dict[str, int]) -> str:
-    """How many experts are older, and which one most, in half a sentence; there is at least one."""
-    name, iteration = next(iter(older.items()))
+def chained(directory: Path) -> int:
+    """The number of experts whose gradients follow the state that a run would resume with at a checkpoint."""
+    return sum(age.until > age.base for age in ages(read_checkpoint(directory)).values())
+
+
+def sentence(older: Mapping[str, int]) -> str:
+    """How many experts are older, and which ones, the oldest first, in half a sentence; there is at least one."""
     count = "1 expert is" if len(older) == 1 else f"{len(older):,} experts are"
-    return f"{count} in older checkpoints, the oldest, {name}, of iteration {iteration}"
+    named: dict[int, list[str]] = {}
+    for name, iteration in islice(older.items(), _NAMED):
+        named.setdefault(iteration, []).append(name)
+    told = "; ".join(f"{', '.join(names)} of iteration {iteration}" for iteration, names in named.items())
+    return f"{count} in older checkpoints: {told}" + (f"; and {len(older) - _NAMED:,} more" * (len(older) > _NAMED))

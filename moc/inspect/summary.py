@@ -6,16 +6,17 @@ import argparse
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moc.inspect.chains import bases, chain_problems
+from moc.inspect.chains import Age, ages, bases, chain_problems
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, operator_or_other
-from moc.inspect.older import recovery_from, sentence, stale
+from moc.inspect.older import sentence
 from moc.output import human, refused
 from moc.store.errors import CheckpointError
+from moc.store.manifest import OperatorEntry
 
 _KINDS = ("embedding", "attention", "mlp", "router", "expert", "output", "other")
 _NUMBER = re.compile(r"(\d+)")
@@ -71,13 +72,32 @@ def main(argv: list[str] | None = None) -> int:
     problems = checkpoint.problems + damaged
     if checkpoint.broken.isdisjoint(checkpoint.region_files):
         problems += coverage_problems(checkpoint, boxes) + chain_problems(checkpoint)
-    rows = group(boxes, args.by)
+    view = View.of(checkpoint, boxes, args.by)
     if args.json:
-        told = facts(checkpoint, boxes, problems) | {"by": args.by, "rows": rows_to_dict(rows, checkpoint, args.by)}
+        told = facts(view, boxes, problems) | {"by": args.by, "rows": rows_to_dict(view)}
         print(json.dumps(told, indent=2))
     else:
-        show(checkpoint, boxes, problems, rows, args.by)
+        show(view, boxes, problems)
     return 0
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown of a checkpoint: totals by kind, operator or file, and how old experts are."""
+
+    checkpoint: Checkpoint
+    by: str
+    rows: Mapping[str, Total]
+    ages: Mapping[str, Age]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, boxes: list[StoredBox], by: str) -> View:
+        """Groups boxes; by operator, experts that the checkpoint lacks have empty rows."""
+        rows, found = group(boxes, by), ages(checkpoint)
+        if by == "operator":
+            rows |= {name: Total({name}) for name in found.keys() - rows.keys()}
+            rows = {name: rows[name] for name in sorted(rows, key=_place_of_operator)}
+        return cls(checkpoint, by, rows, found)
 
 
 @dataclass
@@ -134,21 +154,24 @@ def _place_of_operator(operator: str) -> tuple:
     return outside, numbers[:1], _KINDS.index(kind), numbers[1:]
 
 
-def rows_to_dict(rows: dict[str, Total], checkpoint: Checkpoint, by: str) -> list[dict]:
+def rows_to_dict(view: View) -> list[dict]:
     """The rows, for JSON."""
+    by, checkpoint = view.by, view.checkpoint
     told, followed = [], bases(checkpoint) if by == "operator" else {}
-    for name, row in rows.items():
+    for name, row in view.rows.items():
         about = {"name": name, "operators": len(row.operators), "parameters": row.parameters, "bytes": row.total}
         if by == "operator" and (entry := (checkpoint.operators or {}).get(name)):
             about |= {"detail": entry.detail, "updates": entry.step}
-            about |= {"base": followed[name]} if name in followed else {}
+        if by == "operator" and name in view.ages:
+            about |= asdict(view.ages[name])
+        about |= {"base": followed[name]} if name in followed else {}
         told.append(about | {"slots": dict(row.nbytes)})
     return told
 
 
-def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -> dict:
+def facts(view: View, boxes: list[StoredBox], problems: list[str]) -> dict:
     """Facts about a checkpoint as a whole; sizes in bytes."""
-    state = checkpoint.state
+    checkpoint, state = view.checkpoint, view.checkpoint.state
     told = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
     told |= {name: state.get(name) for name in ("consumed_samples", "skipped_iterations")}
     told |= {"loss_scale": loss_scale(state)}
@@ -159,19 +182,17 @@ def facts(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str]) -
         details = Counter(entry.detail for entry in entries)
         updates = sorted({entry.step for entry in entries if entry.step is not None})
         told |= {"policy": checkpoint.policy, "layout": dict(checkpoint.layout), "state": held}
-        told |= {"details": dict(details), "updates": updates, "stale": _stale(checkpoint)}
+        told |= {"details": dict(details), "updates": updates, "stale": stale(view.ages, checkpoint.iteration)}
+        told |= {"experts": {name: asdict(age) for name, age in view.ages.items()}}
     else:
         told |= {"weights": _files(checkpoint, checkpoint.weight_files), "optimizer_state": held}
     return told | {"complete": not problems, "problems": problems}
 
 
-def _stale(checkpoint: Checkpoint) -> dict[str, int]:
-    """By expert that this checkpoint lacks, the iteration of its newest state beside it."""
-    try:
-        way = recovery_from(checkpoint.directory)
-    except CheckpointError:
-        return {}
-    return {} if way is None else stale(way)
+def stale(found: Mapping[str, Age], iteration: int | None) -> dict[str, int]:
+    """By expert that is older than the checkpoint, the last iteration that its state and gradients reach."""
+    older = {name: age.until for name, age in found.items() if age.until != iteration}
+    return dict(sorted(older.items(), key=lambda one: one[1]))
 
 
 def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
@@ -184,20 +205,20 @@ def loss_scale(state: Mapping) -> float | None:
     return scale[0] if isinstance(scale, list) else scale
 
 
-def show(checkpoint: Checkpoint, boxes: list[StoredBox], problems: list[str], rows: dict[str, Total], by: str) -> None:
+def show(view: View, boxes: list[StoredBox], problems: list[str]) -> None:
     """Prints facts and table as text."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDE
-    about = facts(checkpoint, boxes, problems)
+    about = facts(view, boxes, problems)
     for name, text in _sentences(about).items():
         console.print(f"{name:<16}{text}", soft_wrap=True)
     for problem in problems:
         console.print(f"  {problem}", soft_wrap=True)
-    if rows:
-        console.print(_table(rows, by, checkpoint))
+    if view.rows:
+        console.print(_table(view))
 
 
 def _sentences(about: dict) -> dict[str, str]:
@@ -235,8 +256,19 @@ def _sentences_of_snapshot(about: dict) -> dict[str, str]:
         "policy": about["policy"],
         "layout": layout or "not said",
         "operators": f"{details}{span}" + (f"; {sentence(about['stale'])}" if about["stale"] else ""),
+        **_sentence_of_ages(about["experts"].values()),
         "state": _held(about["state"]),
     }
+
+
+def _sentence_of_ages(experts: Collection[Mapping[str, int]]) -> dict[str, str]:
+    if not experts:
+        return {}
+    old, chains = [one["age"] for one in experts], [one["until"] - one["base"] for one in experts]
+    text = f"saved {sum(old) / len(old):.3g} iterations ago in the mean, at most {max(old)}"
+    if any(chains):
+        text += f"; gradients of {sum(map(bool, chains)):,} follow, of up to {max(chains)} iterations"
+    return {"experts": text}
 
 
 def _held(files_of_regions: dict) -> str:
@@ -245,10 +277,11 @@ def _held(files_of_regions: dict) -> str:
     )
 
 
-def _table(rows: dict[str, Total], by: str, checkpoint: Checkpoint):
+def _table(view: View):
     from rich import box
     from rich.table import Table
 
+    rows, by = view.rows, view.by
     slots = {slot for row in rows.values() for slot in row.nbytes}
     order = [*(slot for known in SLOTS.values() for slot in known), PARAM]
     slots = sorted(slots, key=lambda slot: (order.index(slot) if slot in order else len(order), slot))
@@ -259,15 +292,21 @@ def _table(rows: dict[str, Total], by: str, checkpoint: Checkpoint):
     cells["parameters"] = lambda row: f"{row.parameters:,}"
     cells |= {slot: lambda row, slot=slot: human(row.nbytes.get(slot, 0)) for slot in slots}
     cells |= {"bytes": lambda row: human(row.total), "share": lambda row: f"{100 * row.total / whole:.1f} %"}
-    totals, entries = Total(), checkpoint.operators if by == "operator" else None
+    totals, entries = Total(), view.checkpoint.operators if by == "operator" else None
     for row in rows.values():
         totals.include(row)
     for name, cell in cells.items():
         table.add_column(name, cell(totals), justify="right", no_wrap=True)
-    for name in ("detail", "updates") if entries else ():
+    about = (("detail", "updates") if entries else ()) + (("age", "state of") if entries and view.ages else ())
+    for name in about:
         table.add_column(name, justify="right", no_wrap=True)
     for name, row in rows.items():
-        entry = entries.get(name) if entries else None
-        about = (entry.detail, "" if entry.step is None else f"{entry.step:,}") if entry else ()
-        table.add_row(name, *(cell(row) for cell in cells.values()), *about)
+        told = _of_operator((entries or {}).get(name), view.ages.get(name))
+        table.add_row(name, *(cell(row) for cell in cells.values()), *(told[: len(about)] if entries else ()))
     return table
+
+
+def _of_operator(entry: OperatorEntry | None, age: Age | None) -> tuple[str, ...]:
+    """The last cells of an operator's row: detail, updates, age, and the state and gradients that it comes from."""
+    detail, step = (entry.detail, entry.step) if entry else ("", None)
+    return detail, "" if step is None else f"{step:,}", f"{age.age:,}" if age else "", str(age or "")

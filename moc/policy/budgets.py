@@ -52,6 +52,15 @@ class Sizes:
         return max((self.dense.get(rank, 0) + most for rank, (most, _) in self._largest.items()), default=0)
 
     @cached_property
+    def of_ranks(self) -> dict[int, int]:
+        """Bytes of each rank in a full snapshot."""
+        found = dict(self.dense)
+        for ranks in self.experts.values():
+            for rank, amount in ranks.items():
+                found[rank] = found.get(rank, 0) + amount
+        return found
+
+    @cached_property
     def busiest(self) -> tuple[int, int]:
         """The rank whose dense operators and largest expert have the most bytes; its bytes of that expert."""
         largest: dict[int, int] = {}

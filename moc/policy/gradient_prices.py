@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
-from moc.policy.prices import Machine, Price
+from moc.policy.prices import Machine, Price, Settings
 from moc.policy.selection import steady_risk
+
+OFF = "off"
+"""The setting of ``gradients`` under which states alone are saved."""
 
 
 def always_cost(gradient: float, max_age: int) -> float:
@@ -18,17 +22,34 @@ def always_cost(gradient: float, max_age: int) -> float:
     return gradient + (1 - gradient) / (max_age + 1)
 
 
-def price(machine: Machine, k: int) -> Price:
-    """A snapshot with the bytes of K experts of each layer in the steady state; gradients are used where they can be.
+def hiding(machine: Machine) -> Sequence[int]:
+    """The numbers of experts of each layer whose copy hides; the least if none does."""
+    room = machine.hidden_s * machine.rate
+    return [k for k in machine.ks if machine.with_experts(k).busiest <= room] or machine.ks[:1]
 
-    Memory keeps, and a recovery repeats, as many chains as fit: at most their longest, and half of that on average.
+
+def candidates(machine: Machine) -> Iterator[Settings]:
+    """Snapshots of the experts that hide: of states alone, and where that is possible with gradients in their place."""
+    for k in hiding(machine):
+        yield {"experts": k, "gradients": OFF}
+        if machine.gradient is not None:
+            yield {"experts": k}
+
+
+def price(machine: Machine, k: int, gradients: bool) -> Price:
+    """A snapshot with the bytes of K experts of each layer in the steady state.
+
+    With gradients, one is taken in every iteration.  Training waits for the copies of gradients, which the next
+    iteration clears.  Memory keeps, and a recovery repeats, as many chains as fit: at most their longest, and half of
+    that on average.
 
     Args:
-        machine: has experts, and ``gradient`` where gradients are used.
+        machine: has experts.
         k: S, as many states as have the bytes of a snapshot.
+        gradients: they are used where ``machine`` allows them.
     """
     number = machine.num_experts
-    if machine.gradient is None:
+    if machine.gradient is None or not gradients:
         risk = None if machine.at_risk is None else machine.at_risk(k / number, 1.0)
         return Price(machine.with_experts(k), k=k, at_risk=risk)
     max_age = 4 * -(-number // k)
@@ -38,8 +59,12 @@ def price(machine: Machine, k: int) -> Price:
     else:
         risk = machine.at_risk(k / number, cost)
     share = min(1.0, k / (cost * number))
-    one, every = machine.with_experts(1).total, machine.everything.total
-    experts = (every - one) * number / max(1, number - 1)
-    size = machine.with_experts(min(k, math.ceil(cost * number)))
-    chained = share * machine.gradient * max_age * experts
-    return Price(size, k=k, at_risk=risk, folded=share * max_age / 2, chained=chained)
+    size, one = machine.with_experts(min(k, math.ceil(cost * number))), machine.with_experts(1)
+    every = machine.everything
+    busiest, total = (
+        share * machine.gradient * (whole - least) * number / max(1, number - 1)
+        for whole, least in ((every.busiest, one.busiest), (every.total, one.total))
+    )
+    waits = busiest * max_age / (max_age + 1)  # otherwise the state is saved again
+    chained = max_age * total
+    return Price(size, k=k, at_risk=risk, every=1, waits=waits, folded=share * max_age / 2, chained=chained)

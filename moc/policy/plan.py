@@ -202,6 +202,11 @@ class Policy(ABC):
         """The settings of a candidate in readable form, without the interval."""
         return ", ".join(f"{name} {value}" for name, value in settings.items())
 
+    @classmethod
+    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
+        """Whether flags and job allow snapshots with gradients in place of state; by default never."""
+        return False
+
     @property
     def window_length(self) -> int:
         """Number of snapshots in the current or last window, which together a run can resume from."""

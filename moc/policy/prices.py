@@ -38,8 +38,8 @@ class Machine:
         at_risk: tokens at risk right after a snapshot of a share of the experts, which are selected by popularity, in
             iterations, by that share and the cost of an expert that is in every snapshot
             (:func:`moc.policy.risk.by_share`); None if nobody has counted tokens.
-        gradient: bytes of an expert's gradients relative to its state, where every snapshot is in memory and those of
-            all iterations are taken; None where gradients are of no use.
+        gradient: bytes of an expert's gradients relative to its state; None where no snapshot may hold gradients in
+            its place, or a loss would leave nothing but storage, which has none.
     """
 
     ranks: int
@@ -69,6 +69,8 @@ class Price:
         length: snapshots in the longest window of any stage.
         at_risk: tokens at risk right after it if one is taken in each iteration, in iterations; None as if experts were
             saved in turn.
+        every: iterations between snapshots that this price is for; None for any.
+        waits: of the busiest rank's bytes, those that are copied while training waits, and do not hide.
         folded: updates of all experts that a recovery repeats with saved gradients.
         chained: bytes of gradients that memory keeps beside the newest states, of all ranks, at most.
     """
@@ -78,5 +80,7 @@ class Price:
     k: int | None = None
     length: int = 1
     at_risk: float | None = None
+    every: int | None = None
+    waits: float = 0.0
     folded: float = 0.0
     chained: float = 0.0

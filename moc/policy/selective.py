@@ -13,6 +13,7 @@ from moc.policy.budgets import Sizes
 from moc.policy.choice import Choice, oldest
 from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
+from moc.policy.gradient_prices import OFF
 from moc.policy.interval import Every, Interval
 from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
@@ -140,22 +141,26 @@ class Selective(Policy):
 
         Budgets would choose the most; with fewer, snapshots may follow each other faster.
         """
-        room = machine.hidden_s * machine.rate
-        hidden = [k for k in machine.ks if machine.with_experts(k).busiest <= room]
-        return ({"experts": k} for k in hidden or machine.ks[:1])
+        return gradient_prices.candidates(machine)
 
     @classmethod
     def price(cls, machine: Machine, settings: Settings) -> Price:
         """As :meth:`Policy.price`; by default with the most experts of :meth:`candidates`."""
         if not machine.num_experts:
             return Price(machine.everything)
-        k = settings.get("experts") or max(one["experts"] for one in cls.candidates(machine))
-        return gradient_prices.price(machine, k)
+        k = settings.get("experts") or max(gradient_prices.hiding(machine))
+        return gradient_prices.price(machine, k, settings.get("gradients") != OFF)
 
     @classmethod
     def described(cls, settings: Settings) -> str:
         """As :meth:`Policy.described`."""
-        return f"{settings['experts']} experts" if "experts" in settings else ""
+        alone = ", states alone" if settings.get("gradients") == OFF else ""
+        return f"{settings['experts']} experts{alone}" if "experts" in settings else ""
+
+    @classmethod
+    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
+        """As :meth:`Policy.may_save_gradients`."""
+        return gradients_of(asked, job)[0]
 
     def remarks(self) -> Iterator[str]:
         """As :meth:`Policy.remarks`."""

@@ -94,6 +94,7 @@ FLAGS = (
         "memory since its last full save have it without a gap; a recovery repeats the updates, to the bit. By default "
         "on where that is possible: with --ckpt-tier memory or peers, a snapshot in every iteration, and Adam.",
         choices=("on", "off"),
+        chosen=True,
     ),
     PolicyFlag(
         "selective_hide",

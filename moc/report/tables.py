@@ -119,6 +119,17 @@ def _highest(name: str, text: Callable[[float], str]) -> Cell:
     return _gauge(name, lambda trend: f"{text(trend.mean)}, {text(trend.most)}")
 
 
+def _share(of: str, whole: str) -> Cell:
+    """The share of one gauge in another, by their means."""
+
+    def cell(run: Report) -> str | None:
+        if of not in run.gauges:
+            return None
+        return _percent(run.gauges[of].mean / run.gauges[whole].mean, 1)
+
+    return cell
+
+
 def _setting(trend: Trend) -> str:
     return f"{trend.last:g}" if trend.first == trend.last else f"{trend.first:g}, then {trend.last:g}"
 
@@ -212,6 +223,9 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "bytes an iteration, to host memory": _an_iteration("snapshot_bytes"),
         "bytes an iteration, to peers": _an_iteration("replicated_bytes"),
         "bytes an iteration, to storage": _an_iteration("persisted_bytes"),
+        "experts of each layer (S): mean, most": _highest("selective_experts", "{:.3g}".format),
+        "of these, copied to other nodes: mean, most": _highest("selective_copies", "{:.3g}".format),
+        "of these, gradients alone": _share("selective_gradients", "selective_experts"),
         "copied in bubbles": _saved(
             lambda saving: _percent(saving.bubble_bytes / saving.snapshot_bytes, 1), "bubble_bytes"
         ),
@@ -244,6 +258,8 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),
         "tokens lost (PLT): first, last, mean": _trend("plt", _percent),
         "most of them": _worst_layers,
+        "at risk (MLT), in iterations: mean, most": _highest("mlt", "{:.3g}".format),
+        "at risk with a node's memory: mean, most": _highest("mlt_peers", "{:.3g}".format),
         "of the newest, made up by more capacity": _made_up,
     },
     "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},

@@ -68,6 +68,7 @@ class AutoLimits:
         mtbf_hours: mean hours between failures; None to use the measured one.
         parallel: tensor-, pipeline- and expert-parallel sizes.
         has_experts: the model has experts, whose tokens are counted from the start.
+        gradients: snapshots may have gradients in place of state.
     """
 
     tier: str
@@ -78,6 +79,7 @@ class AutoLimits:
     mtbf_hours: float | None
     parallel: tuple[int, int, int]
     has_experts: bool
+    gradients: bool = False
 
 
 class Choices(Protocol):
@@ -136,7 +138,14 @@ class AutoPolicy:
         def saved() -> Saved:
             by_k = busiest_by_experts(busiest, operators, ep)
             by_stage = operators_by_stage(busiest, operators, ep, stages)
-            return Saved(busiest(whole), by_k, by_stage)
+            gradient = None
+            if self._asked.gradients:  # fp32, as masters are
+                masters, states = (
+                    busiest({one.name: detail for one in operators if one.place is not None})
+                    for detail in (Detail.MASTER, Detail.FULL)
+                )
+                gradient = masters / states
+            return Saved(busiest(whole), by_k, by_stage, gradient)
 
         self._saved, self._may_replay = cache(saved), cache(may_replay)
         if (limit := self._asked.host_memory_gb) is not None:
@@ -216,7 +225,8 @@ class AutoPolicy:
     def _limits_given(self) -> list:
         """Identifies the limits; a choice made under others is void."""
         asked = self._asked
-        return [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, dict(asked.plt), asked.mtbf_hours]
+        limits = [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, dict(asked.plt)]
+        return [*limits, asked.mtbf_hours, asked.gradients]
 
     @property
     def _replicas(self) -> tuple[int, ...]:

@@ -34,6 +34,9 @@ _BUFFERS = {"disk": 2, "memory": 3, "peers": 4}
 _COPIES = 3
 """Copies on a node of each node that it replicates: the newest safe one, one in transfer, one about to be dropped."""
 
+_SELDOM = 10
+"""Iterations between snapshots in storage, at least, where those in memory have gradients."""
+
 NAMES = tuple(POLICIES)
 """The policies that can be priced."""
 
@@ -46,11 +49,13 @@ class Saved:
         full: of everything.
         by_k: with K experts of each layer, by K; the largest K is all experts; empty without experts.
         stages: of each operator, by pipeline stage, in the order in which sparse snapshots save them.
+        gradient: of an expert's gradients, relative to its state; None where no snapshot may have gradients.
     """
 
     full: float
     by_k: Mapping[int, float]
     stages: Sequence[Sequence[OperatorBytes]]
+    gradient: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,10 @@ class Running:
 
     @cached_property
     def machine(self) -> Machine:
-        """The machine that policies are priced for; a snapshot hides if copy (and, on disk, write) fit an iteration."""
+        """The machine that policies are priced for, where a lost node's snapshots are lost, too.
+
+        A snapshot hides if copy (and, on disk, write) fit an iteration.
+        """
         rate, ranks = self.copy_rate, self.ranks * self.nodes
         if self.tier == "disk":
             rate = min(rate, self.write_rate * self.iteration_s / self.forward_backward_s)
@@ -118,16 +126,24 @@ class Running:
             at_risk=None if self.loads is None else by_share([self.loads]),
         )
 
+    def machine_with(self, options: Options) -> Machine:
+        """The machine with these copies, which may have gradients where a snapshot is taken in every iteration."""
+        may = options.replicas and options.interval in (None, 1)
+        return dataclasses.replace(self.machine, gradient=self.saved.gradient) if may else self.machine
+
     def price(self, name: str, options: Options) -> Price:
         """The price of a policy."""
-        return POLICIES[name].price(self.machine, options.settings)
+        return POLICIES[name].price(self.machine_with(options), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
-        """As :meth:`moc.simulate.planner.Priced.offered`."""
+        """As :meth:`moc.simulate.planner.Priced.offered`, without those whose snapshots cannot follow fast enough."""
         for number in replicas if self.tier == "peers" else (0,):
             options = dataclasses.replace(basic, replicas=number)
-            for settings in POLICIES[name].candidates(self.machine):
-                yield options.with_settings(settings)
+            for settings in POLICIES[name].candidates(self.machine_with(options)):
+                found = options.with_settings(settings)
+                every = self.price(name, found).every
+                if every is None or shortest_interval(self, name, found) <= every:
+                    yield found
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """As :meth:`moc.simulate.planner.Priced.weighed`, including the persist interval."""
@@ -135,16 +151,20 @@ class Running:
             saving, plt = _windows(self, name, options), 0.0
         else:
             saving, plt = _at_interval(self, name, options)
-        every = _persist_interval(self, saving)
+        price = self.price(name, options)
+        every = _persist_interval(self, saving, price)
         options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
         saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(self, saving, every))
         window = _of_rank(self, saving) if POLICIES[name].replays else None
         host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, window)
+        host += (1 + options.replicas) * price.chained / self.nodes
         return Weighed(options, saving, plt, host)
 
 
-def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Saved:
-    """Sizes by the sharding rules, for a model that is not loaded."""
+def saved_by_rules(
+    operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED, gradients: bool = False
+) -> Saved:
+    """Sizes by the sharding rules, for a model that is not loaded; ``gradients`` if snapshots may have some."""
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)
     alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
     for stage in split_stages(operators, layout.pp):
@@ -154,7 +174,8 @@ def saved_by_rules(operators: Sequence[Operator], layout: Layout, state: StateBy
         stages.append([OperatorBytes(*(size * operator.parameters for size in sizes)) for operator in ordered])
     experts = len({operator.expert for operator in operators if operator.expert is not None})
     by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidates(experts)}
-    return Saved(full_sizes(operators, layout, state).busiest, by_k, stages)
+    gradient = state.gradient if gradients else None
+    return Saved(full_sizes(operators, layout, state).busiest, by_k, stages, gradient)
 
 
 def host_bytes(tier: str, ranks: int, full: float, replicas: int, window: float | None = None) -> float:
@@ -201,26 +222,27 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
     nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
     fewer = k is not None and k < most
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
-    stall_s = max(0.0, copy_s - run.forward_backward_s)
+    waits_s, update_s = price.waits / run.copy_rate, run.iteration_s - run.forward_backward_s
+    stall_s = max(0.0, copy_s - waits_s - run.forward_backward_s) + waits_s
     saving = PolicyCosts(
         name=name,
         interval=1,
         stall_s=stall_s,
         lag=run.iterations(copy_s + safe_s),
-        restart_s=_load_s(run, run.saved.full),
+        restart_s=_load_s(run, run.saved.full) + price.folded * update_s,
         replay_s=run.iteration_s + stall_s,
         traffic=_traffic(run, price, options.replicas),
         exact=not fewer,
         at_risk=at_risk(price, most),
     )
     least = shortest_interval(run, name, options)
-    interval = options.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
+    interval = options.interval or price.every or best_interval(saving, run.iteration_s, options.mtbf_s, least)
     if k is None or not fewer:
         return at_interval(saving, interval, run.iteration_s), 0.0
-    # whichever memory is lost: every snapshot's experts are also written to storage, which is as recent
+    # whichever memory is lost: copies remain, or every snapshot's experts are also in storage, which is as recent
     rate = run.iteration_s / options.mtbf_s
     of_one = rate * saving.at_risk
-    if not options.interval:
+    if not (options.interval or price.every):
         interval = longest(least, interval, of_one, options.plt_limit)
     return at_interval(saving, interval, run.iteration_s), interval * of_one
 
@@ -232,8 +254,8 @@ def shortest_interval(run: Running, name: str, options: Options) -> int:
     copy_s, write_s, safe_s = nbytes / run.copy_rate, nbytes / run.write_rate, run.safe_s(nbytes, options.replicas)
     if run.tier == "disk":
         return run.iterations(copy_s + write_s)
-    # with fewer experts, snapshots in memory are also written to storage, which holds the other experts
-    return run.iterations(safe_s if price.k is None else max(safe_s, write_s))
+    # states of fewer experts are also written to storage, which holds the other experts
+    return run.iterations(safe_s if price.k is None or price.every else max(safe_s, write_s))
 
 
 def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
@@ -264,11 +286,17 @@ def _of_rank(run: Running, saving: PolicyCosts) -> float:
     return saving.traffic.host / (run.ranks * run.nodes)
 
 
-def _persist_interval(run: Running, saving: PolicyCosts) -> int | None:
-    """With a tier in memory: the shortest persist interval that storage sustains."""
+def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | None:
+    """With a tier in memory: the shortest persist interval that storage sustains.
+
+    With fewer experts every snapshot is persisted.  Of one that would have gradients, storage takes half of the budget
+    for states: so it is persisted so rarely that chains hardly notice.
+    """
     if run.tier == "disk":
         return None
     every = run.iterations(_of_rank(run, saving) / run.write_rate)
+    if price.every:
+        return max(_SELDOM, every)
     return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval
 
 

@@ -85,14 +85,19 @@ class Setup:
         """Operator sizes of the busiest rank."""
         return operator_sizes(self.operators, self.layout, self.state)
 
-    def stall_s(self, nbytes: float) -> float:
+    def stall_s(self, nbytes: float, waits: float = 0.0) -> float:
         """Seconds that a snapshot adds to an iteration.
 
         The part of the copy that forward and backward do not hide (MoC, eq. 10), and at least ``overhead``: even a
         hidden copy costs something.
+
+        Args:
+            nbytes: of a rank's copy.
+            waits: of these, bytes that are copied while training waits.
         """
-        exposed_s = nbytes / self.cluster.host_bandwidth - self.timing.forward_backward_s
-        return max(self.overhead * self.timing.iteration_s, exposed_s)
+        rate = self.cluster.host_bandwidth
+        exposed_s = (nbytes - waits) / rate - self.timing.forward_backward_s
+        return max(self.overhead * self.timing.iteration_s, exposed_s) + waits / rate
 
     @property
     def network_rate(self) -> float:
@@ -119,7 +124,7 @@ class Setup:
     def machine(self, replicas: int, interval: int | None = None) -> Machine:
         """The machine that policies are priced for, with this many copies in peers' memory.
 
-        Gradients replace state only where a snapshot is taken in every iteration, as it is by default.
+        Gradients may replace state where a snapshot is taken in every iteration, and copied.
         """
         rate = self.cluster.host_bandwidth
         return Machine(
@@ -132,7 +137,7 @@ class Setup:
             rate=min(rate, self.network_rate / replicas) if replicas else rate,
             ks=candidates(self.num_experts),
             at_risk=self._at_risk,
-            gradient=self.state.gradient if interval in (None, 1) else None,
+            gradient=self.state.gradient if replicas and interval in (None, 1) else None,
         )
 
     def price(self, kind: type[Policy], options: Options) -> Price:
@@ -151,7 +156,10 @@ class Setup:
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """As :meth:`moc.simulate.planner.Priced.weighed`."""
-        k = self.price(REGISTERED[name], options).k if name in REGISTERED else None
+        price = self.price(REGISTERED[name], options) if name in REGISTERED else None
+        if price is not None and price.every is not None:
+            options = dataclasses.replace(options, interval=price.every)
+        k = None if price is None else price.k
         every = 1 if k is not None and options.interval is None else options.interval
         saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
 
@@ -160,7 +168,6 @@ class Setup:
 
         if k is not None and options.interval is None:
             best = best_interval(saving, self.iteration_s, options.mtbf_s)
-            saving = POLICIES[name](self, dataclasses.replace(options, interval=best)).saving  # maybe no gradients
             options = dataclasses.replace(options, interval=longest(1, best, plt(1), options.plt_limit))
             saving = POLICIES[name](self, options).saving
         lost = 0.0 if saving.exact else plt(saving.interval)
@@ -308,7 +315,7 @@ def _global(
 def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
     """Costs with checkpoints in the memory of the node and its peers, as Gemini's, with buffers for the full state."""
     sizes = price.size
-    stall_s = setup.stall_s(sizes.busiest)
+    stall_s = setup.stall_s(sizes.busiest, price.waits)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
     saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(

@@ -70,7 +70,7 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
 
 
 class SizesByRules:
-    """As :class:`moc.policy.plan.Busiest`, of a model that is not loaded; operators are in full.
+    """As :class:`moc.policy.plan.Busiest`, of a model that is not loaded; operators are in full, or gradients.
 
     Args:
         operators: operators of the unpartitioned model.
@@ -94,9 +94,11 @@ class SizesByRules:
         zero: bool = True,
     ):
         self.nodes, self.replicas = nodes, replicas
-        self._items: dict[str, list[Item]] = defaultdict(list)
-        for item in contents(operators, layout, _saved(state), zero=zero):
-            self._items[item.operator].append(item)
+        self._items: dict[tuple[str, bool], list[Item]] = defaultdict(list)
+        gradients = dataclasses.replace(_saved(state), moments=0)  # as many bytes as fp32 weights
+        for gradient, of_each in enumerate((_saved(state), gradients)):
+            for item in contents(operators, layout, of_each, zero=zero):
+                self._items[item.operator, bool(gradient)].append(item)
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:
         """Bytes of the rank that saves the most of operators."""
@@ -106,8 +108,9 @@ class SizesByRules:
         """Bytes of each rank by plan, where any."""
         return {name: self._loads(plan) for name, plan in plans.items()}
 
-    def _loads(self, operators: Collection[str]) -> dict[int, int]:
-        items = cut_large([item for name in operators for item in self._items[name]])
+    def _loads(self, operators: Mapping[str, Detail]) -> dict[int, int]:
+        details = ((name, detail is Detail.GRAD) for name, detail in operators.items())
+        items = cut_large([item for one in details for item in self._items[one]])
         found: Counter[int] = Counter()
         for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
             found[rank] += item.nbytes

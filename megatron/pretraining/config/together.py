@@ -42,6 +42,23 @@ def check_together(config: FlagGroups) -> None:
     )
 
 
+def job_shape(config: FlagGroups) -> JobShape:
+    """What flags say of the job; the stages of layers, and the pipeline's bubbles, are not known yet."""
+    return JobShape(
+        ep=config.parallel.expert_model_parallel_size,
+        optimizer=config.regularization.optimizer,
+        experts_apart=not config.moe.moe_grouped_gemm,
+        pp=config.parallel.pipeline_model_parallel_size,
+        num_experts=config.moe.num_experts or 0,
+        drops=config.moe.drops_tokens,
+    )
+
+
+def may_save_gradients(config: FlagGroups) -> bool:
+    """Whether some policy may save gradients in place of state in this job."""
+    return any(kind.may_save_gradients(config.snapshot, job_shape(config)) for kind in POLICIES.values())
+
+
 def _check_snapshots(config: FlagGroups) -> None:
     snapshot, save = config.snapshot, config.checkpoint.save
     refuse(
@@ -61,13 +78,7 @@ def _check_snapshots(config: FlagGroups) -> None:
         "--upstream-logging replays a pipeline stage alone, which embeddings that are tied across stages do not allow: "
         "add --untie-embeddings-and-output-weights, or drop --upstream-logging.",
     )
-    job = JobShape(
-        optimizer=config.regularization.optimizer,
-        experts_apart=not config.moe.moe_grouped_gemm,
-        pp=config.parallel.pipeline_model_parallel_size,
-        num_experts=config.moe.num_experts or 0,
-        drops=config.moe.drops_tokens,
-    )
+    job = job_shape(config)
     for kind in POLICIES.values():
         for sentence in kind.misfits(snapshot, job):
             refuse(True, sentence)

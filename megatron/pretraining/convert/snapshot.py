@@ -18,9 +18,10 @@ from megatron.pretraining.convert.regions import (
     write_regions,
 )
 from moc.inspect.coverage import operators_of
-from moc.inspect.older import recovery_from, sentence, stale
+from moc.inspect.older import chained, recovery_from, sentence, stale
 from moc.policy.ledger import Ledger
 from moc.recovery.sources import RecoveryPath, part_of_slot
+from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store.durable import sync_directory
@@ -49,9 +50,11 @@ def refuse_stale(directory: Path) -> None:
     """
     way = recovery_from(directory)
     if way is not None and (older := stale(way)):
+        count = chained(directory)
+        unused = f" (gradients follow {count} of them, which only a run can apply, with its optimizer)" if count else ""
         raise CheckpointError(
-            f"{directory} is partial: {sentence(older)}: pass --allow-stale to convert them as a run would resume with "
-            "them, or let the run end in good order, which saves everything"
+            f"{directory} is partial: {sentence(older)}{unused}: pass --allow-stale to convert them as a run would "
+            "resume with these states, or let the run end in good order, which saves everything"
         )
 
 
@@ -88,7 +91,8 @@ class SnapshotContents(ConvertedState):
 class MergedContents(ConvertedState):
     """A partial checkpoint of Format v1 with the experts that it lacks, from the older ones beside it.
 
-    As after a recovery, these count the run's updates, and the token ledger counts what they have lost.
+    As after a recovery, these count the run's updates, and the token ledger counts what they have lost.  Gradients are
+    left out: only a run can repeat updates with them.
 
     Raises:
         CheckpointError: one of the checkpoints is damaged.
@@ -98,7 +102,8 @@ class MergedContents(ConvertedState):
         root = directory.resolve().parent
         self._of = {one.iteration: SnapshotContents(root / directory_of(one.iteration)) for one in way.used()}
         self._way, base = way, self._of[way.iteration]
-        there = {(tensor.name, tensor.slot): tensor for contents in self._of.values() for tensor in contents.tensors}
+        every = (tensor for contents in self._of.values() for tensor in contents.tensors)
+        there = {(tensor.name, tensor.slot): tensor for tensor in every if tensor.slot != Detail.GRAD.value}
         self.tensors = in_model_order(there.values())
         updates = max((step for _, step in base.operators.values() if step is not None), default=None)
         self.operators = {name: (FULL, updates) for name, _ in way.sources} | {

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.pretraining.config import Config, ConfigError
-from moc.policy import POLICIES
+from megatron.pretraining.config.together import may_save_gradients
+from moc.policy import AUTO, POLICIES
 from moc.sharding import Layout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Work, estimate
@@ -93,11 +94,21 @@ def told(run: Running, plan: PolicyChoice) -> dict:
 
 def _allowed(config: Config, policy: str, tier: str) -> bool:
     """Whether the training flags allow this policy with this tier."""
+    return _with(config, policy, tier) is not None
+
+
+def _with(config: Config, policy: str, tier: str) -> Config | None:
+    """The configuration with this policy and tier; None if the training flags do not allow it."""
     try:
-        config.replace("snapshot", ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=".")
+        return config.replace("snapshot", ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=".")
     except ConfigError:
-        return False
-    return True
+        return None
+
+
+def _gradients(config: Config, tier: str) -> bool:
+    """Whether the training flags allow gradients in place of state with this tier."""
+    job = _with(config, AUTO, tier)
+    return job is not None and may_save_gradients(job)
 
 
 def _figures(found: Candidate) -> str:
@@ -111,7 +122,7 @@ def _running(
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
     found, nodes = figures("--explain-policy", names, args, config, operators, layout)
     tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
-    saved = saved_by_rules(operators, layout, state)
+    saved = saved_by_rules(operators, layout, state, _gradients(config, tier))
     return Running(tier, nodes, -(-layout.world // nodes), saved, loads=None, **found)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
 from moc.output import ToolError
+from moc.policy.bubbles import bubble_share
 from moc.policy.budgets import fitting
+from moc.policy.chained_risk import ChainedRisk, alike
+from moc.policy.chained_risk import replay as chained_replay
 from moc.policy.risk import Risk, replay, rules, steady
 from moc.policy.selection import Counts, number_of_experts
 from moc.policy.selective import Selective
@@ -44,10 +48,11 @@ class Replayed:
 
     Attributes:
         shape: iterations, layers and experts of the recording.
-        experts: experts of each of its layers in a snapshot, in the mean over layers.
+        experts: experts of each of its layers in a snapshot, in the mean over layers, by their states.
         scaled: the model has another shape, and the same share of experts is saved.
         rules: tokens at risk by rule.
         steady_risk: tokens at risk, in iterations and the mean over layers, if loads stayed what they are.
+        gradients: the same budget with gradients in place of states; None if none are saved.
     """
 
     shape: tuple[int, int, int]
@@ -55,6 +60,22 @@ class Replayed:
     scaled: bool
     rules: dict[str, Risk]
     steady_risk: float
+    gradients: ChainedRisk | None
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """What hides in the pipeline's bubbles (Algorithm 4), as estimated for a 1F1B schedule.
+
+    Attributes:
+        share: of forward and backward, for which a stage waits.
+        seconds: the same, of an iteration.
+        of_copy: of the copy of the busiest rank's snapshot, what passes in them.
+    """
+
+    share: float
+    seconds: float
+    of_copy: float
 
 
 @dataclass(frozen=True)
@@ -78,6 +99,9 @@ class SelectiveChoice:
         full_bytes: of a full one.
         max_age: iterations after which an expert is saved first.
         equally_busy: tokens at risk, in iterations and the mean over layers, if experts were equally busy.
+        gradient: bytes of an expert's gradients relative to its state; None if gradients are not saved.
+        no_gradients: why they are not, unless nobody asks.
+        bubbles: None without a pipeline.
         routing: recorded loads, replayed; None without a recording.
     """
 
@@ -96,15 +120,18 @@ class SelectiveChoice:
     full_bytes: int
     max_age: int
     equally_busy: float
+    gradient: float | None
+    no_gradients: str | None
+    bubbles: Bubbles | None
     routing: Replayed | None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--explain-selective`` and the flag that it needs beside those of the other choices."""
     group = parser.add_argument_group(
-        "--explain-selective: what --ckpt-policy selective would save (MoEtion, sections 4.1 to 4.3), from "
+        "--explain-selective: what --ckpt-policy selective would save (MoEtion, sections 4.1 to 4.3, 5.2, 5.3), from "
         "--iteration-s, --forward-backward-s, --snapshot-gbs, --persist-gbs, --replicate-gbs, --tier, --nodes and "
-        "--replicas above, or a cluster's sheet"
+        "--replicas above, or a cluster's sheet; bubbles by --global-batch and --micro-batch"
     )
     group.add_argument("--explain-selective", action="store_true", help="print budgets, experts and tokens at risk")
     group.add_argument(
@@ -146,11 +173,17 @@ def chosen(
     found = {name: found[name] for name in needed}
     if not min(found.values()) > 0 or found["forward_backward_s"] > found["iteration_s"]:
         raise ToolError("rates and seconds must be above 0, and --forward-backward-s at most --iteration-s")
-    policy = Selective(operators, SelectiveTuner(figures=found), tier=args.tier)
+    asked = config.replace("snapshot", ckpt_policy=Selective.name, ckpt_tier=args.tier, ckpt_dir=".").snapshot
+    own = Selective.settings(asked, job_shape(config))
+    own = {name: own[name] for name in ("tier", "gradients", "no_gradients")}
+    policy = Selective(operators, SelectiveTuner(figures=found), **own)
     of_rank = tuple(rank * nodes // layout.world for rank in range(layout.world))
     policy.on_sizes(SizesByRules(operators, layout, state, of_rank, replicas, zero))
     loads = None if args.routing is None else read_routing(args.routing)
-    return _choice(policy, found["copy_rate"], loads)
+    pipelines = max(1, layout.world // (layout.tp * layout.pp * layout.ep))
+    micro_batches = args.global_batch // (args.micro_batch * pipelines)
+    share = bubble_share(layout.pp, max(1, micro_batches), layout.vpp)
+    return _choice(policy, found, share, loads)
 
 
 _RATES = {"peers": ("replicate_rate",), "disk": ("write_rate",)}
@@ -180,8 +213,8 @@ def _replicas(args: argparse.Namespace, nodes: int) -> int:
     return replicas
 
 
-def _choice(policy: Selective, copy_rate: float, loads: list[Counts] | None) -> SelectiveChoice:
-    """Asks the policy, which knows the sizes."""
+def _choice(policy: Selective, found: Mapping[str, float], share: float, loads: list[Counts] | None) -> SelectiveChoice:
+    """Asks the policy, which knows the sizes; ``share`` of forward and backward is in bubbles."""
     sizes, limits, apart = policy.sizes[0], policy.limits(), policy.iterations_apart
     numbers = policy.num_experts
     layers, num_experts = len(numbers), max(numbers.values())
@@ -196,6 +229,11 @@ def _choice(policy: Selective, copy_rate: float, loads: list[Counts] | None) -> 
     assert isinstance(tuner, SelectiveTuner) and tuner.local is not None
     remote = tuner.remote(policy.tier)
     equal = {layer: [1] * count for layer, count in numbers.items()}
+    gradient = None if apart > 1 or not policy.gradients else 1 / sizes.ratio(min(sizes.gradients))
+    every = "needs a snapshot in every iteration" if apart > 1 and policy.gradients else None
+    bubble_s = share * found["forward_backward_s"]
+    copied = max(sizes.least_of_rank, min(tuner.local, max(sizes.of_ranks.values())))
+    of_copy = min(1.0, bubble_s * found["copy_rate"] / copied)
     return SelectiveChoice(
         tier=policy.tier,
         replicas=sizes.replicas,
@@ -207,16 +245,19 @@ def _choice(policy: Selective, copy_rate: float, loads: list[Counts] | None) -> 
         layers=layers,
         experts=number,
         interval=apart,
-        stall_s=max(0.0, sizes.least_of_rank - tuner.local) / copy_rate,
+        stall_s=max(0.0, sizes.least_of_rank - tuner.local) / found["copy_rate"],
         snapshot_bytes=dense + number / num_experts * all_experts,
         full_bytes=dense + all_experts,
         max_age=policy.oldest,
         equally_busy=steady([equal], number * layers, apart),
-        routing=None if loads is None else _replayed(policy, loads, number / num_experts),
+        gradient=gradient,
+        no_gradients=policy.no_gradients or every,
+        bubbles=Bubbles(share, bubble_s, of_copy) if share else None,
+        routing=None if loads is None else _replayed(policy, loads, number / num_experts, gradient),
     )
 
 
-def _replayed(policy: Selective, loads: list[Counts], share: float) -> Replayed:
+def _replayed(policy: Selective, loads: list[Counts], share: float, gradient: float | None) -> Replayed:
     """Replays a recording within the policy's limits, or where shapes differ, with the same share of experts."""
     layers, num_experts, numbers = len(loads[0]), len(loads[0][0]), policy.num_experts
     scaled = [num_experts] * layers != list(numbers.values())
@@ -224,10 +265,14 @@ def _replayed(policy: Selective, loads: list[Counts], share: float) -> Replayed:
         places = [(layer, expert) for layer in range(layers) for expert in range(num_experts)]
         total = max(1, round(share * len(places)))
         limits = [number_of_experts(places, total)]
+        sizes = alike(loads[0], gradient or 1.0)
+        cheaper = [sizes.number(total)]
     else:
         loads = [dict(zip(numbers, row.values(), strict=True)) for row in loads]
         total, limits = round(share * layers * num_experts), list(policy.limits().values())
+        sizes, cheaper = policy.sizes[0], limits
     apart = policy.iterations_apart
+    chained = None if gradient is None else chained_replay(loads, cheaper, sizes, policy.oldest, _SKIPPED)
     risks = {name: replay(loads, choose, apart, _SKIPPED) for name, choose in rules(limits, policy.oldest).items()}
     return Replayed(
         shape=(len(loads), layers, num_experts),
@@ -235,6 +280,7 @@ def _replayed(policy: Selective, loads: list[Counts], share: float) -> Replayed:
         scaled=scaled,
         rules=risks,
         steady_risk=steady(loads[_SKIPPED:], total, apart),
+        gradients=chained,
     )
 
 
@@ -276,13 +322,13 @@ def explained(choice: SelectiveChoice) -> str:
     share = choice.snapshot_bytes / choice.full_bytes
     lines = [
         f"selective: S {_of(choice.experts, choice)}, {every}",
-        f"B_local {_gb(choice.local.nbytes)} of a rank during forward and backward: S {choice.local.experts:.3g}",
+        f"B_local {_gb(choice.local.nbytes)} of a rank during forward and backward: S_local {choice.local.experts:.3g}",
     ]
     if choice.remote is not None:
         until = "an iteration" if choice.interval == 1 else f"{choice.interval} iterations"
         who = f"received by a node ({choice.replicas} copies of each)" if choice.replicas else "written by a rank"
         who = who.replace("(1 copies", "(1 copy")
-        lines.append(f"B_remote {_gb(choice.remote.nbytes)} {who} in {until}: S {choice.remote.experts:.3g}")
+        lines.append(f"B_remote {_gb(choice.remote.nbytes)} {who} in {until}: S_remote {choice.remote.experts:.3g}")
     lines.append(
         f"The busiest rank saves {choice.dense_bytes / 1e6:,.1f} MB of dense operators, "
         f"and {choice.expert_bytes / 1e6:,.1f} MB for an expert."
@@ -297,6 +343,18 @@ def explained(choice: SelectiveChoice) -> str:
         f"Equally busy experts: {choice.equally_busy:.3g} iterations of tokens at risk (MLT "
         f"{choice.equally_busy * choice.layers:.3g} over {choice.layers} layers).",
     ]
+    if choice.gradient is not None:
+        lines.append(
+            f"In chains, gradients take the place of states: {100 * choice.gradient:.0f} % of the bytes, of which "
+            "training waits for the copy."
+        )
+    elif choice.no_gradients:
+        lines.append(f"States alone: --selective-gradients on {choice.no_gradients}.")
+    if (bubbles := choice.bubbles) is not None:
+        lines.append(
+            f"Bubbles are {100 * bubbles.share:.1f} % of forward and backward, {bubbles.seconds:.3g} s: "
+            f"{100 * bubbles.of_copy:.0f} % of a snapshot's copy passes in them (--selective-hide bubble)."
+        )
     return "\n".join([*lines, *(["", *_routing_lines(choice.routing)] if choice.routing else [])])
 
 
@@ -311,6 +369,11 @@ def _routing_lines(routing: Replayed) -> Iterator[str]:
         yield f"{name:<{width}}  {risk.mlt_per_layer:17.3f}  {risk.mlt:11.2f}  {risk.oldest:6d}"
     at_best, whole = routing.steady_risk, routing.steady_risk * layers
     yield f"{'steady state, at best':<{width}}  {at_best:17.3f}  {whole:11.2f}"
+    if (chained := routing.gradients) is not None:
+        risk = chained.risk
+        yield f"{'with gradients':<{width}}  {risk.mlt_per_layer:17.3f}  {risk.mlt:11.2f}  {risk.oldest:6d}"
+        share = f"{100 * chained.gradients:.0f} % by their gradients"
+        yield f"With gradients, S is {chained.experts:.3g} experts in the same bytes, {share}."
     yield f"In iterations, right after a snapshot, the mean over all but the first {_SKIPPED} iterations."
 
 

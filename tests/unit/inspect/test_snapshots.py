@@ -214,24 +214,58 @@ def test_it_needs_no_torch(tmp_path, tool):
     assert json.loads(done.stdout.removesuffix("False\n"))
 
 
-def test_gradients_are_of_no_use_without_the_state_that_they_follow(capsys, tmp_path):
-    """A full save and two gradients after it; then without the full save, then without the first of these."""
-    expert = f"layers.{LAYERS - 1}.expert.0"
-    for iteration, detail in ((3, "full"), (4, "grad"), (5, "grad")):
+CHAINED, LEFT_OUT = f"layers.{LAYERS - 1}.expert.0", "layers.0.expert.1"
+
+
+def chain(root):
+    """A full save and two gradients of an expert after it, each in a checkpoint that lacks another expert."""
+    for iteration in (3, 4, 5):
         model = Model(iteration=iteration)
         model.facts = replace(model.facts, iteration=iteration, policy="selective")
-        if detail == "grad":
-            model.operators[expert] = detail, 2
-            its = [tensor for tensor in model.tensors if operator_of(tensor.name) == expert]
-            model.tensors = [tensor for tensor in model.tensors if tensor not in its]
-            model.tensors += [replace(tensor, slot="grad") for tensor in its if tensor.slot == "master"]
-        write_snapshot(model, tmp_path, 2, lambda count: None)
+        if iteration > 3:
+            model.operators = {name: one for name, one in model.operators.items() if name != LEFT_OUT}
+            model.operators[CHAINED] = "grad", 2
+            of = {name: [one for one in model.tensors if operator_of(one.name) == name] for name in (CHAINED, LEFT_OUT)}
+            model.tensors = [one for one in model.tensors if one not in of[CHAINED] + of[LEFT_OUT]]
+            model.tensors += [replace(one, slot="grad") for one in of[CHAINED] if one.slot == "master"]
+        write_snapshot(model, root, 2, lambda count: None)
+
+
+def test_gradients_are_of_no_use_without_the_state_that_they_follow(capsys, tmp_path):
+    """Without the full save, then without the first of the gradients."""
+    chain(tmp_path)
     assert verify(capsys, tmp_path, "--all") == (0, [])
     told = inspect(capsys, tmp_path, "--by", "operator")
-    assert told["complete"] and [row.get("base") for row in told["rows"] if row["name"] == expert] == [3]
+    assert told["complete"] and [row.get("base") for row in told["rows"] if row["name"] == CHAINED] == [3]
     for missing in (3, 4):
         shutil.rmtree(tmp_path / f"iter_{missing:07d}")
         code, (problem, *others) = verify(capsys, tmp_path)
-        assert (
-            code == 1 and not others and f"{expert}: its gradients follow the state of iteration {missing}," in problem
-        )
+        wrong = f"{CHAINED}: its gradients follow the state of iteration {missing},"
+        assert code == 1 and not others and wrong in problem
+
+
+def test_the_age_of_each_expert_and_its_chain(capsys, tmp_path):
+    chain(tmp_path)
+    told = inspect(capsys, tmp_path, "--by", "operator")
+    saved = {name: dict(base=5, until=5, age=0) for name in ("layers.0.expert.0", f"layers.{LAYERS - 1}.expert.1")}
+    old = {CHAINED: dict(base=3, until=5, age=2), LEFT_OUT: dict(base=3, until=3, age=2)}
+    assert told["experts"] == saved | old and told["stale"] == {LEFT_OUT: 3}
+    rows = {row["name"]: {key: row[key] for key in ("base", "until", "age") if key in row} for row in told["rows"]}
+    assert {name: row for name, row in rows.items() if row} == saved | old
+    assert list(rows) == [row["name"] for row in inspect(capsys, tmp_path / "iter_0000003", "--by", "operator")["rows"]]
+    assert summary.main([str(tmp_path), "--by", "operator"]) == 0
+    text = capsys.readouterr().out
+    assert "saved 1 iterations ago in the mean, at most 2; gradients of 1 follow, of up to 2 iterations" in text
+    lines = {line.split()[0]: line.rstrip() for line in text.splitlines() if line.strip()}
+    assert lines[CHAINED].split()[-5:] == ["2", "3,", "gradients", "to", "5"]
+    assert lines[LEFT_OUT].split()[-2:] == ["2", "3"]
+    earlier = inspect(capsys, tmp_path, "--iteration", "4")["experts"]
+    assert (earlier[CHAINED], earlier[LEFT_OUT]["age"]) == (dict(base=3, until=4, age=1), 1)
+    assert inspect(capsys, tmp_path, "--iteration", "3")["stale"] == {}
+
+
+def test_experts_of_a_policy_that_saves_everything_have_no_ages(capsys, tmp_path):
+    snapshot(tmp_path)
+    assert inspect(capsys, tmp_path)["experts"] == {}
+    assert summary.main([str(tmp_path), "--by", "operator"]) == 0
+    assert "state of" not in capsys.readouterr().out

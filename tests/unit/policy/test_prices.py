@@ -141,6 +141,8 @@ def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
     cost = 1 / 3 + (2 / 3) / 33  # states every 33rd time, since 4 times 8 snapshots would save all in turn
     share = 2 / (16 * cost)
     assert price.folded == pytest.approx(share * 32 / 2) and price.chained == pytest.approx(share / 3 * 32 * 480)
+    assert price.every == 1 and price.waits == pytest.approx(share / 3 * 32 / 33 * 160) and plain.every is None
+    assert selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2, "gradients": "off"}) == plain
     most = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 16})
     assert most.at_risk == 0.0 and most.size.busiest == 10 * 8 and most.folded == 2  # 16 x (1/3 + 2/15), rounded up
     counted = dataclasses.replace(full, gradient=1 / 3, at_risk=lambda share, always: share * always)

@@ -382,8 +382,8 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
         of_k = lambda k: SnapshotSizes(10.0 * k, 30.0 * k)  # noqa: E731
         return Machine(3, SnapshotSizes(48.0, 144.0), of_k, ((),), 1.0, rate, ks)
 
-    assert list(Selective.candidates(machine(45.0))) == [{"experts": 1}, {"experts": 2}, {"experts": 4}]
-    assert list(Selective.candidates(machine(5.0))) == [{"experts": 1}] and not list(
+    assert list(Selective.candidates(machine(45.0))) == [{"experts": k, "gradients": "off"} for k in (1, 2, 4)]
+    assert [one["experts"] for one in Selective.candidates(machine(5.0))] == [1] and not list(
         Selective.candidates(machine(5.0, ()))
     )
     price = Selective.price(machine(45.0), {})
@@ -392,6 +392,7 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
     counted = dataclasses.replace(machine(45.0), at_risk=lambda share, always: 8 * share * always)
     assert Selective.price(counted, {}).at_risk == 2.0  # 4 of 16
     assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")
+    assert Selective.described({"experts": 4, "gradients": "off"}) == "4 experts, states alone"
 
 
 def test_copies_go_in_bubbles_where_there_are_any():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy import Every, JobShape
+from moc.policy.chained_risk import replay
 from moc.policy.selection import Given, number_of_experts
 from moc.policy.selective import FLAGS, Selective
 from moc.policy.transfers import chains_of, continuing, renewed
@@ -215,10 +216,17 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
     model = operators((1,) * layers, experts=width)
     one = Selective(model, Every(1), gradients=True, score="tokens", experts=experts)
     one.on_sizes(Told())
-    load, found = {layer: [0] * width for layer in range(layers)}, []
+    load, found, shares = {layer: [0] * width for layer in range(layers)}, [], []
     based(one, load=load)
     for iteration, row in enumerate(trace, start=2):
         load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
         take(one, iteration, load)
         found.append(one.told.mlt)
+        shares.append(one.gauges())
     assert sum(found[10:]) / len(found[10:]) == pytest.approx(risk, rel=0.1)
+    sizes = one.sizes[0]
+    foretold = replay([dict(enumerate(row)) for row in trace], [sizes.number(experts * layers)], sizes, one.oldest, 10)
+    assert foretold.risk.mlt_per_layer == pytest.approx(sum(found[10:]) / len(found[10:]), rel=0.02)
+    saved, gradients = (sum(one[f"selective_{name}"] for one in shares[10:]) for name in ("experts", "gradients"))
+    assert foretold.experts == pytest.approx(saved / len(shares[10:]))
+    assert foretold.gradients == pytest.approx(gradients / saved)

@@ -10,7 +10,7 @@ from types import SimpleNamespace  # noqa: E402
 import pytest  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megatron.pretraining.config import compose  # noqa: E402
+from megatron.pretraining.config import ConfigError, compose  # noqa: E402
 from megatron.pretraining.model.shape import model_shape  # noqa: E402
 from megatron.pretraining.session import auto_policy, in_force  # noqa: E402
 from moc.events import EventLog  # noqa: E402
@@ -20,6 +20,8 @@ from moc.session.auto import DRIFT, HOLDS, changed  # noqa: E402
 from moc.session.resume.survivors import LiveState, LocalRemains  # noqa: E402
 from moc.session.settings import SettingsError  # noqa: E402
 from moc.session.tiers import Tiers  # noqa: E402
+from moc.simulate.live_costs import every_candidate, flags_of_candidate  # noqa: E402
+from moc.simulate.planner import PlanLimits  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.state.shape import model_operators  # noqa: E402
@@ -29,7 +31,8 @@ from moc.store.store import Store  # noqa: E402
 MODEL = dict(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=8, moe_ffn_hidden_size=64, seq_length=8)
 TRAINING = dict(micro_batch_size=1, train_iters=1, lr=1.0, mock_data=True, tokenizer_type="NullTokenizer")
 AUTO = dict(ckpt_policy="auto", save="nowhere", vocab_size=10, max_position_embeddings=8, add_bias_linear=False)
-BYTES = {Detail.FULL: 12, Detail.COMPUTE: 2}
+FREE = PlanLimits(plt=1.0, policies=("selective",), replicas=(1,))
+BYTES = {Detail.FULL: 12, Detail.MASTER: 4, Detail.COMPUTE: 2}
 
 
 class Log:
@@ -131,6 +134,20 @@ def test_popular_experts_are_saved_first_where_tokens_are_counted(tmp_path):
         assert run.train(40, load=load) and run.flags["ckpt_policy"] == policy
         exact = Run(tmp_path / f"{policy}-exact", mtbf_hours=0.1, ckpt_tier="memory", exact_only=True)
         assert exact.train(40, load=load) and exact.flags["ckpt_policy"] in ("full", "sparse")
+
+
+def test_gradients_are_weighed_where_the_job_can_save_them(tmp_path):
+    """By their bytes, a third; ``auto`` says itself whether they are saved."""
+    peers, loads = dict(ckpt_tier="peers", nodes=("a", "b")), {0: [900, 90, 9, 1, 1, 1, 1, 1]}
+    for flags, gradient in ((peers, 1 / 3), (peers | dict(optimizer="sgd"), None), (dict(ckpt_tier="disk"), None)):
+        run = Run(tmp_path / str(len(flags)) / flags["ckpt_tier"], **flags)
+        assert run.auto._saved().gradient == gradient
+        rates = dict(iteration_s=1.0, forward_backward_s=0.9, copy_rate=run.full, write_rate=run.full)
+        every = every_candidate(run.auto._running(rates | dict(replicate_rate=100 * run.full), loads), 60.0, FREE)
+        told = {flags_of_candidate(one).get("selective_gradients") for one in every}
+        assert told == ({"off"} if gradient is None else {"off", None})
+    with pytest.raises(ConfigError, match="--ckpt-policy auto chooses --selective-gradients by itself"):
+        Run(tmp_path, selective_gradients="off", **peers)
 
 
 def test_nothing_is_switched_for_little(tmp_path):

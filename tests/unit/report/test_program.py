@@ -240,6 +240,22 @@ def test_what_the_table_says():
     assert "where the time went/until started again" not in told
 
 
+def test_what_selective_snapshots_hold_and_leave_at_risk():
+    story = Story().start().usual(1)
+    for risk in (1.0, 3.0):
+        gauges = {"selective_experts": 8.0, "selective_copies": 2 + risk, "selective_gradients": 2 * risk}
+        story.usual(1, **gauges, mlt=risk, mlt_peers=2 * risk)
+        story.tell("snapshot", iteration=story.iteration, tier="peers", bytes=1000, copy_s=0.25, hash_s=0.5)
+    told = {name: cells[0] for name, cells in lines(story.report).items()}
+    assert told["snapshots/experts of each layer (S): mean, most"] == "8, 8"
+    assert told["snapshots/of these, copied to other nodes: mean, most"] == "4, 5"
+    assert told["snapshots/of these, gradients alone"] == "50.0 %"
+    assert told["experts/at risk (MLT), in iterations: mean, most"] == "2, 3"
+    assert told["experts/at risk with a node's memory: mean, most"] == "4, 6"
+    plain = lines(saved().report)
+    assert not any("gradients" in name or "(S)" in name or "at risk" in name for name in plain)
+
+
 def test_what_is_made_up_when_a_boost_has_ended():
     story = saved().tell("boost", iteration=11, boosted=False, tokens=2000, made_up=1900, left=0)
     assert story.usual(1).report.made_up == (1900, 2000)

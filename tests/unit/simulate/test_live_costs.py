@@ -143,6 +143,56 @@ def test_where_few_experts_are_busy_those_with_the_most_to_lose_are_saved(tier):
     assert {one.saving.exact for one in (exact.best, *exact.others)} == {True}
 
 
+FEW = {layer: [900, 90, 30, 9, 5, 5, 5, 5] for layer in range(3)}
+
+
+def of_experts(run, mtbf_s=3600.0, **limits):
+    """The candidates of ``selective`` with copies on one other node, by experts and whether gradients are saved."""
+    limits = dataclasses.replace(LIMITS, policies=("selective",), replicas=(1,), **limits)
+    found = every_candidate(run, mtbf_s, limits)
+    return {(one.options.own["experts"], one.options.own.get("gradients") != "off"): one for one in found}
+
+
+def test_gradients_lose_fewer_tokens_and_training_waits_for_them():
+    saved = dataclasses.replace(SAVED, gradient=1 / 3)
+    run = running("peers", copy_s=1.5, write_s=30.0, loads=FEW, saved=saved, replicate_rate=200 * SAVED.full)
+    found = of_experts(run)
+    states, gradients = found[2, False], found[2, True]
+    assert gradients.plt / gradients.saving.interval < 0.5 * states.plt / states.saving.interval
+    cost = 1 / 3 + (2 / 3) / 17  # a state in every 17th snapshot: 4 times the 4 that save all experts in turn
+    chained = 2 / cost / 3 * EXPERT  # gradients of the experts that are always saved, of a rank
+    waits_s, copy_s = chained * 16 / 17 / run.copy_rate, (REST + 2 * EXPERT) / run.copy_rate
+    hidden_s = max(0.0, copy_s - waits_s - run.forward_backward_s)
+    assert gradients.saving.stall_s == pytest.approx(waits_s + hidden_s) and states.saving.stall_s < waits_s
+    assert gradients.host_bytes - states.host_bytes == pytest.approx(2 * run.ranks * 16 * chained)  # one's own, a copy
+    folded = 2 / cost / EXPERTS * 16 / 2
+    assert gradients.saving.restart_s - states.saving.restart_s == pytest.approx(folded * 0.1)
+
+
+def test_gradients_are_of_snapshots_in_every_iteration_that_other_nodes_have():
+    saved = dataclasses.replace(SAVED, gradient=1 / 3)
+    run = running("peers", write_s=30.0, loads=FEW, saved=saved, replicate_rate=200 * SAVED.full)
+    for (_, has), one in of_experts(run).items():
+        flags = flags_of_candidate(one)
+        assert flags.get("selective_gradients") == (None if has else "off")
+        assert not has or flags["snapshot_interval"] == "1" and flags["persist_interval"] >= 10
+        assert has or flags["persist_interval"] == int(flags["snapshot_interval"])
+    assert {has for _, has in of_experts(run)} == {True, False}
+    slow = dataclasses.replace(run, replicate_rate=0.1 * SAVED.full)  # so that they cannot follow each other
+    memory, disk = (dataclasses.replace(run, tier=tier) for tier in ("memory", "disk"))
+    for other in (slow, memory, disk, dataclasses.replace(run, saved=SAVED)):
+        assert {has for _, has in of_experts(other)} == {False}
+
+
+def test_gradients_are_chosen_where_a_limit_on_lost_tokens_asks_for_them():
+    saved = dataclasses.replace(SAVED, gradient=1 / 3)
+    run = running("peers", copy_s=1.5, write_s=30.0, loads=FEW, saved=saved, replicate_rate=200 * SAVED.full)
+    free, limited = (
+        chosen(run, 60.0, policies=("selective",), replicas=(1,), plt=plt).best.options.own for plt in (1.0, 0.002)
+    )
+    assert free.get("gradients") == "off" and "gradients" not in limited
+
+
 def test_everybody_replays_a_window():
     run = running(copy_s=1.2, write_s=1.2)
     found = chosen(run, policies=("sparse",)).best

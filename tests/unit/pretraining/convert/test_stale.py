@@ -12,13 +12,17 @@ from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapsh
 from moc.inspect import summary
 from moc.inspect.coverage import operator_or_other
 from moc.policy.ledger import Ledger
+from tests.unit.inspect.test_snapshots import CHAINED, LEFT_OUT, chain
 from tests.unit.inspect.test_summary import inspect
 from tests.unit.pretraining.convert.models import EXPERTS, LAYERS, Model
 
 SAVED = {1: ["0.0", "0.1", "1.0", "1.1"], 2: ["0.0"], 3: ["1.1"]}
 """By iteration, layer and number of the experts in its checkpoint, beside everything dense."""
 NEWEST = {"layers.0.expert.0": 2, "layers.0.expert.1": 1, "layers.1.expert.0": 1}
-OLDER = "3 experts are in older checkpoints, the oldest, layers.0.expert.1, of iteration 1"
+OLDER = (
+    "3 experts are in older checkpoints: layers.0.expert.1, layers.1.expert.0 of iteration 1; layers.0.expert.0 of "
+    "iteration 2"
+)
 
 
 class Partial(Model):
@@ -106,3 +110,22 @@ def test_ages_are_shown(root, capsys):
     assert inspect(capsys, root / "a")["stale"] == NEWEST and not inspect(capsys, root / "a", "--iteration", 1)["stale"]
     assert summary.main([str(root / "a")]) == 0
     assert OLDER in capsys.readouterr().out
+
+
+def test_gradients_are_left_to_a_run_which_can_apply_them(tmp_path, capsys):
+    """A checkpoint with the gradients of one expert, without another: both come from the full one before."""
+    chain(tmp_path / "a")
+    done, said = convert(capsys, tmp_path / "a", tmp_path / "b")
+    assert done == 1 and f"2 experts are in older checkpoints: {LEFT_OUT}, {CHAINED} of iteration 3" in said
+    assert "gradients follow 1 of them, which only a run can apply, with its optimizer" in said
+    assert "pass --allow-stale" in said and not (tmp_path / "b").exists()
+    assert convert(capsys, tmp_path / "a", tmp_path / "b", "--allow-stale")[0] == 0
+    contents, model = DenseContents(tmp_path / "b" / "iter_0000005"), Model()
+    assert {(one.name, one.slot) for one in contents.tensors} == {(one.name, one.slot) for one in model.tensors}
+    for one in contents.tensors:
+        assert torch.equal(contents.read(one.name, one.slot, one.region), model.read(one.name, one.slot, one.region))
+    assert convert(capsys, tmp_path / "a", tmp_path / "c", "--to", "snapshot", "--writers", 3)[0] == 0  # cut anew
+    assert SnapshotContents(tmp_path / "c" / "iter_0000005").operators[CHAINED][0] == "grad"
+    shutil.rmtree(tmp_path / "a" / "iter_0000003")
+    done, said = convert(capsys, tmp_path / "a", tmp_path / "d", "--allow-stale")
+    assert done == 1 and not (tmp_path / "d").exists(), said

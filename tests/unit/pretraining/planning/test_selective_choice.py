@@ -117,6 +117,66 @@ def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(capsys, 
     assert found["rules"]["in turn"]["mlt"] == pytest.approx(24 * risks["in turn"])
 
 
+def test_gradients_take_the_place_of_states_where_flags_and_job_allow_it(capsys, nbytes, budget):
+    dense, expert = nbytes
+    memory, fast = [*MODEL, "--tier", "memory"], budget("--snapshot-gbs", 4)
+    found = plan(capsys, *memory, *fast)["explain_selective"]
+    assert found["gradient"] == pytest.approx(1 / 3) and found["no_gradients"] is None
+    off = plan(capsys, *memory, *fast, *OFF)["explain_selective"]
+    assert (off["gradient"], off["no_gradients"]) == (None, None)
+    disk = plan(capsys, *MODEL, "--tier", "disk", *fast, "--persist-gbs", 1)["explain_selective"]
+    assert disk["gradient"] is None and "add --ckpt-tier memory" in disk["no_gradients"]
+    slow = [*memory, "--snapshot-gbs", (dense + expert) / 2e9]
+    assert plan(capsys, *slow)["explain_selective"]["gradient"] is None  # a snapshot every 17 iterations
+    assert sizes.main(list(map(str, slow))) == 0
+    assert "States alone: --selective-gradients on needs a snapshot in every iteration." in capsys.readouterr().out
+
+
+def test_the_share_of_a_copy_that_bubbles_hide(capsys, nbytes):
+    """Two stages and 4 micro batches: a stage waits for 1 of 5; it saves half of the layers."""
+    dense, expert = nbytes
+    assert plan(capsys, *MODEL, "--tier", "memory", "--snapshot-gbs", 1)["explain_selective"]["bubbles"] is None
+    staged = [*MODEL, "--tier", "memory", "--pp", 2, "--world", 2, "--global-batch", 8, "--micro-batch", 2]
+    fast = plan(capsys, *staged, "--snapshot-gbs", 1)["explain_selective"]["bubbles"]
+    assert fast == {"share": pytest.approx(0.2), "seconds": pytest.approx(0.2), "of_copy": 1.0}
+    staged += ["--snapshot-gbs", 0.9 * (dense + 8 * expert) / 2e9]  # not quite a stage
+    slow = plan(capsys, *staged)["explain_selective"]
+    assert slow["experts"] < 4 and slow["interval"] == 1
+    assert slow["bubbles"]["of_copy"] == pytest.approx(0.2)  # as many experts as hide behind forward and backward
+    assert sizes.main(list(map(str, staged))) == 0
+    text = "Bubbles are 20.0 % of forward and backward, 0.2 s: 20 % of a snapshot's copy passes in them"
+    assert text in capsys.readouterr().out
+
+
+def test_recorded_loads_are_replayed_with_gradients(capsys, tmp_path, budget):
+    """The states of one expert of four, or the gradients of three; one of these is saved in full again now and then."""
+    tokens = numpy.tile(numpy.array([90, 6, 3, 1], dtype=numpy.int32), (40, 2, 1))
+    file = write(tmp_path / "loads.npz", tokens)
+    argv = [*MODEL, "--tier", "memory", *budget("--snapshot-gbs", 2), "--routing", file]
+    found = plan(capsys, *argv)["explain_selective"]["routing"]
+    chained = found["gradients"]
+    assert found["experts"] == 1.0 < 2.0 < chained["experts"] <= 3.0 and 0.8 < chained["gradients"] < 1
+    assert chained["risk"]["mlt_per_layer"] < 0.5 * found["rules"]["per-byte, tokens-age"]["mlt_per_layer"]
+    assert sizes.main(list(map(str, argv))) == 0
+    text = capsys.readouterr().out
+    assert f"with gradients                 {chained['risk']['mlt_per_layer']:17.3f}" in text
+    share = f"{100 * chained['gradients']:.0f} % by their gradients"
+    assert f"With gradients, S is {chained['experts']:.3g} experts in the same bytes, {share}." in text
+    states = plan(capsys, *argv, *OFF)["explain_selective"]["routing"]
+    assert states["gradients"] is None and states["rules"] == found["rules"]
+
+
+def test_of_recorded_loads_gradients_leave_what_the_policy_leaves(capsys, budget):
+    if not RECORDED.exists():
+        pytest.skip("the recorded loads are not at hand")
+    argv = [*MODEL, "--num-experts", 8, "--tier", "memory", "--routing", RECORDED, *budget("--snapshot-gbs", 2)]
+    found = plan(capsys, *argv)["explain_selective"]["routing"]["gradients"]  # 4 of 32, of the recording
+    assert found["risk"]["mlt_per_layer"] == pytest.approx(0.51, rel=0.02)
+    assert (found["experts"], found["gradients"]) == (pytest.approx(8.5, abs=0.1), pytest.approx(0.79, abs=0.01))
+
+
+OFF = "--ckpt-policy selective --ckpt-dir . --selective-gradients off".split()
+
 COUNTS = numpy.ones((20, 2, 4), dtype=numpy.int32)
 
 

@@ -1,0 +1,69 @@
+"""Tokens at risk where gradients are saved in place of state: loads of experts, replayed through the choice itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moc.policy.budgets import Sizes
+from moc.policy.choice import Choice
+from moc.policy.risk import Risk, lost_by_layer, of_iteration
+from moc.policy.selection import Counts, Limit
+from moc.policy.selective_state import Saves, minus
+from moc.state.detail import Detail
+
+
+@dataclass(frozen=True)
+class ChainedRisk:
+    """What snapshots of every iteration hold and lack, in the mean over snapshots.
+
+    Attributes:
+        risk: momentary lost tokens.
+        experts: of each layer in a snapshot, in the mean over layers.
+        gradients: of these, the share whose gradients are saved.
+    """
+
+    risk: Risk
+    experts: float
+    gradients: float
+
+
+def replay(loads: Sequence[Counts], limits: Sequence[Limit], sizes: Sizes, max_age: int, skipped: int) -> ChainedRisk:
+    """Takes a snapshot in every iteration, by the tokens that each expert has to lose per byte; all are saved before.
+
+    Args:
+        loads: by iteration, tokens of each expert by layer; more than ``skipped``.
+        limits: the budget.
+        sizes: of states and gradients.
+        max_age: iterations after which an expert, or the base of a chain, is saved first.
+        skipped: first iterations, whose snapshots do not count.
+    """
+    each, numbers = of_iteration(loads), {layer: len(row) for layer, row in loads[0].items()}
+    saves, total, oldest = Saves({}, {}, {}), {layer: [0] * number for layer, number in numbers.items()}, 0
+    saves.note(numbers, {place: Detail.FULL for place in sizes.experts}, 1, total)
+    lost, chosen = [], []
+    for iteration, now in enumerate(loads, 2):
+        total = {layer: [a + b for a, b in zip(total[layer], row, strict=True)] for layer, row in now.items()}
+        oldest = max(oldest, iteration - min(map(min, saves.at.values())))
+        found = Choice(iteration, total, "per-byte", "tokens", max_age, True, sizes).choose(saves, limits)
+        saves.note(numbers, found, iteration, total)
+        if iteration > skipped + 1:
+            lost.append(lost_by_layer(minus(total, saves.tokens), each))
+            chosen.append(found.values())
+    mlt, number = sum(map(sum, lost)) / len(lost), sum(map(len, chosen))
+    chained = sum(detail is Detail.GRAD for details in chosen for detail in details)
+    risk = Risk(mlt, mlt / max(1, len(lost[0])), oldest)
+    return ChainedRisk(risk, number / len(chosen) / len(numbers), chained / max(1, number))
+
+
+def alike(loads: Counts, gradient: float) -> Sizes:
+    """Sizes of experts that are all as large, on a single rank.
+
+    Args:
+        loads: has the layers and experts.
+        gradient: bytes of gradients relative to a state.
+    """
+    unit = 1000
+    places = [(layer, expert) for layer, row in loads.items() for expert in range(len(row))]
+    states, gradients = (dict.fromkeys(places, {0: nbytes}) for nbytes in (unit, round(unit * gradient)))
+    return Sizes({}, states, (0,), 0, gradients)
