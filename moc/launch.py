@@ -21,7 +21,7 @@ from moc.runtime import children, hangs, job_token
 from moc.runtime.agent import Agent
 from moc.runtime.controller_link import LostError
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.flags import Flags
+from moc.runtime.flags import Flags, parse_nodes
 from moc.runtime.membership import LOST
 from moc.runtime.signals import Signals, StoppedError
 from moc.runtime.wire import WireError
@@ -37,7 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
         spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
         parser.add_argument(*sorted(spellings), default=default, help=f"{text} (default: {default})", **how)
 
-    add("nnodes", 1, "nodes of the job", type=int)
+    text = "nodes of the job; with MIN, it continues with the others when one is lost, on down to MIN nodes"
+    add("nnodes", "1", text, type=parse_nodes, metavar="[MIN:]MAX")
     add("nproc-per-node", 1, "workers on each node", type=int)
     add("spares", 0, "nodes beyond --nnodes, which wait until one is lost and then take its place", type=int)
     add("node-rank", 0, "number of this node; those of spares begin at --nnodes", type=int)
@@ -58,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     caps = ",".join(f"{section}={seconds:g}" for section, seconds in hangs.CAPS.items())
     add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
     add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
+    add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node comes", type=float)
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
     parser.add_argument("script", help="program of the workers")
@@ -79,7 +81,8 @@ def parse(arguments: list[str]) -> Flags:
         parser.error(f"--hang-timeout: {error}")
     command = [own.script, *own.arguments]
     return Flags(
-        nnodes=own.nnodes,
+        nnodes=own.nnodes[1],
+        least_nodes=own.nnodes[0],
         nproc_per_node=own.nproc_per_node,
         spares=own.spares,
         node_rank=own.node_rank,
@@ -91,6 +94,7 @@ def parse(arguments: list[str]) -> Flags:
         silence_s=own.silence_timeout,
         hang_caps=hang_caps,
         max_wait_s=own.max_wait,
+        grow_wait_s=own.grow_wait,
         patience_s=own.patience,
         own=[flag for flag in arguments[: len(arguments) - len(command)] if flag not in ("--", "--standalone")],
         command=command,
@@ -99,17 +103,18 @@ def parse(arguments: list[str]) -> Flags:
 
 def _mistake(own: argparse.Namespace, address: str | None, candidates: int) -> str | None:
     """What is wrong with the command line, in one sentence; None if nothing is."""
-    nodes = own.nnodes + own.spares
-    if own.nnodes < 1 or own.nproc_per_node < 1 or own.spares < 0:
-        return "--nnodes and --nproc-per-node must be at least 1, and --spares at least 0"
+    most = own.nnodes[1]
+    nodes = most + own.spares
+    if own.nproc_per_node < 1 or own.spares < 0:
+        return "--nproc-per-node must be at least 1, and --spares at least 0"
     if not 0 <= own.node_rank < nodes:
-        return f"--node-rank must be from 0 to {nodes - 1}: --nnodes {own.nnodes}, then spares"
+        return f"--node-rank must be from 0 to {nodes - 1}: --nnodes {most}, then spares"
     if not Path(own.script).is_file():
         return f"{own.script} is not there: name the workers' program"
-    for name, least in (("silence_timeout", 1), ("patience", 1), ("max_wait", 0)):
+    for name, least in (("silence_timeout", 1), ("patience", 1), ("max_wait", 0), ("grow_wait", 0)):
         if getattr(own, name) < least:
             return f"--{name.replace('_', '-')} {getattr(own, name):g} leaves no time: give more seconds"
-    if (own.nnodes > 1 or own.node_rank > 0) and address is None:
+    if (most > 1 or own.node_rank > 0) and address is None:
         return "several nodes need --rdzv-endpoint HOST:PORT of the first one, the same everywhere"
     if candidates > nodes and not own.no_controller:
         return f"--rdzv-endpoint names {candidates} nodes, and the job has {nodes}"

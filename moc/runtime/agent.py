@@ -189,6 +189,9 @@ class Agent:
             self._start(order)
         elif kind == "kill" and (worker := self._workers.pop(order["worker"], None)):
             self._signal(worker, signal.SIGKILL)
+        elif kind == "leave":
+            for worker in self._workers.values():
+                self._signal(worker, signal.SIGTERM)
         elif kind == "noted":
             self._unnoted.pop(order["worker"], None)
         elif kind in ("abort", "go") and order["generation"] >= self._generation:
@@ -204,21 +207,22 @@ class Agent:
                 self._ended.set_result(order)
 
     def _start(self, order: dict) -> None:
-        worker = _Process(order["worker"], self._flags.node_rank, order["rank"], order["together"])
+        born = order["generation"]
+        worker = _Process(order["worker"], self._flags.node_rank, order["rank"], order["together"], born=born)
         self._workers[worker.name] = worker
-        self._generation = max(self._generation, order["generation"])
+        self._generation = max(self._generation, born)
         place, local = divmod(worker.rank, self._flags.nproc_per_node)
         values = {
             "RANK": worker.rank,
             "LOCAL_RANK": local,
-            "WORLD_SIZE": self._flags.nnodes * self._flags.nproc_per_node,
+            "WORLD_SIZE": order["size"],
             "LOCAL_WORLD_SIZE": self._flags.nproc_per_node,
             "GROUP_RANK": place,
             environment.NODE: self._flags.node_rank,
             environment.AGENT: self._address,
             environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,
-            environment.GENERATION: order["generation"],
+            environment.GENERATION: born,
             environment.TOGETHER: int(worker.together),
             environment.REPLICA_SERVER: self._replica_server,
         }

@@ -1,4 +1,7 @@
-"""Assigns nodes to the places of a job; surplus nodes are spares, and wait until a node is lost."""
+"""Assigns nodes to the places of a job; surplus nodes are spares, and wait until a node is lost.
+
+A job may run on fewer nodes than it has places: its *members* are the places whose workers train in this generation.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,30 @@ class NodeAssignment:
 
     Attributes:
         count: number of places.
+        least: members with which the job can run; ``count`` unless it is given.
+        members: places whose workers train, ascending; all of a job that cannot run on fewer, and none before another
+            one begins.
         filled_by: by place, the node that fills it or filled it last.
         vacant: places whose node is lost.
         present: nodes that are connected, including spares.
     """
 
     count: int
+    least: int = 0
+    members: tuple[int, ...] = ()
     filled_by: dict[int, int] = field(default_factory=dict)
     vacant: set[int] = field(default_factory=set)
     present: set[int] = field(default_factory=set)
+
+    def __post_init__(self):
+        self.least = self.least or self.count
+        if not self.varies:
+            self.members = tuple(range(self.count))
+
+    @property
+    def varies(self) -> bool:
+        """Whether the number of members may change."""
+        return self.least < self.count
 
     def of(self, node: int) -> int | None:
         """The place of a node, or its last place if the node is lost; None if it has none."""
@@ -68,11 +86,23 @@ class NodeAssignment:
 
     @property
     def complete(self) -> bool:
-        """Whether every place is filled by a present node."""
-        return all(self.filler(place) is not None for place in range(self.count))
+        """Whether there are members, each on a present node."""
+        return bool(self.members) and all(self.filler(place) is not None for place in self.members)
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """Places with a present node, ascending."""
+        return tuple(place for place in range(self.count) if self.filler(place) is not None)
+
+    @property
+    def settled(self) -> bool:
+        """Whether each member's node is present or lost; a controller that took over has yet to hear of others."""
+        return all(place in self.vacant or self.filler(place) is not None for place in self.members)
 
     def missing(self) -> list[int]:
         """Nodes to wait for: lost ones that left a vacant place, and those that never joined."""
+        if self.complete or (self.varies and len(self.filled) >= self.least):
+            return []
         places = (place for place in range(self.count) if place in self.vacant or place not in self.filled_by)
         return [self.filled_by.get(place, place) for place in places]
 

@@ -22,9 +22,10 @@ from moc.runtime import async_connections as wire
 from moc.runtime.children import belong
 from moc.runtime.control_state import ControlState, newest
 from moc.runtime.election import BEGIN_S, Election, Times
+from moc.runtime.flags import parse_nodes
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.meeting_store import MeetingStore
-from moc.runtime.membership import Abort, End, Go, Kill, Membership, Order, StartWorker, nodes
+from moc.runtime.membership import Abort, End, Go, Kill, Leave, Membership, Order, StartWorker, nodes
 from moc.runtime.message import Message
 from moc.runtime.peers import Peer, process_has_died
 from moc.runtime.running_clock import RunningClock
@@ -38,6 +39,9 @@ CALM_S = 600.0
 
 DOUBT_S = 2.0
 """Seconds from a report of lost connections to a new generation, if no loss is reported meanwhile."""
+
+LEAVE_S = 60.0
+"""Seconds that workers have to save and to leave when more nodes are about to join."""
 
 GATHER_S = 2.0
 """Seconds that a new leader waits for agents that its predecessor knew."""
@@ -57,10 +61,12 @@ class Controller:
         membership: of the job.
         election: this candidate's side of it.
         max_wait_s: seconds to wait for missing nodes.
+        grow_wait_s: seconds to wait for more nodes, once there are enough, or new ones.
     """
 
-    def __init__(self, membership: Membership, election: Election, max_wait_s: float):
+    def __init__(self, membership: Membership, election: Election, max_wait_s: float, grow_wait_s: float = 0.0):
         self._membership, self._election, self._max_wait_s = membership, election, max_wait_s
+        self._grow_wait_s, self._grows_at = grow_wait_s, math.inf
         self._times = election.times
         self._clock = RunningClock(most_s=10 * _TICK_S)
         self._agents: dict[int, Peer] = {}
@@ -142,6 +148,7 @@ class Controller:
             self._obey(membership.left(node))
         if membership.running and now - self._disturbed > CALM_S:
             membership.calm()
+        self._grow(now)
         missing = membership.waits_for()
         if not missing:
             self._waits_since = None
@@ -157,6 +164,19 @@ class Controller:
         elif now >= self._names_them_at:
             self._names_them_at = now + TELL_S
             _log.warning("%s", waiting_for(missing, left, limit))
+
+    def _grow(self, now: float) -> None:
+        """Begins, or takes in nodes that have come: once all are there, or no more have come for a while."""
+        membership = self._membership
+        if not membership.can_grow:
+            self._grows_at = math.inf
+        elif now >= self._grows_at or (membership.is_full and not membership.is_growing):
+            self._grows_at = now + LEAVE_S
+            self._obey(membership.grow())
+        elif self._grows_at == math.inf:
+            self._grows_at = now + self._grow_wait_s
+            count = len(membership.places.filled)
+            _log.warning("%d nodes are there; waiting %g s for more (--grow-wait)", count, self._grow_wait_s)
 
     # connections
 
@@ -326,7 +346,10 @@ class Controller:
         for order in orders:
             if isinstance(order, StartWorker):
                 self._tell(order.node, "start", worker=order.worker, rank=order.rank,
-                           generation=order.generation, together=order.together)  # fmt: skip
+                           generation=order.generation, together=order.together, size=order.size)  # fmt: skip
+            elif isinstance(order, Leave):
+                _log.warning("nodes have come: all workers save and leave, and more start")
+                self._tell_all("leave")
             elif isinstance(order, Kill):
                 self._tell(order.node, "kill", worker=order.worker)
             elif isinstance(order, Abort):
@@ -400,12 +423,13 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("python -m moc.runtime.controller", description=(__doc__ or "").partition("\n")[0])
     add: Callable = flags.add_argument
     add("--listen", required=True, metavar="HOST:PORT", help="where agents find it: their --rdzv-endpoint")
-    add("--nnodes", type=int, required=True, help="as the launchers'")
+    add("--nnodes", type=parse_nodes, required=True, metavar="[MIN:]MAX", help="as the launchers'")
     add("--nproc-per-node", type=int, required=True, help="as the launchers'")
     add("--spares", type=int, default=0, help="as the launchers' (default: 0)")
     add("--max-restarts", type=int, default=1000, help="as the launchers' (default: 1000)")
     add("--silence-timeout", type=float, default=30.0, help="as the launchers' (default: 30)")
     add("--max-wait", type=float, default=1800.0, help="as the launchers' (default: 1800)")
+    add("--grow-wait", type=float, default=120.0, help="as the launchers' (default: 120)")
     add("--candidate", default="0/1", metavar="I/N", help="which of N controllers this one is (default: 0/1)")
     add("--listen-fd", type=int, help=argparse.SUPPRESS)
     add("--beyond-loopback", action="store_true", help="--listen may be an address that other machines can reach")
@@ -419,9 +443,10 @@ def main() -> None:
         belong()
     logging.basicConfig(format="mocrun: %(message)s", stream=sys.stderr)
     index, candidates = map(int, own.candidate.split("/"))
-    membership = Membership(own.nnodes * own.nproc_per_node, own.nproc_per_node, own.max_restarts)
-    election = Election(index, candidates, own.nnodes + own.spares, Times(own.silence_timeout))
-    controller = Controller(membership, election, own.max_wait)
+    least, most = own.nnodes
+    membership = Membership(most * own.nproc_per_node, own.nproc_per_node, own.max_restarts, least)
+    election = Election(index, candidates, most + own.spares, Times(own.silence_timeout))
+    controller = Controller(membership, election, own.max_wait, own.grow_wait)
     listener = None if own.listen_fd is None else socket.socket(fileno=own.listen_fd)
     sys.exit(asyncio.run(controller.run(own.listen, token_from_environment(), own.beyond_loopback, listener)))
 

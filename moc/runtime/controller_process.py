@@ -65,9 +65,10 @@ class ControllerProcess:
         flags, descriptor = self._flags, self._listener.fileno()
         self._process = await children.start(
             *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
-            *("--nnodes", str(flags.nnodes), "--nproc-per-node", str(flags.nproc_per_node)),
+            *("--nnodes", f"{flags.least_nodes}:{flags.nnodes}", "--nproc-per-node", str(flags.nproc_per_node)),
             *("--spares", str(flags.spares), "--max-restarts", str(flags.max_restarts)),
             *("--silence-timeout", str(flags.silence_s), "--max-wait", str(flags.max_wait_s)),
+            *("--grow-wait", str(flags.grow_wait_s)),
             *("--candidate", f"{flags.node_rank}/{len(self.endpoints)}"),
             *(["--beyond-loopback"] if beyond else []),
             stdout=subprocess.PIPE,

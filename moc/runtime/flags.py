@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from pathlib import Path
 class Flags:
     """The parsed command line."""
 
-    nnodes: int
+    nnodes: int  # most nodes that train
+    least_nodes: int  # fewest nodes that train
     nproc_per_node: int
     spares: int  # nodes beyond nnodes, which wait until one is lost
     node_rank: int  # of this node; spares come last; ranks of workers follow from a node's place, not from this
@@ -22,6 +24,7 @@ class Flags:
     silence_s: float  # after so many seconds of silence, a worker or a node is lost
     hang_caps: dict[str, float]  # most seconds of a worker in a section, by section: see moc.runtime.hangs
     max_wait_s: float  # for missing nodes
+    grow_wait_s: float  # for more nodes, once there are enough, or new ones
     patience_s: float  # for a lost controller, and for workers to exit
     own: list[str]  # the flags as given
     command: list[str]  # script and arguments
@@ -30,3 +33,19 @@ class Flags:
     def has_other_nodes(self) -> bool:
         """Whether the job has other nodes, whose workers could take the places of this one's."""
         return self.nnodes + self.spares > 1
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Parses ``--nnodes``: ``MAX``, or ``MIN:MAX`` if training continues on fewer nodes; returns both.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    least, _, most = text.rpartition(":")
+    try:
+        numbers = int(least or most), int(most)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor MIN:MAX") from None
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text} must be MIN:MAX with 1 <= MIN <= MAX")
+    return numbers

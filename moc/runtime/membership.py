@@ -5,6 +5,10 @@ they are doing, replacements of the lost workers are started, and when all repor
 *go* on.  A loss meanwhile starts another generation; nothing waits for a worker of an earlier one.  Workers belong to
 places, and the node that fills a place may change: see :mod:`moc.runtime.assignment`.
 
+A job that runs on MIN to MAX nodes continues with those that are left when one is lost that no spare replaces.  All its
+workers are started anew, since their number is another one.  When nodes come, workers are asked to save and to leave
+first.
+
     begin --> gathering --all here--> running --a worker is lost--> gathering (next generation) --> ...
                                          `----all exited with 0, or one with another code--> ended
 """
@@ -28,6 +32,9 @@ MAX_SUSPICIONS = 10
 START_OVER = 76
 """Exit code of a worker that asks to be replaced without an error."""
 
+USAGE = 2
+"""Exit code of a program that refuses its settings, such as a batch that this number of workers cannot divide."""
+
 
 @dataclass(frozen=True)
 class StartWorker:
@@ -38,6 +45,12 @@ class StartWorker:
     rank: int
     generation: int
     together: bool  # all workers start now; otherwise it replaces a lost one, and builds alone
+    size: int  # number of workers
+
+
+@dataclass(frozen=True)
+class Leave:
+    """To all nodes: ask the workers to save and to leave, since more are about to start."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ class End:
     gives_back: str | None = None  # the run's memory on each node, if workers have released it
 
 
-Order = StartWorker | Kill | Abort | Go | End
+Order = StartWorker | Leave | Kill | Abort | Go | End
 
 
 @dataclass
@@ -87,6 +100,7 @@ class Worker:
     built: bool = False  # it is ready to train, and so can survive the loss of others
     here: int = -1  # the generation in which it last reported
     met: int = -1  # the generation in which it last connected with the others
+    born: int = 0  # the generation that it was started for
 
     @property
     def told(self) -> dict:
@@ -99,17 +113,19 @@ class Membership:
     """The state machine: every method takes an event and returns the orders that follow.
 
     Attributes:
-        size: workers of the job.
+        most: workers of the job when all its places are filled.
         per_node: workers per node.
         max_restarts: workers lost by signals that are replaced before the job gives up.
+        least_nodes: with which it continues; 0 if it waits for all.
         places: assignment of nodes to places.
         end: of the job; None while it lasts.
         asked: the signal by which the job was asked to stop; None if it was not.
     """
 
-    size: int
+    most: int
     per_node: int
     max_restarts: int
+    least_nodes: int = 0
     generation: int = 0
     running: bool = False
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -121,9 +137,17 @@ class Membership:
     _gives_back: str | None = None
     _started: int = 0
     _told: dict[int, int] = field(default_factory=dict)  # by present node, the newest generation known to it
+    _anew: int = 0  # the generation with which the members last changed
+    _growing: bool = False  # workers were asked to leave, since nodes have come
+    _refused: set[int] = field(default_factory=set)  # numbers of nodes that the program does not run on
 
     def __post_init__(self):
-        self.places = NodeAssignment(self.size // self.per_node)
+        self.places = NodeAssignment(self.most // self.per_node, self.least_nodes)
+
+    @property
+    def size(self) -> int:
+        """Workers of this generation."""
+        return len(self.places.members) * self.per_node
 
     def state_dict(self) -> dict:
         """State that a restarted controller cannot learn from the nodes; JSON-serializable."""
@@ -137,6 +161,10 @@ class Membership:
             "started": self._started,
             "places": sorted(self.places.filled_by.items()),
             "vacant": sorted(self.places.vacant),
+            "members": list(self.places.members),
+            "anew": self._anew,
+            "growing": self._growing,
+            "refused": sorted(self._refused),
             "end": asdict(self.end) if self.end else None,
         }
 
@@ -146,6 +174,8 @@ class Membership:
         self.asked, self._finished, self._started = state["asked"], set(state["finished"]), state["started"]
         self._gives_back = state["gives_back"]
         self.places.filled_by, self.places.vacant = dict(state["places"]), set(state["vacant"])
+        self.places.members, self._anew = tuple(state["members"]), state["anew"]
+        self._growing, self._refused = state["growing"], set(state["refused"])
         self.end = End(**state["end"]) if state["end"] else None
 
     def joined(
@@ -162,16 +192,20 @@ class Membership:
         if self.end:
             return [self.end]
         has = list(workers)
-        place = self.places.comes(node, has[0].rank // self.per_node if has else None)
+        place = self.places.comes(node, next(map(self._place, has), None))
         self._told[node], self.generation = generation, max(self.generation, generation)
         self._forget_workers(node)
-        orders: list[Order] = [Kill(node, worker.name) for worker in has if worker.rank // self.per_node != place]
-        self.workers |= {worker.name: worker for worker in has if worker.rank // self.per_node == place}
+        wanted = {worker.name: worker for worker in has if place is not None and self._place(worker) == place}
+        orders: list[Order] = [Kill(node, worker.name) for worker in has if worker.name not in wanted]
+        self.workers |= wanted
         if asked is not None and (end := self.stopping(asked)):
             return end
-        if place is None or not self.places.complete:
+        if self._can_change and self.has_begun and not self.places.complete:
+            return orders + self._change_members(f"node {node} is there")
+        if place not in self.places.members or not self.places.complete:
             return orders
-        news_missed = any(self._told[other] < self.generation for other in self.places.filled_by.values())
+        members = (self.places.filled_by[member] for member in self.places.members)
+        news_missed = any(self._told[member] < self.generation for member in members)
         if self.workers and (news_missed or len(self.workers) + len(self._finished) < self.size):
             return orders + self._next_generation(f"node {node} is there")
         if not self._all_here():
@@ -188,14 +222,49 @@ class Membership:
         place, spare = self.places.goes(node)
         self._told.pop(node, None)
         self._forget_workers(node)
-        if place is None or self.end:
+        if place not in self.places.members or self.end:
             return []
         if not self.has_begun:
             return self._fill() if self.places.complete else []
-        if self._finished.issuperset(range(place * self.per_node, (place + 1) * self.per_node)):
+        first = self.places.members.index(place) * self.per_node
+        if self._finished.issuperset(range(first, first + self.per_node)):
             return []
         instead = "" if spare is None else f", and node {spare} takes its place"
+        if self._can_change and (self._growing or spare is None):
+            return self._change_members(f"node {node} is lost{instead}")
         return self._next_generation(f"node {node} is lost{instead}")
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether more nodes are there than train, and all of the others train undisturbed, or nothing has begun."""
+        if self.end or self.asked is not None or not self.places.varies or (self.has_begun and not self.running):
+            return False
+        return len(self._fits(self.places.filled)) > len(self.places.members)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether workers were asked to leave, since nodes have come."""
+        return self._growing
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all places are filled, so that no more nodes can come."""
+        return len(self.places.filled) == self.places.count
+
+    def grow(self) -> list[Order]:
+        """Begins with the nodes that are there, or takes in those that have come.
+
+        Workers are asked to save and to leave; if they have not when this is called again, they are killed.
+        """
+        if not self.can_grow:
+            return []
+        if not self.has_begun:
+            self.places.members = self._fits(self.places.filled)
+            return self._fill()
+        if self._growing:
+            return self._change_members("nodes have come, and workers do not leave")
+        self._growing = True
+        return [Leave()]
 
     def ended(self, name: str, code: int, why: str = "", gives_back: str | None = None) -> list[Order]:
         """A worker has exited.
@@ -214,8 +283,13 @@ class Membership:
         if code == 0:
             self._finished.add(worker.rank)
             return self._over(0, "", leaving=True) if len(self._finished) == self.size else []
+        if self._growing and self.asked is None and (code == SAVED or code < 0) and self._can_change:
+            return [] if code == SAVED and self.workers else self._change_members("nodes have come")
         if code == START_OVER and self.asked is None:
             return self._next_generation(f"worker {worker.rank} starts over")
+        if code == USAGE and self.asked is None and self._may_be_too_many(worker):
+            self._refused.add(len(self.places.members))
+            return self._change_members(f"the program refuses to run on {len(self.places.members)} nodes")
         how = f"worker {worker.rank} {_how(code)}{why and f': it {why}'}"
         if code > 0 or self.asked is not None:
             return self._over(code if code > 0 else 128 - code, how, leaving=code == SAVED)
@@ -284,6 +358,34 @@ class Membership:
         """Whether any worker was ever started."""
         return self._started > 0 or bool(self.workers)
 
+    def _place(self, worker: Worker) -> int | None:
+        """The place of a worker; None if it was started for other members."""
+        return self.places.members[worker.rank // self.per_node] if worker.born >= self._anew and self.size else None
+
+    def _fits(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        """As many of the places as the program runs on; none if they are fewer than the least."""
+        numbers = range(len(places), self.places.least - 1, -1)
+        return places[: next((number for number in numbers if number not in self._refused), 0)]
+
+    @property
+    def _can_change(self) -> bool:
+        """Whether the job can run on the nodes that are there, be they others than the members."""
+        return self.places.varies and self.places.settled and bool(self._fits(self.places.filled))
+
+    def _may_be_too_many(self, worker: Worker) -> bool:
+        """Whether the program may refuse this number of nodes, which is not that of the job, and accept a smaller."""
+        members = self.places.members
+        return len(members) < self.places.count and not worker.built and bool(self._fits(members[:-1]))
+
+    def _change_members(self, reason: str) -> list[Order]:
+        """Starts all workers anew, on the nodes that are there."""
+        self.places.members, self._growing = self._fits(self.places.filled), False
+        self._anew = self.generation + 1
+        kills = [Kill(worker.node, worker.name) for worker in self.workers.values()]
+        self.workers.clear()
+        count = len(self.places.members)
+        return [*kills, *self._next_generation(f"{reason}: training continues on {count} of {self.places.count} nodes")]
+
     def _all_here(self) -> bool:
         return len(self.workers) == self.size and all(w.here == self.generation for w in self.workers.values())
 
@@ -307,16 +409,16 @@ class Membership:
                 del self.workers[worker.name]
         taken = {worker.rank for worker in self.workers.values()} | self._finished
         for rank in sorted(set(range(self.size)) - taken):
-            node = self.places.filler(rank // self.per_node)
+            node = self.places.filler(self.places.members[rank // self.per_node])
             if node is not None:
                 orders.append(self._start(node, rank, together=not anybody))
         return orders
 
     def _start(self, node: int, rank: int, together: bool) -> StartWorker:
         self._started += 1
-        worker = Worker(f"{self.generation}.{self._started}", node, rank, together)
+        worker = Worker(f"{self.generation}.{self._started}", node, rank, together, born=self.generation)
         self.workers[worker.name] = worker
-        return StartWorker(node, worker.name, rank, self.generation, together)
+        return StartWorker(node, worker.name, rank, self.generation, together, self.size)
 
     def _over(self, code: int, reason: str, leaving: bool = False) -> list[Order]:
         self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None)

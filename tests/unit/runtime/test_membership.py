@@ -17,6 +17,7 @@ from moc.runtime.membership import (
     End,
     Go,
     Kill,
+    Leave,
     Membership,
     StartWorker,
     Worker,
@@ -363,14 +364,25 @@ class Job(RuleBasedStateMachine):
         agents: by node that is there, what its agent knows: workers by name, and the newest generation.
         unnoted: by node, ends of workers of which no controller has heard.
         connected: nodes that the controller hears.
+        asked_to_leave: names of workers.
     """
+
+    places, least = SIZE // PER_NODE, 0
 
     def __init__(self):
         super().__init__()
-        self.membership, self.names = Membership(SIZE, PER_NODE, 10**6), set()
+        self.membership, self.names, self.asked_to_leave = self.new(), set(), set()
         self.agents, self.generations, self.unnoted, self.connected = {}, {}, {}, set()
-        for node in range(SIZE // PER_NODE):
+        for node in range(self.places):
             self.node_comes(node)
+        if self.least:
+            self.obey(self.membership.grow())
+
+    def new(self):
+        return Membership(self.places * PER_NODE, PER_NODE, 10**6, self.least)
+
+    def node_of(self, rank):
+        return self.membership.places.filler(self.membership.places.members[rank // PER_NODE])
 
     @property
     def workers(self):
@@ -382,12 +394,16 @@ class Job(RuleBasedStateMachine):
             if isinstance(order, StartWorker):
                 taken = {w.rank for node in self.connected for w in self.agents[node].values()}
                 assert order.rank not in taken and order.worker not in self.names
-                assert order.node == self.membership.places.filler(order.rank // PER_NODE)
+                assert order.node == self.node_of(order.rank) and order.size == self.membership.size
                 self.names.add(order.worker)
-                self.agents[order.node][order.worker] = Worker(order.worker, order.node, order.rank, order.together)
+                born = order.generation
+                worker = Worker(order.worker, order.node, order.rank, order.together, born=born)
+                self.agents[order.node][order.worker] = worker
                 self.generations[order.node] = max(self.generations[order.node], order.generation)
             elif isinstance(order, Kill):
                 self.agents[order.node].pop(order.worker, None)
+            elif isinstance(order, Leave):
+                self.asked_to_leave = {name for node in self.connected for name in self.agents[node]}
             elif isinstance(order, Go):
                 self.go(order.generation)
             elif isinstance(order, Abort):
@@ -396,7 +412,7 @@ class Job(RuleBasedStateMachine):
 
     def go(self, generation):
         there = [worker for node in self.connected for worker in self.agents[node].values()]
-        assert len(there) == SIZE and all(worker.here == generation for worker in there)
+        assert len(there) == self.membership.size and all(worker.here == generation for worker in there)
 
     def tell(self, node, what, *arguments):
         """A message, which is lost where nobody hears it."""
@@ -490,7 +506,7 @@ class Job(RuleBasedStateMachine):
     @precondition(lambda self: self.membership is None)
     def controller_is_started_again(self, data):
         """And takes those for lost that have not come."""
-        self.membership = Membership(SIZE, PER_NODE, 10**6)
+        self.membership = self.new()
         self.membership.load_state_dict(self.kept)
         seated = set(self.membership.places.filled_by.values())
         for node in data.draw(st.permutations(sorted(self.agents))):
@@ -509,9 +525,11 @@ class Job(RuleBasedStateMachine):
         """If nothing more is lost, all meet, and if nodes are missing, all wait for them."""
         if self.membership is not None:
             assert set(self.membership.workers) == set(self.workers)
-            assert bool(self.membership.waits_for()) == (len(self.agents) < SIZE // PER_NODE)
+            assert bool(self.membership.waits_for()) == (len(self.agents) < (self.least or self.places))
             if not self.membership.waits_for():
-                assert sorted(worker.rank for worker in self.workers.values()) == list(range(SIZE))
+                ranks = sorted(worker.rank for worker in self.workers.values())
+                assert ranks == list(range(self.membership.size)) or (self.membership.is_growing and ranks)
+                assert self.membership.size >= PER_NODE * (self.least or self.places)
                 assert {self.generations[worker.node] for worker in self.workers.values()} == {
                     self.membership.generation
                 }
@@ -520,7 +538,7 @@ class Job(RuleBasedStateMachine):
     def workers_are_where_their_places_are(self):
         if self.membership is not None:
             for worker in self.workers.values():
-                assert self.membership.places.filler(worker.rank // PER_NODE) == worker.node
+                assert self.node_of(worker.rank) == worker.node
 
     @invariant()
     def nobody_builds_in_step_with_one_who_builds_alone(self):
@@ -531,7 +549,7 @@ class Job(RuleBasedStateMachine):
 
     def teardown(self):
         if self.membership is None:
-            self.membership = Membership(SIZE, PER_NODE, 10**6)
+            self.membership = self.new()
             self.membership.load_state_dict(self.kept)
             seated = set(self.membership.places.filled_by.values())
             for node in sorted(self.agents):
@@ -541,11 +559,34 @@ class Job(RuleBasedStateMachine):
         for node in NODES:
             if self.membership.waits_for():
                 self.node_comes(node)
+        while self.membership.can_grow:  # twice, if they do not leave
+            self.obey(self.membership.grow())
         for name, worker in list(self.workers.items()):
             worker.here = self.generations[worker.node]
             self.tell(worker.node, "here", name, worker.here)
         assert self.membership.running
 
 
-TestJob = Job.TestCase
+class VaryingJob(Job):
+    """Of one to three nodes; a fourth is a spare, or takes a lost one's place later."""
+
+    places, least = 3, 1
+
+    @rule()
+    @precondition(lambda self: self.membership is not None and self.membership.can_grow)
+    def takes_in(self):
+        self.obey(self.membership.grow())
+
+    @rule(data=st.data(), code=st.sampled_from([SAVED, SAVED, SAVED, -15]))
+    @precondition(lambda self: self.asked_to_leave & set(self.workers))
+    def leaves(self, data, code):
+        worker = self.workers[data.draw(st.sampled_from(sorted(self.asked_to_leave & set(self.workers))))]
+        if self.membership is not None and self.membership.is_growing:  # else it has been told to stay by now
+            del self.agents[worker.node][worker.name]
+            if not self.tell(worker.node, "ended", worker.name, code):
+                self.unnoted[worker.node][worker.name] = worker, code
+
+
+TestJob, TestVaryingJob = Job.TestCase, VaryingJob.TestCase
 TestJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestVaryingJob.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
