@@ -35,6 +35,7 @@ class Launched:
         directory: for all that it writes.
         own: flags of the launcher.
         nodes: launchers to start, one for each node.
+        least: nodes with which it continues, if they are fewer.
         spares: launchers beyond these.
         candidates: nodes that may have the controller.
         launcher: module of the launcher.
@@ -49,6 +50,7 @@ class Launched:
         directory: Path,
         *own: str,
         nodes: int = 1,
+        least: int = 0,
         spares: int = 0,
         candidates: int = 1,
         launcher: str = "moc.launch",
@@ -62,7 +64,8 @@ class Launched:
         per_node = str(size // nodes)
         self._command = [sys.executable, "-W", "ignore", "-m", launcher, "--nproc-per-node", per_node, *own]
         if nodes > 1:
-            numbers = ["--nnodes", str(nodes), "--spares", str(spares)] if spares else ["--nnodes", str(nodes)]
+            numbers = ["--nnodes", f"{least}:{nodes}" if least else str(nodes)]
+            numbers += ["--spares", str(spares)] if spares else []
             addresses = [f"127.0.0.1:{port}" for port in free_ports(candidates)]
             self._command += [*numbers, "--rdzv-endpoint", ",".join(addresses)]
         self._program = str(REPOSITORY / program)

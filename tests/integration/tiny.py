@@ -54,6 +54,7 @@ _TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 LAYOUTS = {  # name: (workers, flags)
     "1": (1, {}),
     "DP2": (2, {}),
+    "DP3": (3, {}),
     "DP4": (4, FOUR),
     "PP2": (2, dict(pipeline_model_parallel_size=2)),
     "PP2xEP2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),
