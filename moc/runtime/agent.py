@@ -211,13 +211,12 @@ class Agent:
         worker = _Process(order["worker"], self._flags.node_rank, order["rank"], order["together"], born=born)
         self._workers[worker.name] = worker
         self._generation = max(self._generation, born)
-        place, local = divmod(worker.rank, self._flags.nproc_per_node)
         values = {
             "RANK": worker.rank,
-            "LOCAL_RANK": local,
+            "LOCAL_RANK": worker.rank % self._flags.nproc_per_node,
             "WORLD_SIZE": order["size"],
             "LOCAL_WORLD_SIZE": self._flags.nproc_per_node,
-            "GROUP_RANK": place,
+            "GROUP_RANK": order["place"],
             environment.NODE: self._flags.node_rank,
             environment.AGENT: self._address,
             environment.LEASE: self._lease.descriptor,

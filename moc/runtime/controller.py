@@ -345,8 +345,8 @@ class Controller:
         self._remember()
         for order in orders:
             if isinstance(order, StartWorker):
-                self._tell(order.node, "start", worker=order.worker, rank=order.rank,
-                           generation=order.generation, together=order.together, size=order.size)  # fmt: skip
+                self._tell(order.node, "start", worker=order.worker, rank=order.rank, generation=order.generation,
+                           together=order.together, place=order.place, size=order.size)  # fmt: skip
             elif isinstance(order, Leave):
                 _log.warning("nodes have come: all workers save and leave, and more start")
                 self._tell_all("leave")

@@ -45,6 +45,7 @@ class StartWorker:
     rank: int
     generation: int
     together: bool  # all workers start now; otherwise it replaces a lost one, and builds alone
+    place: int  # of the node
     size: int  # number of workers
 
 
@@ -418,7 +419,8 @@ class Membership:
         self._started += 1
         worker = Worker(f"{self.generation}.{self._started}", node, rank, together, born=self.generation)
         self.workers[worker.name] = worker
-        return StartWorker(node, worker.name, rank, self.generation, together, self.size)
+        place = self.places.members[rank // self.per_node]
+        return StartWorker(node, worker.name, rank, self.generation, together, place, self.size)
 
     def _over(self, code: int, reason: str, leaving: bool = False) -> list[Order]:
         self.end = End(code, reason, leaving, self._gives_back if code in (0, SAVED) else None)
