@@ -63,6 +63,9 @@ def warm_up() -> None:
     cpu.install()
     for module in ("megatron.pretraining.loop", "megatron.pretraining.errors", "pretrain_gpt_moe", *_IMPORTED_LATE):
         importlib.import_module(module)
+    from megatron.pretraining.config.composed import all_flags
+
+    all_flags()  # read from the classes once, not in each worker
     gc.collect()
     gc.freeze()
 

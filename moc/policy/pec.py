@@ -5,32 +5,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar
 
 from moc.policy.adaptive import TunedSettings, TuningLimits, candidates
 from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every
+from moc.policy.partial import Partial, Table
 from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
 from moc.policy.pec_selection import Ages, ages, load_aware_experts, persist_selection, sequential_experts, turn
 from moc.policy.pec_state import PecState
 from moc.policy.pec_tuner import PecTuner
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.plan import Busiest, Load, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
-Experts = dict[int, list[int]]
-
 
 @policy("pec")
 @dataclass(frozen=True)
-class Pec(Policy):
+class Pec(Partial):
     """PEC (Cai, Qin, Huang, 2024, section 3.1) in the two levels of MoC-System (ASPLOS 2025, sections 3.2, 5.1, 5.3).
 
     The first snapshot of a run is full; each later one saves all dense operators and K experts of each layer.  With a
@@ -51,13 +48,11 @@ class Pec(Policy):
         mtbf_s: mean time between failures in seconds, assumed by a choice.
         one_level: no tier above storage.
         persist_every: snapshots per persisted one, if fixed.
-        turns: what the policy was told; stored with snapshots.
 
     Raises:
         ValueError: a setting conflicts with the others or the model.
     """
 
-    exact: ClassVar[bool] = False
     flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
     grows: ClassVar[str | None] = "k"
 
@@ -72,7 +67,7 @@ class Pec(Policy):
     mtbf_s: float = 86400.0
     one_level: bool = False
     persist_every: int = 1
-    turns: PecState = field(default_factory=PecState, compare=False)
+    told: PecState = field(default_factory=PecState, compare=False, kw_only=True)
 
     def __post_init__(self):
         if self.selection not in SELECTIONS:
@@ -88,7 +83,7 @@ class Pec(Policy):
             )
         if self.persist_every < 1:
             raise ValueError(f"persist_every must be at least 1, not {self.persist_every}")
-        for layer, number in self._num_experts.items():
+        for layer, number in self.num_experts.items():
             if not 1 <= self.k <= number or not 0 <= self.k_persist <= self.k:
                 raise ValueError(
                     f"of the {number} experts of layer {layer}, {self.k} cannot be in a snapshot and {self.k_persist} "
@@ -148,77 +143,46 @@ class Pec(Policy):
 
     def on_sizes(self, busiest: Busiest) -> None:
         """As :meth:`Policy.on_sizes`: for every candidate K."""
-        if self._tuner is not None and self._num_experts:
+        if self._tuner is not None and self.num_experts:
             self._tuner.busiest = {
                 k: busiest(self._partial(0, self._in_turn(k, 0)).operators)
-                for k in candidates(min(self._num_experts.values()))
+                for k in candidates(min(self.num_experts.values()))
             }
 
-    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """All dense operators and the experts selected now; a full plan if no full snapshot exists yet.
-
-        Raises:
-            ValueError: the selection is by load, and tokens are not counted.
-        """
-        if not self.interval.due(iteration):
-            return None
-        if not self.turns.based or not self._num_experts:
-            return self.everything(iteration)
+    def plan_partial(self, iteration: int, load: Load | None) -> SnapshotPlan:
+        """As :meth:`Partial.plan_partial`."""
         return self._partial(iteration, self._selected(load))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a partial snapshot advances the rotation."""
-        if plan.complete:
-            self.turns.based = True
-        else:
-            self.turns.partial += 1
+        super().on_snapshot(plan, load)
+        self.told.partial += not plan.complete
         if load is not None and self.selection == "load_aware":
-            self.turns.note_saved(self._in_full(plan), load)
+            self.told.note_saved(self._in_full(plan), load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """All dense operators and K_persist experts of each layer; the full plan if storage is empty.
-
-        Raises:
-            ValueError: storage has no full checkpoint, without which a partial one is of no use.
-        """
-        if not self.turns.stored:
-            if plan.complete:
-                return plan
-            raise ValueError(
-                f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
-                "experts yet: save everything() at the first iteration that goes there"
-            )
-        persisted = self.turns.persisted or self._never()
+        """As :meth:`Partial.for_storage`: all dense operators and K_persist experts of each layer, after a full one."""
+        if not self.told.stored:
+            return super().for_storage(plan)
+        persisted = self.told.persisted or self._never()
         chosen = persist_selection(self._in_full(plan), persisted, self.k_to_persist, self.ep)
         return self._partial(plan.iteration, chosen)
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """As :meth:`Policy.on_stored`."""
-        self.turns.stored |= plan.complete
-        self.turns.persisted = self.turns.persisted or self._never()
-        self.turns.note_persisted(self._in_full(plan))
-
-    def stores(self, plan: SnapshotPlan) -> bool:
-        """As :meth:`Policy.stores`: a full snapshot if storage lacks one, since partial ones depend on it."""
-        return plan.complete and not self.turns.stored
-
-    def on_resume(self, in_memory: bool, in_storage: bool) -> None:
-        """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
-        self.turns.based, self.turns.stored = in_memory and in_storage, in_storage
-
-    def storage_lost(self) -> None:
-        """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
-        self.turns.based = self.turns.stored = False
+        super().on_stored(plan)
+        self.told.persisted = self.told.persisted or self._never()
+        self.told.note_persisted(self._in_full(plan))
 
     def on_recovery(self, plt: float) -> None:
         """As :meth:`Policy.on_recovery`: lost tokens may raise the number of experts saved from now on."""
-        if self.plt_limit and self._num_experts:
-            number, first = min(self._num_experts.values()), self.k_persist or self.k
-            before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.turns.booked)
+        if self.plt_limit and self.num_experts:
+            number, first = min(self.num_experts.values()), self.k_persist or self.k
+            before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.told.booked)
             after = before.recovered(max(0.0, plt))  # negative if a newer state was found after all
-            self.turns.booked = after.booked
+            self.told.booked = after.booked
             if after.k > before.k:  # otherwise leave the choice free
-                self.turns.k = after.k
+                self.told.k = after.k
             self._limit_choice()
 
     @property
@@ -231,12 +195,12 @@ class Pec(Policy):
         """Current K_snapshot; faults raise it in proportion to K_persist, up to all experts."""
         k, k_persist = self._before_faults
         raised = -(-k * self.k_to_persist // k_persist)
-        return min(raised, min(self._num_experts.values(), default=raised))
+        return min(raised, min(self.num_experts.values(), default=raised))
 
     @property
     def _raised(self) -> int:
         """K_persist as raised by faults; 0 without Dynamic-K."""
-        return min(self.turns.k, min(self._num_experts.values(), default=0)) if self.plt_limit else 0
+        return min(self.told.k, min(self.num_experts.values(), default=0)) if self.plt_limit else 0
 
     @property
     def _before_faults(self) -> tuple[int, int]:
@@ -262,9 +226,9 @@ class Pec(Policy):
         The second is None unless snapshots are persisted now and then; None for both if K or the interval is chosen, or
         the selection is by load.
         """
-        if not isinstance(self.interval, Every) or not self._num_experts or self.selection != "sequential":
+        if not isinstance(self.interval, Every) or not self.num_experts or self.selection != "sequential":
             return None
-        number, every, interval = max(self._num_experts.values()), self.persist_every, self.interval.interval
+        number, every, interval = max(self.num_experts.values()), self.persist_every, self.interval.interval
         k, k_persist = self.k_to_snapshot, self.k_to_persist
         memory = ages(number, k, k, 1, every).times(interval)
         return memory, ages(number, k, k_persist, every, every).times(every * interval) if persists else None
@@ -302,27 +266,23 @@ class Pec(Policy):
         """As :meth:`Policy.reason`."""
         return None if self._choice is None else self._choice.reason
 
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Policy.state_dict`."""
-        return self.turns.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
-        self.turns.load_state_dict(state)
+        super().load_state_dict(state)
         self._limit_choice()
 
-    def _selected(self, load: Load | None) -> Experts:
+    def _selected(self, load: Load | None) -> Table:
         if self.selection == "load_aware":
             if load is None:
                 raise ValueError("nobody counts the tokens of experts: count them, or select experts sequentially")
-            before = self._never() | self.turns.saved
+            before = self._never() | self.told.saved
             unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
             return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
-        return self._in_turn(self.k_to_snapshot, self.turns.partial)
+        return self._in_turn(self.k_to_snapshot, self.told.partial)
 
-    def _in_turn(self, k: int, partial: int) -> Experts:
+    def _in_turn(self, k: int, partial: int) -> Table:
         selected = {}
-        for place, (layer, experts) in enumerate(self._num_experts.items()):
+        for place, (layer, experts) in enumerate(self.num_experts.items()):
             number = turn(partial, experts // math.gcd(experts, k), self.persist_every)
             selected[layer] = sequential_experts(number, place, k, experts, self.ep)
         return selected
@@ -337,21 +297,16 @@ class Pec(Policy):
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
         return SnapshotPlan(iteration, self.name, details, complete)
 
-    def _in_full(self, plan: SnapshotPlan) -> Experts:
+    def _in_full(self, plan: SnapshotPlan) -> Table:
         """The experts that a plan saves in full, by layer."""
-        found: Experts = {layer: [] for layer in self._num_experts}
+        found: Table = {layer: [] for layer in self.num_experts}
         for one in self.operators:
             if one.place is not None and plan.operators.get(one.name) is Detail.FULL:
                 found[one.place[0]].append(one.place[1])
         return found
 
-    def _never(self) -> Experts:
-        return {layer: [0] * number for layer, number in self._num_experts.items()}
-
-    @cached_property
-    def _num_experts(self) -> dict[int, int]:
-        """Number of experts by layer, ascending, of layers with experts."""
-        return dict(sorted(Counter(one.place[0] for one in self.operators if one.place is not None).items()))
+    def _never(self) -> Table:
+        return {layer: [0] * number for layer, number in self.num_experts.items()}
 
 
 def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -15,16 +15,11 @@ from moc.policy.debt import Boost
 from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.gradient_prices import OFF
 from moc.policy.interval import Every, Interval
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
+from moc.policy.partial import Partial
+from moc.policy.plan import Busiest, Load, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
-from moc.policy.selection import (
-    RULES,
-    SCORES,
-    Limit,
-    Place,
-    number_of_experts,
-)
+from moc.policy.selection import RULES, SCORES, Limit, Place, number_of_experts
 from moc.policy.selective_flags import BOOST, FLAGS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
 from moc.policy.selective_state import SelectiveState
 from moc.policy.selective_tuner import SelectiveTuner
@@ -34,7 +29,7 @@ from moc.state.detail import Detail
 
 @policy("selective")
 @dataclass(frozen=True)
-class Selective(Policy):
+class Selective(Partial):
     """MoEtion's selective snapshots (sections 4.1 to 4.3), by default in every iteration.
 
     The first snapshot of a run is full; each later one saves all dense operators, and the experts that lose the most
@@ -59,16 +54,13 @@ class Selective(Policy):
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         gradients: memory has the gradients of experts in place of their state where these suffice.
         no_gradients: why it does not, though nobody has turned them off.
-        told: what the policy was told; stored with snapshots.
         sizes: of snapshots; empty until they are known.
 
     Raises:
         ValueError: a setting is invalid, or the model has no experts.
     """
 
-    exact: ClassVar[bool] = False
     flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
-    grows: ClassVar[str | None] = None
 
     experts: int | None = None
     local_gb: float | None = None
@@ -86,7 +78,7 @@ class Selective(Policy):
     persist_interval: int | None = None
     gradients: bool = False
     no_gradients: str | None = None
-    told: SelectiveState = field(default_factory=SelectiveState, compare=False)
+    told: SelectiveState = field(default_factory=SelectiveState, compare=False, kw_only=True)
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
@@ -211,16 +203,8 @@ class Selective(Policy):
         """As :meth:`Policy.makes_up` (section 6)."""
         return Boost(self.boost, self.boost_iterations) if self.boost else None
 
-    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """All dense operators and the experts selected now; a full plan if no full snapshot exists yet.
-
-        Raises:
-            ValueError: tokens are not counted.
-        """
-        if not self.interval.due(iteration):
-            return None
-        if not self.told.based:
-            return self.everything(iteration)
+    def plan_partial(self, iteration: int, load: Load | None) -> SnapshotPlan | None:
+        """As :meth:`Partial.plan_partial`."""
         if iteration % self.iterations_apart:
             return None
         if load is None:
@@ -232,43 +216,22 @@ class Selective(Policy):
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
-        self.told.based |= plan.complete
+        super().on_snapshot(plan, load)
         for saves, saved in ((self.told.in_memory, plan), (self.told.in_peers, plan.copied)):
             saves.note(self.num_experts, self._experts_in(saved), plan.iteration, load or {})
         if load:
             self.told.note_risk(plan.iteration, load)
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """The snapshot without gradients; where memory has it too, :meth:`plan` chose its other experts for storage.
-
-        Raises:
-            ValueError: storage has no full checkpoint, without which a partial one is of no use.
-        """
-        if not self.told.stored and not plan.complete:
-            raise ValueError(
-                f"the partial snapshot of iteration {plan.iteration} is of no use in storage, which does not hold all "
-                "experts yet: save everything() at the first iteration that goes there"
-            )
-        return plan.without(Detail.GRAD)
+        """As :meth:`Partial.for_storage`, without gradients: :meth:`plan` chose other experts for storage instead."""
+        return super().for_storage(plan).without(Detail.GRAD)
 
     def on_stored(self, plan: SnapshotPlan) -> None:
         """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
-        self.told.stored |= plan.complete
+        super().on_stored(plan)
         self.told.in_storage.note(self.num_experts, self._experts_in(plan), plan.iteration, self.told.saved)
         every = self.persist_interval or 1
         self.told.due = (plan.iteration // every + 1) * every  # as storage itself counts
-
-    def stores(self, plan: SnapshotPlan) -> bool:
-        """As :meth:`Policy.stores`: a full snapshot if storage lacks one, since partial ones depend on it."""
-        return plan.complete and not self.told.stored
-
-    def on_resume(self, in_memory: bool, in_storage: bool) -> None:
-        """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
-        self.told.resumed(in_memory, in_storage)
-
-    def storage_lost(self) -> None:
-        """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
-        self.told.based = self.told.stored = False
 
     @property
     def iterations_apart(self) -> int:
@@ -374,14 +337,6 @@ class Selective(Policy):
             text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
         return text
 
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Policy.state_dict`."""
-        return asdict(self.told)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`Policy.load_state_dict`; the model must be the same, settings may differ."""
-        self.told.load_state_dict(state)
-
     def _selected(self, iteration: int, load: Load) -> tuple[Chosen, Chosen | None]:
         """The experts of a snapshot, each at its detail, and those copied to other nodes; None if that is all.
 
@@ -435,11 +390,3 @@ class Selective(Policy):
     @property
     def _most(self) -> int:
         return self.experts * len(self.num_experts) if self.experts else len(self._places)
-
-    @cached_property
-    def num_experts(self) -> dict[int, int]:
-        """Number of experts by layer, ascending, of layers with experts."""
-        numbers: dict[int, int] = {}
-        for layer, _ in self._places:
-            numbers[layer] = numbers.get(layer, 0) + 1
-        return dict(sorted(numbers.items()))

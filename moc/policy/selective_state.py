@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from moc.policy.partial import PartialState, Table
 from moc.policy.plan import Load
 from moc.policy.risk import lost_by_layer
 from moc.policy.selection import Place
 from moc.state.detail import Detail
-
-Table = dict[int, list[int]]
-"""Integers by layer and expert."""
 
 
 class Saves(NamedTuple):
@@ -43,12 +41,10 @@ class Saves(NamedTuple):
 
 
 @dataclass
-class SelectiveState:
+class SelectiveState(PartialState):
     """What the policy was told.
 
     Attributes:
-        based: memory, or the only tier, holds every expert.
-        stored: storage holds every expert.
         saved: tokens given to each expert when it was last saved, by layer.
         saved_at: iteration at which it was last saved.
         copied: as ``saved``, for copies in the memory of other nodes.
@@ -64,8 +60,8 @@ class SelectiveState:
         mlt_peers: the same if a node is lost, and its experts come from copies.
     """
 
-    based: bool = False
-    stored: bool = False
+    of: ClassVar[str] = "selective checkpoints"
+
     saved: Table = field(default_factory=dict)
     saved_at: Table = field(default_factory=dict)
     copied: Table = field(default_factory=dict)
@@ -96,8 +92,8 @@ class SelectiveState:
         return Saves(self.persisted, self.persisted_at, {})
 
     def resumed(self, in_memory: bool, in_storage: bool) -> None:
-        """The run resumes, and both tiers are without gaps or not; no chain of gradients goes on over that."""
-        self.based, self.stored = in_memory and in_storage, in_storage
+        """As :meth:`PartialState.resumed`; no chain of gradients goes on over that."""
+        super().resumed(in_memory, in_storage)
         self.bases.clear()
         self.copied_bases.clear()
 
@@ -126,32 +122,17 @@ class SelectiveState:
         )
         return found / len(layers)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of :func:`dataclasses.asdict`.
+    def _completed(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As :meth:`PartialState._completed`: copies had no experts, or chains, of their own."""
+        saves = {"copied": state["saved"], "copied_at": state["saved_at"], "mlt_peers": state["mlt"]}
+        return {"bases": {}, "copied_bases": state.get("bases", {}), **saves, **state}
 
-        Raises:
-            ValueError: the state is of another class.
-        """
-        try:
-            state = _of_before(state)
-            tables = {name: {int(layer): list(map(int, row)) for layer, row in state[name].items()} for name in _TABLES}
-            plain = {name: kind(state[name]) for name, kind in _PLAIN.items()}
-            plain["given"] = {int(layer): int(tokens) for layer, tokens in state["given"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of selective checkpoints: {state!r}; start without it") from error
-        vars(self).update(tables | plain)
+    def _read(self, name: str, value: Any) -> Any:
+        if name == "given":
+            return {int(layer): int(tokens) for layer, tokens in value.items()}
+        return super()._read(name, value)
 
 
 def minus(now: Load, before: Load) -> Table:
     """The tokens of each expert since an earlier count; of the layers in that."""
     return {layer: [n - b for n, b in zip(now[layer], before[layer], strict=True)] for layer in before}
-
-
-_TABLES = ("saved", "saved_at", "copied", "copied_at", "bases", "copied_bases", "persisted", "persisted_at")
-_PLAIN = {"based": bool, "stored": bool, "due": int, "iteration": int, "mlt": float, "mlt_peers": float}
-
-
-def _of_before(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state with what it lacks if it was saved before copies had experts, or chains, of their own."""
-    saves = {"copied": state["saved"], "copied_at": state["saved_at"], "mlt_peers": state["mlt"]}
-    return {"bases": {}, "copied_bases": state.get("bases", {}), **saves, **state}

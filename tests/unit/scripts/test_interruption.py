@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -116,8 +117,13 @@ class Slurm:
         )
 
     @property
+    def calls(self) -> str:
+        """What scontrol and scancel were asked."""
+        return (self.directory / "calls").read_text()
+
+    @property
     def requeued(self) -> bool:
-        return "scontrol requeue 7" in (self.directory / "calls").read_text()
+        return "scontrol requeue 7" in self.calls
 
 
 @pytest.mark.parametrize("code, requeued", [(0, False), (1, False), (75, True)])
@@ -134,7 +140,7 @@ def test_slurm_forwards_the_warning_before_the_time_limit(tmp_path, code, requeu
     wait_until_exist(job, tmp_path / "running")
     job.send_signal(signal.SIGUSR1)
     assert job.wait(120) == 0
-    assert "scancel --signal=TERM 7" in (tmp_path / "calls").read_text()
+    assert "scancel --signal=TERM 7" in slurm.calls
     assert slurm.requeued == requeued
 
 
@@ -161,13 +167,24 @@ def test_with_mocrun_those_that_lost_sight_of_the_others_do_not_decide(tmp_path,
     assert "--no-kill --kill-on-bad-exit=0 --wait=0" in (tmp_path / "flags").read_text()
 
 
-@pytest.mark.parametrize("code, requeued", [(75, True), (0, False)])
-def test_with_mocrun_a_lost_node_is_not_waited_for(tmp_path, code, requeued):
-    slurm = with_mocrun(tmp_path, f"[ $NODE_RANK = 0 ] && kill -KILL -$PPID $PPID\nsleep 1; exit {code}")
-    assert slurm.submit().wait(120) == 0
-    assert slurm.requeued == requeued
-    excluded = "scontrol update JobId=7 ExcNodeList=127.0.0.1"  # as the stand-in calls the first node
-    assert (excluded in (tmp_path / "calls").read_text()) == requeued
+def rows(directory: Path, cases: Iterable) -> dict:
+    """A directory for each of several cases, which wait at the same time."""
+    directories = {case: directory / str(number) for number, case in enumerate(cases)}
+    for one in directories.values():
+        one.mkdir()
+    return directories
+
+
+def test_with_mocrun_a_lost_node_is_not_waited_for(tmp_path):
+    jobs = {}
+    for code, directory in rows(tmp_path, (75, 0)).items():
+        slurm = with_mocrun(directory, f"[ $NODE_RANK = 0 ] && kill -KILL -$PPID $PPID\nsleep 1; exit {code}")
+        jobs[code] = slurm, slurm.submit()
+    for code, (slurm, job) in jobs.items():
+        assert job.wait(120) == 0
+        assert slurm.requeued == (code == 75)
+        excluded = "scontrol update JobId=7 ExcNodeList=127.0.0.1"  # as the stand-in calls the first node
+        assert (excluded in slurm.calls) == slurm.requeued
 
 
 def test_with_mocrun_the_loss_of_all_nodes_requeues(tmp_path):
@@ -176,20 +193,23 @@ def test_with_mocrun_the_loss_of_all_nodes_requeues(tmp_path):
     assert slurm.requeued
 
 
-@pytest.mark.parametrize("code, asked", [(75, "scontrol requeue 7"), (0, "scancel 7"), (1, "scancel 7")])
-def test_with_mocrun_who_is_left_ends_the_job_if_the_batch_script_is_gone(tmp_path, code, asked):
-    slurm = with_mocrun(tmp_path, f"touch $NODE_RANK\nwhile [ ! -e gone ]; do sleep 0.05; done; exit {code}")
-    job = slurm.submit()
-    wait_until_exist(job, tmp_path / "0", tmp_path / "1")
-    job.kill()
-    job.wait()
-    (tmp_path / "gone").touch()
-    calls = tmp_path / "calls"
-    wait_until(lambda: asked in calls.read_text(), "nobody ends the job")
-    tasks = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in tasks), "tasks are left")
-    assert calls.read_text().count(asked) == 1
-    assert not list(tmp_path.glob(".mocrun-7-*"))
+def test_with_mocrun_who_is_left_ends_the_job_if_the_batch_script_is_gone(tmp_path):
+    cases = rows(tmp_path, ((75, "scontrol requeue 7"), (0, "scancel 7"), (1, "scancel 7")))
+    jobs = {}
+    for (code, asked), directory in cases.items():
+        slurm = with_mocrun(directory, f"touch $NODE_RANK\nwhile [ ! -e gone ]; do sleep 0.05; done; exit {code}")
+        jobs[code, asked] = slurm, slurm.submit()
+    for slurm, job in jobs.values():
+        wait_until_exist(job, slurm.directory / "0", slurm.directory / "1")
+        job.kill()
+        job.wait()
+        (slurm.directory / "gone").touch()
+    for (code, asked), (slurm, _) in jobs.items():
+        wait_until(lambda slurm=slurm, asked=asked: asked in slurm.calls, f"nobody ends the job of {code}")
+        tasks = [Path("/proc", pid) for pid in (slurm.directory / "pids").read_text().split()]
+        wait_until(lambda tasks=tasks: not any(task.exists() for task in tasks), f"tasks are left of {code}")
+        assert slurm.calls.count(asked) == 1
+        assert not list(slurm.directory.glob(".mocrun-7-*"))
 
 
 def test_with_mocrun_a_job_that_was_canceled_stays_so(tmp_path):
@@ -203,7 +223,7 @@ def test_with_mocrun_circles_without_a_checkpoint_end(tmp_path):
     slurm = with_mocrun(tmp_path, "exit 75")
     codes = [slurm.submit(SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) for life in range(3)]
     assert codes == [0, 0, 75]
-    assert (tmp_path / "calls").read_text().count("scontrol requeue 7") == 2
+    assert slurm.calls.count("scontrol requeue 7") == 2
 
 
 @pytest.mark.parametrize("saved", ["c/latest_checkpointed_iteration.txt", "snapshots/iter_0000002/manifest.json"])
@@ -212,7 +232,7 @@ def test_with_mocrun_a_checkpoint_is_progress(tmp_path, saved):
     command = "it", "--launcher=mocrun", "a", "b", "c", "--ckpt-dir", "snapshots"
     for life in range(4):
         assert slurm.submit(*command, SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) == 0
-    assert (tmp_path / "calls").read_text().count("scontrol requeue 7") == 4
+    assert slurm.calls.count("scontrol requeue 7") == 4
 
 
 def test_with_mocrun_a_step_that_does_not_start_is_not_tried_for_ever(tmp_path):
@@ -220,7 +240,7 @@ def test_with_mocrun_a_step_that_does_not_start_is_not_tried_for_ever(tmp_path):
     slurm = Slurm(tmp_path, "exit 0", "mocrun.sbatch", failing)
     codes = [slurm.submit(SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) for life in range(3)]
     assert codes == [0, 0, 70]
-    assert "scontrol update JobId=7 ExcNodeList=node1" in (tmp_path / "calls").read_text()
+    assert "scontrol update JobId=7 ExcNodeList=node1" in slurm.calls
 
 
 @pytest.mark.parametrize("code, requeued", [(75, True), (0, False)])
