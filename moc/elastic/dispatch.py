@@ -6,14 +6,14 @@ gives shares that are no integers, and does not say how they are rounded; here s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy
 
 Capacities = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
 """From tokens of each expert [experts] and replicas [experts, ranks] to tokens that each rank computes, of the same
-shape as the replicas, all int64.  A row sums to the tokens of its expert, and is 0 where there is no replica."""
+shape as the replicas, int64.  A row sums to the tokens of its expert, and is 0 where there is no replica."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,32 @@ def level(tokens: numpy.ndarray, replicas: numpy.ndarray, before: numpy.ndarray 
     Returns:
         As :data:`Capacities` says.
     """
-    experts, ranks = replicas.shape
-    loads = numpy.zeros(ranks, numpy.int64) if before is None else before.astype(numpy.int64)
-    result = numpy.zeros((experts, ranks), numpy.int64)
-    held = replicas > 0
-    for expert in numpy.argsort(held.sum(axis=1), kind="stable"):
-        if tokens[expert]:
-            holders = numpy.flatnonzero(held[expert])
-            share = filled_up(loads[holders], int(tokens[expert]))
-            result[expert, holders] = share
-            loads[holders] += share
+    result = numpy.zeros(replicas.shape, numpy.int64)
+    loads = numpy.zeros(replicas.shape[1], numpy.int64) if before is None else before.astype(numpy.int64)
+    for expert, ranks, share in _levelled(tokens, replicas, loads):
+        result[expert, ranks] = share
     return result
+
+
+def work(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
+    """Tokens that each rank computes by :func:`level`, int64[ranks]."""
+    loads = numpy.zeros(replicas.shape[1], numpy.int64)
+    for _ in _levelled(tokens, replicas, loads):
+        pass
+    return loads
+
+
+def _levelled(
+    tokens: numpy.ndarray, replicas: numpy.ndarray, loads: numpy.ndarray
+) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
+    """Experts with tokens, their ranks, and what each of those gets, which is added to ``loads``."""
+    held = replicas > 0
+    for expert in numpy.argsort(held.sum(axis=1), kind="stable").tolist():
+        if tokens[expert]:
+            ranks = numpy.flatnonzero(held[expert])
+            share = filled_up(loads[ranks], int(tokens[expert]))
+            loads[ranks] += share
+            yield expert, ranks, share
 
 
 def filled_up(loads: numpy.ndarray, amount: int) -> numpy.ndarray:

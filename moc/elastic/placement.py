@@ -11,16 +11,40 @@ Here the last groups are spread over the nodes that are left, in as many as surv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy
 
-from moc.elastic.allocation import ascending
+from moc.elastic.allocation import allocate_distinct, ascending, least_replicas
 from moc.elastic.survival import score
 from moc.elastic.swaps import MOST_NODES, improved
 
 EMPTY = -1
 """A slot without an expert."""
+
+
+def place_by_load(loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0) -> numpy.ndarray:
+    """Places as many replicas of each expert as its load asks for.
+
+    Args:
+        loads: tokens of each expert.
+        nodes: that hold replicas.
+        slots: of each node.
+        least: replicas of each expert, if they fit (:func:`moc.elastic.allocation.least_replicas`).
+        everywhere: of the hottest experts, so many are on every node.
+
+    Returns:
+        Experts by node and slot, int64[nodes, slots], each once on a node; :data:`EMPTY` where all are there already.
+
+    Raises:
+        ValueError: the slots do not suffice.
+    """
+    coldest_first = ascending(loads)
+    hottest = coldest_first[len(loads) - everywhere :]
+    least = least_replicas(least, len(loads) - everywhere, nodes, slots - everywhere)
+    replicas = allocate_distinct(loads, nodes, slots, least, everywhere)
+    return distinct(place(replicas, nodes, slots, hottest), coldest_first[::-1])
 
 
 def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[int] = ()) -> numpy.ndarray:
@@ -45,8 +69,7 @@ def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[
     table = numpy.full((nodes, slots), EMPTY, numpy.int64)
     table[:, : len(everywhere)] = everywhere
     if others:
-        counts = numpy.array([replicas[expert] for expert in others])
-        placed = _placed(counts, nodes, slots - len(everywhere))
+        placed = _placed(tuple(replicas[expert] for expert in others), nodes, slots - len(everywhere))
         table[:, len(everywhere) :] = numpy.where(placed == EMPTY, EMPTY, numpy.array(others)[placed])
     return table
 
@@ -59,22 +82,35 @@ def distinct(table: numpy.ndarray, hottest_first: Sequence[int]) -> numpy.ndarra
 
     Args:
         table: as :func:`place` returns it.
-        hottest_first: experts, in the order in which they get the slots.
+        hottest_first: all experts, in the order in which they get the slots.
     """
-    table = table.copy()
-    for slot in range(1, table.shape[1]):
-        table[(table[:, :slot] == table[:, slot : slot + 1]).any(axis=1), slot] = EMPTY
+    nodes, slots = table.shape
+    held = holders(table, len(hottest_first)) > 0
+    result = _once(table)
+    used = (result != EMPTY).sum(axis=1)
     for expert in hottest_first:
-        vacant = table == EMPTY
-        nodes = numpy.flatnonzero(vacant.any(axis=1) & ~(table == expert).any(axis=1))
-        table[nodes, vacant[nodes].argmax(axis=1)] = expert
-    return table
+        more = numpy.flatnonzero((used < slots) & ~held[expert])
+        result[more, used[more]] = expert
+        used[more] += 1
+    return result
+
+
+def _once(table: numpy.ndarray) -> numpy.ndarray:
+    """Each node's experts without repetition, before its empty slots."""
+    result = numpy.full_like(table, EMPTY)
+    used, every = numpy.zeros(len(table), numpy.int64), numpy.arange(len(table))
+    for slot in range(table.shape[1]):
+        expert = table[:, slot]
+        fresh = every[(expert != EMPTY) & ~(result == expert[:, None]).any(axis=1)]
+        result[fresh, used[fresh]] = expert[fresh]
+        used[fresh] += 1
+    return result
 
 
 def holders(table: numpy.ndarray, experts: int) -> numpy.ndarray:
-    """Replicas of each expert on each node, int64[experts, nodes], of what :func:`place` returns."""
+    """Replicas of each expert on each node, int16[experts, nodes], of what :func:`place` returns."""
     nodes, slots = table.shape
-    found = numpy.zeros((experts + 1, nodes), numpy.int64)  # the last one takes the empty slots
+    found = numpy.zeros((experts + 1, nodes), numpy.int16)  # the last one takes the empty slots
     for slot in range(slots):
         found[table[:, slot], numpy.arange(nodes)] += 1
     return found[:experts]
@@ -96,7 +132,7 @@ def compact(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
     return numpy.append(row, numpy.full(nodes * slots - len(row), EMPTY)).reshape(nodes, slots)
 
 
-def overlapped(replicas: numpy.ndarray, nodes: int, slots: int, groups: int | None = None) -> numpy.ndarray:
+def overlapped(replicas: Sequence[int], nodes: int, slots: int, groups: int | None = None) -> numpy.ndarray:
     """MRO of the first so many groups, or all; the other replicas are spread over the nodes that are left.
 
     Args:
@@ -106,7 +142,7 @@ def overlapped(replicas: numpy.ndarray, nodes: int, slots: int, groups: int | No
         groups: at most as many as there are; without it, all.
     """
     table = numpy.full((nodes, slots), EMPTY, numpy.int64)
-    left, start = replicas.copy(), 0
+    left, start = numpy.array(replicas), 0
     firsts = range(0, len(replicas), slots)[: groups if groups is not None else len(replicas)]
     for first in firsts:
         group = numpy.arange(first, min(first + slots, len(replicas)))
@@ -118,10 +154,11 @@ def overlapped(replicas: numpy.ndarray, nodes: int, slots: int, groups: int | No
     return table
 
 
-def _placed(replicas: numpy.ndarray, nodes: int, slots: int) -> numpy.ndarray:
+@functools.lru_cache(maxsize=64)  # h is chosen by placing
+def _placed(replicas: tuple[int, ...], nodes: int, slots: int) -> numpy.ndarray:
     """The best placement of replicas in ascending order."""
     best = overlapped(replicas, nodes, slots)
-    if sum(representatives(replicas.tolist(), slots)) <= nodes:
+    if sum(representatives(replicas, slots)) <= nodes:
         return best
     experts = len(replicas)
     found = best, score(holders(best, experts))
@@ -132,7 +169,7 @@ def _placed(replicas: numpy.ndarray, nodes: int, slots: int) -> numpy.ndarray:
     return improved(found[0], experts) if nodes <= MOST_NODES else found[0]
 
 
-def _candidates(replicas: numpy.ndarray, nodes: int, slots: int) -> Iterator[numpy.ndarray]:
+def _candidates(replicas: Sequence[int], nodes: int, slots: int) -> Iterator[numpy.ndarray]:
     groups = -(-len(replicas) // slots)
     for spread in sorted({2, 3, 4, groups}):
         if spread <= groups:

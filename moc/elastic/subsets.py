@@ -24,12 +24,12 @@ def deaths(sets: Iterable[int], nodes: int) -> numpy.ndarray:
 
 def survived(dead: numpy.ndarray, nodes: int) -> list[int]:
     """By number of lost nodes, the choices of which ``dead`` is 0."""
-    return numpy.bincount(_sizes(nodes)[dead == 0], minlength=nodes + 1).tolist()
+    return numpy.bincount(sizes(nodes)[dead == 0], minlength=nodes + 1).tolist()
 
 
 @functools.lru_cache(maxsize=32)
-def _sizes(nodes: int) -> numpy.ndarray:
-    """By choice, the nodes in it."""
+def sizes(nodes: int) -> numpy.ndarray:
+    """By choice, the nodes in it, int64[2 ** nodes]."""
     sizes = numpy.zeros(1, numpy.int64)
     for _ in range(nodes):
         sizes = numpy.concatenate([sizes, sizes + 1])

@@ -69,13 +69,16 @@ def least_survival(held: numpy.ndarray, lost: int) -> float:
 
 def minimal(held: numpy.ndarray) -> numpy.ndarray:
     """The different sets of holders that contain no other, smallest first, bool[sets, nodes]."""
-    sets = numpy.unique(held > 0, axis=0)
-    sets = sets[numpy.argsort(sets.sum(axis=1), kind="stable")]
-    shared = sets.astype(numpy.float32) @ sets.T.astype(numpy.float32)
-    sizes = sets.sum(axis=1)
-    contains = shared == sizes[None, :]  # row contains column
-    numpy.fill_diagonal(contains, False)
-    return sets[~contains.any(axis=1)]
+    bits = numpy.packbits(held > 0, axis=1)
+    first = {row.tobytes(): number for number, row in reversed([*enumerate(bits)])}
+    numbers = numpy.array(sorted(first.values(), key=lambda number: (int((held[number] > 0).sum()), number)))
+    words = numpy.pad(bits[numbers], ((0, 0), (0, -bits.shape[1] % 8))).view(numpy.uint64)
+    kept: list[int] = []
+    for place in range(len(numbers)):
+        smaller = words[kept]
+        if not ((smaller & words[place]) == smaller).all(axis=1).any():
+            kept.append(place)
+    return held[numbers[kept]] > 0
 
 
 def score(held: numpy.ndarray) -> tuple[float, ...]:
@@ -105,7 +108,7 @@ def _runs(shortest: dict[int, int], nodes: int, most: int) -> list[int]:
     longest = max(shortest.values())
     counts = {(0, 0): 1}  # by lost nodes, and the last ones in a row
     for node in range(nodes):
-        limit = shortest.get(node, longest + 1)
+        limit = shortest.get(node, nodes + 1)
         following: dict[tuple[int, int], int] = {}
         for (lost, row), ways in counts.items():
             following[lost, 0] = following.get((lost, 0), 0) + ways
