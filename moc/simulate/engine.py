@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 import random
@@ -138,9 +137,7 @@ class _Run:
         iterations = (until - start) / (each_s * self.job.nodes / self.used)
         self.done += iterations
         self._book(iterations)
-        saves = iterations / self.strategy.saving.interval
-        written = zip(dataclasses.astuple(self.saves), dataclasses.astuple(self.strategy.saving.traffic), strict=True)
-        self.saves = Traffic(*(so_far + saves * each for so_far, each in written))
+        self.saves = self.saves.after(iterations / self.strategy.saving.interval, self.strategy.saving.traffic)
         part_s = self.job.wall_s / self.job.parts
         for part in self._parts(start, until):
             within = min(until, (part + 1) * part_s) - max(start, part * part_s)
@@ -148,9 +145,8 @@ class _Run:
 
     def _parts(self, start: float, until: float) -> range:
         """The parts of the run that a time falls into."""
-        part_s = self.job.wall_s / self.job.parts
-        first, last = (min(int(at / part_s), self.job.parts - 1) for at in (start, until))
-        return range(first, last + 1)
+        part_s, last = self.job.wall_s / self.job.parts, self.job.parts - 1
+        return range(min(int(start / part_s), last), min(int(until / part_s), last) + 1)
 
     def _book(self, iterations: float) -> float:
         """Books iterations (negative to undo), returns their seconds; useful time is that of the full job's nodes."""

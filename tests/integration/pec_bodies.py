@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import Future, wait
 
 from megatron.pretraining import loop
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.state import MegatronState
+from moc.session.queues import started
+from moc.session.session import Session
 from moc.snapshot import capture
 from moc.state.detail import Detail
 from moc.store.regions import bytes_of, digest_of
@@ -39,7 +42,7 @@ def train_with_slow_copies(flags: dict, bytes_per_s: float, forward_s: float = 0
 def die_after_slow_copies(flags: dict, iteration: int, bytes_per_s: float) -> None:
     """As :func:`die_after`, where snapshots get no more than this bandwidth."""
     slow_down_copies(bytes_per_s)
-    die_after(flags, iteration, 0.5)
+    die_after(flags, iteration)
 
 
 def slow_down_copies(bytes_per_s: float) -> None:
@@ -54,20 +57,32 @@ def slow_down_copies(bytes_per_s: float) -> None:
     capture._copy = slow
 
 
-def die_after(flags: dict, iteration: int, pause_s: float = 0.2) -> None:
+def die_after(flags: dict, iteration: int) -> None:
     """As ``bodies.train``; all workers are killed right after an iteration and its snapshot.
 
-    The last ones before it take their time, so that what is written beside them is there by then on a busy machine.
+    The last ones wait for what this worker copies and writes beside them, so that the next vote tells of it, however
+    busy the machine is.
     """
     iterate = loop.iterate
 
     def mortal(run, stop):
         record = iterate(run, stop)
         if record.iteration > iteration - 8:
-            time.sleep(pause_s)
+            wait(under_way(run.session), timeout=2)
         if record.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
         return record
 
     loop.iterate = mortal
     bodies.train(flags)
+
+
+def under_way(session: Session) -> list[Future]:
+    """What this worker does beside training for snapshots that are not everywhere yet."""
+    assert session._running is not None
+    _, snapshots = session._running
+    queues = snapshots._queues
+    futures = [taken.snapshot.sealed for taken in queues.copying]
+    futures += [started(taken.copied) for taken in queues.replicating]
+    futures += [started(taken.snapshot.persisted) for taken in queues.writing]
+    return futures + [started(taken.published) for taken in queues.publishing]

@@ -169,6 +169,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(flag
     flags = flags | dict(ckpt_tier="disk")
     with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "10", nodes=2, spares=1) as job:
         job.reach(5)
+        job.tells("node 2 is there, and waits as a spare")
         for lost, instead in ((1, 2), (2, 1)):
             job.lose(lost)
             job.tells(f"node {lost} is lost, and node {instead} takes its place")

@@ -69,7 +69,8 @@ def test_as_many_experts_as_hide(data, tmp_path):
         # all of them hide on a machine so busy that forward and backward take half as long again
         room = budgets[-1] / first["bytes"]
         assert (room < 1.01) if choice["selective_experts"] < 8 else (room > 0.97), choice  # which is without headers
-    assert others and max(one["bytes"] for one in others) <= 1.01 * max(budgets)  # of three digits
+    # of three digits, and without headers; one expert more would be 5 %
+    assert others and max(one["bytes"] for one in others) <= 1.04 * max(budgets)
     experts = [event["selective_experts"] for event in told.of("iteration") if "selective_experts" in event]
     assert 8 in experts and (min(experts) < 8) == (min(one["bytes"] for one in others) < first["bytes"])
 
