@@ -106,9 +106,10 @@ async def begun(candidates=3, patience_s=60.0, silence_s=SILENCE_S):
         await job.end()
 
 
+@pytest.mark.slow
 def test_the_first_candidate_leads_and_the_next_one_takes_over_before_any_lease_has_ended():
     async def main():
-        async with begun(silence_s=15.0) as job:  # so long that a busy machine lets no lease end
+        async with begun(silence_s=10.0) as job:  # so long that a busy machine lets no lease end
             assert job.leaders() == [0]
             names = dict(job.agents[1].workers)
             await job.lose(0)

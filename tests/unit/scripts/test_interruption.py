@@ -175,6 +175,7 @@ def rows(directory: Path, cases: Iterable) -> dict:
     return directories
 
 
+@pytest.mark.slow
 def test_with_mocrun_a_lost_node_is_not_waited_for(tmp_path):
     jobs = {}
     for code, directory in rows(tmp_path, (75, 0)).items():
@@ -193,6 +194,7 @@ def test_with_mocrun_the_loss_of_all_nodes_requeues(tmp_path):
     assert slurm.requeued
 
 
+@pytest.mark.slow
 def test_with_mocrun_who_is_left_ends_the_job_if_the_batch_script_is_gone(tmp_path):
     cases = rows(tmp_path, ((75, "scontrol requeue 7"), (0, "scancel 7"), (1, "scancel 7")))
     jobs = {}

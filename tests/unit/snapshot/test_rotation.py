@@ -31,7 +31,11 @@ SETTINGS = {
 explore = cache(model.explore)  # twice of the same
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+LARGE = ("memory, and some to storage", "memory, where experts are carried, and some to storage")
+ROWS = [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in SETTINGS]
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_there_is_always_a_whole_snapshot(name):
     setting = SETTINGS[name]
     states = explore(setting)
@@ -42,6 +46,7 @@ def test_there_is_always_a_whole_snapshot(name):
     assert waiting and all(model.takes_what_is_due(state, setting) for state in waiting)
 
 
+@pytest.mark.slow
 def test_storage_that_hangs_costs_nothing_but_age():
     """Whenever it stops, snapshots that become due are taken, in no more buffers than were promised."""
     waiting = [s for s in explore(HANGS) if any(rank.waiting and rank.writing for rank in s.ranks)]

@@ -39,6 +39,7 @@ def test_gemini_s_oracle_chooses_intervals_like_the_paper_s(table_3):
     assert len(intervals) == 4 and max(row.error for row in intervals) <= 1.5
 
 
+@pytest.mark.slow
 def test_table_7_of_moevement():
     found = moevement.table_7()
     ettr = errors(found)
@@ -72,6 +73,7 @@ def test_figure_4_of_moetion():
     assert reduction.excluded  # two experts were chosen for it
 
 
+@pytest.mark.slow
 def test_figure_11_of_moetion():
     if not RECORDED.exists():
         pytest.skip("the recorded loads are not at hand")
