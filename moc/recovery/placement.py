@@ -58,7 +58,7 @@ def place(nodes: int, replicas: int, alike: Alike | None = None) -> Placement:
     """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last one takes the leftover nodes.
 
     Groups are of nodes that hold much alike; otherwise they follow the order of the nodes.  Of up to eight nodes, no
-    other choice of groups sends less.
+    other choice and order of them sends less.
 
     Raises:
         ValueError: there are not that many other nodes.

@@ -55,6 +55,7 @@ LAYOUTS = {  # name: (workers, flags)
     "1": (1, {}),
     "DP2": (2, {}),
     "DP4": (4, FOUR),
+    "DP4xEP2": (4, FOUR | dict(expert_model_parallel_size=2)),
     "PP2": (2, dict(pipeline_model_parallel_size=2)),
     "PP2xEP2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),
     "PP2xDP2": (4, dict(pipeline_model_parallel_size=2)),
