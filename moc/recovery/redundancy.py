@@ -28,7 +28,7 @@ class Redundancy:
     nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     def state(self, operators: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-        """What the manifest of a snapshot of operators says of it: see :data:`moc.store.manifest.ALIKE`; empty if there is nothing."""
+        """What the manifest of a snapshot of operators says (:data:`moc.store.manifest.ALIKE`); empty if nothing."""
         found: dict[str, list[str]] = {}
         for name in operators:
             if name in self.copies:

@@ -131,9 +131,7 @@ def _boxes(path: Path, header_bytes: int, digest: str) -> list[StoredBox]:
         return []
 
 
-def _with_sources(
-    boxes: Sequence[StoredBox], spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[StoredBox, int]]:
+def _with_sources(boxes: Sequence[StoredBox], spans: Sequence[tuple[int, int]]) -> Iterator[tuple[StoredBox, int]]:
     """Yields the boxes of a copy, in order, each with its first byte in the original."""
     rest = list(reversed(spans))
     for box in boxes:

@@ -31,7 +31,7 @@ class Publisher:
         tiers: Tiers,
         layout: Mapping[str, int],
         log: Listener,
-        redundancy: Redundancy = Redundancy(),
+        redundancy: Redundancy,
     ):
         self._redundancy = redundancy
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log

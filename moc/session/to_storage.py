@@ -61,7 +61,9 @@ def _copy_one(iteration: int, tiers: Tiers, policy: Policy) -> None:
         if manifest is not None:
             assert tiers.memory is not None
             if alike:
-                manifest = _copy_boxes(tiers.memory, manifest, lambda box: first.get(_key(box), me) == me, tiers.storage)
+                manifest = _copy_boxes(
+                    tiers.memory, manifest, lambda box: first.get(_key(box), me) == me, tiers.storage
+                )
             else:
                 tiers.memory.copy_files(manifest, tiers.storage)
 

@@ -109,7 +109,9 @@ def test_what_nodes_hold_alike_changes_neither_load_nor_survival(case):
 
 def unsent(holders, alike):
     """Bytes that copies need not send, counted copy by copy."""
-    return sum(n for node, others in holders.items() for other in others for of, n in alike.items() if {node, other} <= of)
+    return sum(
+        n for node, others in holders.items() for other in others for of, n in alike.items() if {node, other} <= of
+    )
 
 
 @pytest.mark.parametrize("nodes, replicas", [(4, 1), (5, 1), (6, 1)])

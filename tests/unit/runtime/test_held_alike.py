@@ -1,4 +1,4 @@
-"""What this node holds alike comes from its own snapshot, and the copy is the same, bit by bit, as one that was sent."""
+"""What this node holds alike comes from its own snapshot, and the copy has the same bits as one that was sent."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,8 @@ def save(root: Path, names: list[str], alike: dict[str, list[str]], cut: int, **
     for rank, (start, stop) in enumerate(((0, cut), (cut, LARGE))):
         tensors = []
         for number, name in enumerate(names):
-            values = torch.arange(LARGE, dtype=torch.float32)[start:stop] + 1000 * (EXPERTS.index(name) if number else 9)
+            which = 1000 * (EXPERTS.index(name) if number else 9)
+            values = torch.arange(LARGE, dtype=torch.float32)[start:stop] + which
             values[-1] += changed.get(name.rpartition("experts.")[2][:1], 0.0)
             tensors.append(RegionTensor(name, "master", (LARGE,), Region((start,), (stop - start,)), values))
         path = root / directory_of(ITERATION) / file_of(rank)

@@ -38,7 +38,8 @@ def test_as_many_copies_as_there_are_other_nodes_up_to_two():
 
 
 def test_another_tier_has_no_peers():
-    assert join_peers(Settings("nowhere", 1, tier="memory"), tiers("0", "1"), FULL, Redundancy(), Said(), again=False) is None
+    in_memory = Settings("nowhere", 1, tier="memory")
+    assert join_peers(in_memory, tiers("0", "1"), FULL, Redundancy(), Said(), again=False) is None
 
 
 def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):

@@ -103,9 +103,9 @@ def test_each_node_saves_what_its_ranks_hold_in_the_same_boxes_and_storage_gets_
             held.setdefault((f.name, f.slot), torch.zeros(f.global_shape, dtype=torch.int))[f.region.slices()] = 1
         assert held.keys() == counts.keys() and all(torch.equal(counts[key], held[key]) for key in held)
     for one, other in combinations(boxes.values(), 2):  # a box that two nodes hold is a box of both
-        assert not any(
-            a != b and a[:2] == b[:2] and a[2].intersect(b[2]) for a in one for b in other
-        ), "boxes overlap in part"
+        assert not any(a != b and a[:2] == b[:2] and a[2].intersect(b[2]) for a in one for b in other), (
+            "boxes overlap in part"
+        )
     stored = stored_shares(stage, plan, scheme, nodes)
     counts, once = counted(world, plan, stored, world.ranks, joins=False)
     assert all((count == 1).all() for count in counts.values()) and set(counts) == wanted(world, plan)
