@@ -57,8 +57,11 @@ class Summary(NamedTuple):
 
         Each node resumes from its own memory, so that also those must that hold it alike.
         """
-        here = max((n for slot, n in self.operators[name][1].items() if slot != "param"), default=0)
-        return here < parameters or name in self.alike
+        return not self.has_all(name, parameters) or name in self.alike
+
+    def has_all(self, name: str, parameters: int) -> bool:
+        """Whether this part has every element of an operator, of so many parameters."""
+        return max((n for slot, n in self.operators[name][1].items() if slot != "param"), default=0) >= parameters
 
 
 def summary(manifest: Manifest) -> Summary:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from moc.faults import reach
 from moc.policy import Policy
+from moc.recovery.adoption import Fetch
 from moc.recovery.carrying import Carrier
 from moc.recovery.copies import copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
@@ -187,6 +188,17 @@ class Peers:
         done: Future[Copied] = Future()
         done.set_result(Copied())
         return done
+
+    def fetch(self, fetches: Iterable[Fetch]) -> list[str]:
+        """Fetches parts of snapshots on the worker that leads a node; returns what was wrong."""
+        problems = []
+        for iteration, of, held_by, operators in fetches:
+            wanted = Wanted(iteration, of, held_by, self._addresses[held_by], self._rate, False, dict(operators))
+            try:
+                self._thread.submit(self._pull, wanted).result()
+            except (CheckpointError, WireError) as error:
+                problems.append(str(error))
+        return problems
 
     def give_up_older(self, iteration: int) -> None:
         """Gives up copies of snapshots before an iteration: all nodes have the copies of what supersedes them."""

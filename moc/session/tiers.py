@@ -70,7 +70,8 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
 
 def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
     """Returns the memory tier's place on this node."""
-    launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several nodes may share a machine
+    several = len(set(nodes)) > 1 or os.environ.get(environment.PLACES, "1") != "1"  # they may share a machine
+    launched = os.environ.get(environment.NODE) if several else None
     emulated = nodes[world.rank] if settings.nodes else launched
     return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
 
