@@ -60,7 +60,12 @@ def test_the_others_have_in_memory_what_a_lost_node_had(data, tmp_path, layout, 
             job.lose(1)
             shutil.rmtree(gone)  # as the memory of its machine would be
             job.tells(f"training continues on {left} of {nodes} nodes")
+            if layout == "DP2":  # workers do not save when it comes back: they are killed, and have lost nothing either
+                job.reach(lost + 3)
+                job.start(1)
+                job.tells("training continues on 2 of 2 nodes")
             assert job.wait() == 0, job.console[-4000:]
-    (resumed,) = job.events("resume")
+    resumed, *again = job.events("resume")
     assert resumed["tier"] == "memory" and resumed["iteration"] >= lost - 4
+    assert [one["tier"] for one in again] == (["memory"] if layout == "DP2" else [])
     assert [record[1] for record in job.records()] == pytest.approx(expected, rel=close)
