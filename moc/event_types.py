@@ -120,6 +120,11 @@ EVENTS = {
     "replicate": EventType(
         "Every copy of a snapshot is on its replica node.",
         {"iteration": "of the snapshot", "bytes": "sent between all nodes", "replicate_s": "mean over nodes"},
+        {"not_sent_bytes": "of copies, more: what their nodes hold alike"},
+    ),
+    "not_alike": EventType(
+        "A node does not hold what another one should hold alike, or its own snapshot of it is damaged; it was sent.",
+        {"iteration": "of the snapshot", "reason": "one sentence"},
     ),
     "save_failed": EventType(
         "A snapshot or a dense checkpoint could not be written to storage; training continues.",
@@ -149,6 +154,7 @@ EVENTS = {
             "replicas": "copies of each node's snapshots",
             "groups": "nodes that hold each other's copies",
             "survival": "by number of nodes lost at once, the probability that a copy of everything is left",
+            "not_sent_bytes": "of the copies of a full snapshot, what their nodes hold alike",
         },
     ),
     "restore": EventType(

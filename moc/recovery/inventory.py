@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
@@ -30,6 +30,7 @@ class Summary(NamedTuple):
         job: the launch that published it; empty if the manifest does not say.
         policy: name of the policy that planned it.
         copied: the operators that other nodes receive copies of; None for all.
+        alike: by operator, how many nodes save each of its elements, if several do.
     """
 
     iteration: int
@@ -39,6 +40,7 @@ class Summary(NamedTuple):
     job: str = ""
     policy: str = ""
     copied: tuple[str, ...] | None = None
+    alike: Mapping[str, int] = {}
 
     @property
     def snapshot(self) -> tuple[int, int, str]:
@@ -51,8 +53,15 @@ class Summary(NamedTuple):
         return {name: detail for name, (detail, _) in self.operators.items()}
 
     def shares(self, name: str, parameters: int) -> bool:
-        """Whether other nodes hold the rest of an operator, of so many parameters."""
-        return max((n for slot, n in self.operators[name][1].items() if slot != "param"), default=0) < parameters
+        """Whether a snapshot has an operator, of so many parameters, only if other nodes have their parts of it, too.
+
+        Each node resumes from its own memory, so that also those must that hold it alike.
+        """
+        return not self.has_all(name, parameters) or name in self.alike
+
+    def has_all(self, name: str, parameters: int) -> bool:
+        """Whether this part has every element of an operator, of so many parameters."""
+        return max((n for slot, n in self.operators[name][1].items() if slot != "param"), default=0) >= parameters
 
 
 def summary(manifest: Manifest) -> Summary:
@@ -60,7 +69,8 @@ def summary(manifest: Manifest) -> Summary:
     operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
     files, copied = sum(map(is_of_rank, manifest.files)), manifest.state.get(COPIED)
     copied = None if copied is None else tuple(copied)
-    return Summary(manifest.iteration, manifest.writers, files, operators, manifest.job, manifest.policy, copied)
+    one = manifest
+    return Summary(one.iteration, one.writers, files, operators, one.job, one.policy, copied, one.alike)
 
 
 def look(store: Store) -> tuple[list[Summary], list[str]]:
@@ -122,12 +132,14 @@ def in_memory(
 
 
 def _is_whole(name: str, size: int | None, summaries: Iterable[Summary]) -> bool:
-    elements, details = Counter(), set()
+    elements, details, copies = Counter(), set(), 1
     for one in summaries:
         detail, there = one.operators.get(name, (None, {}))
         elements.update(there)
         details.add(detail)
+        copies = max(copies, one.alike.get(name, 1))
+    wanted = None if size is None else size * copies
     if COMPUTE in details:
-        return size is not None and elements["param"] >= size  # a router's biases are not among its parameters
+        return wanted is not None and elements["param"] >= wanted  # a router's biases are not among its parameters
     slots = [slot for slot in elements if slot != "param"]
-    return bool(slots) and all(elements[slot] == size for slot in slots)
+    return bool(slots) and all(elements[slot] == wanted for slot in slots)

@@ -1,16 +1,30 @@
-"""Placement of copies on nodes, so that as many simultaneous losses as possible are survived.
+"""Placement of copies on nodes: as many simultaneous losses as possible are survived, and few bytes are sent.
 
 The placement is Gemini's mixed strategy (SOSP '23; as described in MoEtion, section 2.3): groups of nodes that copy to
 each other; leftover nodes join the last group, which becomes a ring.  If all nodes fit into groups, no placement
 survives more; a ring may fall a little short of the optimum (of 5 nodes with 2 copies each, 5 of the 10 ways to lose
 three nodes are fatal, where 4 is possible).
+
+Which nodes form a group changes nothing of that.  So those are chosen that hold the most alike, which a copy among them
+does not send (MoEtion, section 5.1).  Its Algorithm 2 is by worker, knows no nodes, and lets a worker keep more copies
+than others; here every node keeps ``replicas``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations, permutations
 from math import comb
+
+Alike = Mapping[frozenset[int], int]
+"""By set of nodes, the bytes that all of them hold alike, once."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+_ALL_TRIED = 8  # nodes; of more, the groups are found by a greedy search and exchanges
+_EXCHANGED = 64  # nodes, of which all exchanges are tried
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,7 @@ class Placement:
         replicas: nodes that keep copies of each node's snapshots, beside itself.
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     replicas: int
 
     @cached_property
@@ -40,18 +54,109 @@ class Placement:
         return tuple(node for node in sorted(self.holders) if holder in self.holders[node])
 
 
-def place(nodes: int, replicas: int) -> Placement:
+def place(nodes: int, replicas: int, alike: Alike | None = None) -> Placement:
     """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last one takes the leftover nodes.
+
+    Groups are of nodes that hold much alike; otherwise they follow the order of the nodes.  Of up to eight nodes, no
+    other choice and order of them sends less.
 
     Raises:
         ValueError: there are not that many other nodes.
     """
     if not 0 <= replicas < nodes:
         raise ValueError(f"{nodes} nodes have at most {nodes - 1} others that keep copies, not {replicas}")
+    known = {of: amount for of, amount in (alike or {}).items() if 1 < len(of) < nodes and amount}
+    if not known or not replicas:
+        return Placement(_in_order(range(nodes), replicas), replicas)
+    if nodes <= _ALL_TRIED:
+        return Placement(max(_all_groups(range(nodes), replicas), key=lambda g: _unsent(g, replicas, known)), replicas)
+    found = _greedy(nodes, replicas, known)
+    return Placement(_exchanged(found, replicas, known) if nodes <= _EXCHANGED else found, replicas)
+
+
+def not_sent(placement: Placement, alike: Alike) -> int:
+    """Bytes of all copies of a snapshot that need not be sent, since who keeps them holds the same."""
+    return _unsent(placement.groups, placement.replicas, alike)
+
+
+def _in_order(nodes: Sequence[int], replicas: int) -> Groups:
     copies = replicas + 1
-    starts = [group * copies for group in range(nodes // copies)]
-    stops = [*starts[1:], nodes]
-    return Placement(tuple(tuple(range(*ends)) for ends in zip(starts, stops, strict=True)), replicas)
+    starts = [group * copies for group in range(len(nodes) // copies)]
+    stops = [*starts[1:], len(nodes)]
+    return tuple(tuple(nodes[start:stop]) for start, stop in zip(starts, stops, strict=True))
+
+
+def _unsent(groups: Iterable[tuple[int, ...]], replicas: int, alike: Alike) -> int:
+    return sum(_unsent_in(group, replicas, alike) for group in groups)
+
+
+def _unsent_in(group: tuple[int, ...], replicas: int, alike: Alike) -> int:
+    """Bytes that the copies of one group need not send: those of nodes and their holders, the next ones in the ring."""
+    there = [(amount, [node in of for node in group]) for of, amount in alike.items()]
+    size = len(group)
+    return sum(
+        amount * sum(inside[place] and inside[(place + step) % size] for place in range(size))
+        for amount, inside in there
+        for step in range(1, replicas + 1)
+    )
+
+
+def _all_groups(nodes: Sequence[int], replicas: int) -> Iterator[Groups]:
+    """Every choice of groups, the one in order first; the last is a ring if nodes are left over."""
+    copies = replicas + 1
+    ring = copies + len(nodes) % copies
+    if ring == copies:
+        yield from _partitions(nodes, copies)
+        return
+    for members in reversed(list(combinations(nodes, ring))):
+        others = [node for node in nodes if node not in members]
+        for rest in permutations(members[1:]):
+            for groups in _partitions(others, copies):
+                yield (*groups, (members[0], *rest))
+
+
+def _partitions(nodes: Sequence[int], size: int) -> Iterator[Groups]:
+    if not nodes:
+        yield ()
+        return
+    for others in combinations(nodes[1:], size - 1):
+        rest = [node for node in nodes[1:] if node not in others]
+        for groups in _partitions(rest, size):
+            yield ((nodes[0], *others), *groups)
+
+
+def _greedy(nodes: int, replicas: int, alike: Alike) -> Groups:
+    """Begins each group with the first node left, and adds those that hold the most in common with it."""
+    left, order = dict.fromkeys(range(nodes)), []
+    while left:
+        group = [next(iter(left))]
+        left.pop(group[0])
+        while left and len(group) <= replicas:
+            group.append(_closest(group, left, alike))
+            left.pop(group[-1])
+        order += group
+    return _in_order(order, replicas)
+
+
+def _closest(group: Sequence[int], left: Collection[int], alike: Alike) -> int:
+    weights = [(of, amount * sum(node in of for node in group)) for of, amount in alike.items()]
+    weights = [(of, weight) for of, weight in weights if weight]
+    return max(left, key=lambda node: sum(weight for of, weight in weights if node in of))
+
+
+def _exchanged(groups: Groups, replicas: int, alike: Alike) -> Groups:
+    """Exchanges two nodes as long as that saves bytes."""
+    better = True
+    while better:
+        better = False
+        for one, other in combinations([(g, p) for g, group in enumerate(groups) for p in range(len(group))], 2):
+            exchanged = [list(group) for group in groups]
+            (g, p), (h, q) = one, other
+            exchanged[g][p], exchanged[h][q] = groups[h][q], groups[g][p]
+            pairs = [(groups[i], tuple(exchanged[i])) for i in {g, h}]
+            if sum(_unsent_in(b, replicas, alike) - _unsent_in(a, replicas, alike) for a, b in pairs) > 0:
+                groups, better = tuple(map(tuple, exchanged)), True
+    return groups
 
 
 def survival(placement: Placement, lost: int) -> float:
@@ -87,8 +192,11 @@ def _product(one: list[int], other: list[int]) -> list[int]:
     return product
 
 
-def describe(placement: Placement, names: list[str]) -> str:
-    """Describes the groups and the losses that they survive, in one sentence; names are by number of the node."""
+def describe(placement: Placement, names: list[str], unsent: int = 0) -> str:
+    """Describes the groups and the losses that they survive, in one sentence.
+
+    Names are by number of the node; ``unsent`` is :func:`not_sent`, of a full snapshot.
+    """
     groups = "; ".join(", ".join(names[node] for node in group) for group in placement.groups)
     r, nodes = placement.replicas, len(names)
     chances = [
@@ -98,5 +206,7 @@ def describe(placement: Placement, names: list[str]) -> str:
     ][:3]
     return (
         f"snapshots have {r} cop{'y' if r == 1 else 'ies'} in the memory of other nodes, in groups ({groups}): they "
-        f"survive the loss at once of any {r} of {nodes} nodes" + "".join(f", {chance}" for chance in chances)
+        f"survive the loss at once of any {r} of {nodes} nodes"
+        + "".join(f", {chance}" for chance in chances)
+        + (f"; {unsent / 1e9:.3g} GB of a full one are not sent, since these nodes hold them alike" if unsent else "")
     )

@@ -49,6 +49,7 @@ class Saving:
         stall_s: total time that training waited for snapshots.
         replicated: snapshots with all copies made.
         replicated_bytes: between nodes.
+        not_sent_bytes: of copies, more: what their nodes hold alike.
         replicate_s: copying by a node.
         persisted: snapshots written to storage.
         persisted_bytes: to storage.
@@ -66,6 +67,7 @@ class Saving:
     stall_s: float
     replicated: int
     replicated_bytes: int
+    not_sent_bytes: int
     replicate_s: float | None
     persisted: int
     persisted_bytes: int
@@ -245,6 +247,7 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         stall_s=_sum(of_kind("stall", events), "seconds"),
         replicated=len(replicated),
         replicated_bytes=int(_sum(replicated, "bytes")),
+        not_sent_bytes=sum(event.get("not_sent_bytes", 0) for event in replicated),
         replicate_s=_mean(replicated, "replicate_s"),
         persisted=len(persisted),
         persisted_bytes=int(_sum(persisted, "bytes")),

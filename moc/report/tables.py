@@ -222,6 +222,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "bytes of one": _a_snapshot("snapshot_bytes", "snapshots"),
         "bytes an iteration, to host memory": _an_iteration("snapshot_bytes"),
         "bytes an iteration, to peers": _an_iteration("replicated_bytes"),
+        "not sent, since peers hold it alike": _an_iteration("not_sent_bytes"),
         "bytes an iteration, to storage": _an_iteration("persisted_bytes"),
         "experts of each layer (S): mean, most": _highest("selective_experts", "{:.3g}".format),
         "of these, copied to other nodes: mean, most": _highest("selective_copies", "{:.3g}".format),

@@ -218,6 +218,7 @@ class Agent:
             "LOCAL_WORLD_SIZE": self._flags.nproc_per_node,
             "GROUP_RANK": order["place"],
             environment.NODE: self._flags.node_rank,
+            environment.PLACES: self._flags.nnodes,
             environment.AGENT: self._address,
             environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,

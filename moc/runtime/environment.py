@@ -15,6 +15,9 @@ TOGETHER = "MOC_TOGETHER"
 NODE = "MOC_NODE"
 """Number of the worker's node; several nodes may share a machine, and ranks do not follow from it."""
 
+PLACES = "MOC_PLACES"
+"""Number of places of the job: the nodes that train, if all are there."""
+
 REPLICA_SERVER = "MOC_REPLICA_SERVER"
 """Address of this node's replica server, for its workers."""
 

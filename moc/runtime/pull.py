@@ -3,6 +3,8 @@
 Of some operators alone, a copy has files of its own: the header of each is made of the boxes, and hashes, that the
 header of the original has, and its data are read from there, each byte once.
 
+What this node's own snapshot holds alike is copied from there (:mod:`moc.runtime.held_alike`).
+
 Protocol: a *read* names the node that has offered its memory to the other replica server, the node whose snapshot is
 wanted (the same, or one that it keeps a copy for), the iteration, a file and a range of bytes.  The answer is *data*,
 with the size of the file; *absent*, if there is no such file; or *refused*.
@@ -17,17 +19,19 @@ import itertools
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from moc.runtime import async_connections as wire
+from moc.runtime.held_alike import HeldAlike, Missing, held_alike
 from moc.runtime.message import Message
 from moc.runtime.wire import PeerGoneError
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store import manifest as manifests
+from moc.store.boxes import StoredBox
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError
 from moc.store.layout import extract
@@ -65,6 +69,22 @@ class Wanted:
     operators: Mapping[str, str] | None = None  # those to copy, with the detail of each; None for everything
 
 
+class Pulled(NamedTuple):
+    """What a copy has cost, and what was wrong with what this node holds alike.
+
+    Attributes:
+        bytes: sent by the other node.
+        alike: bytes that were not sent, since this node holds them alike.
+        differs: operators that should be alike, and are not.
+        damaged: operators whose bytes in this node's own snapshot do not match their hash.
+    """
+
+    bytes: int = 0
+    alike: int = 0
+    differs: Sequence[str] = ()
+    damaged: Sequence[str] = ()
+
+
 class _Piece(NamedTuple):
     """A file of a copy: its name and manifest entry, the header if it has one of its own, and spans of the original."""
 
@@ -92,13 +112,14 @@ def file_in(root: Path, node: str, of: str, iteration: int, file: str) -> Path:
     return part_of(root, node, of) / directory_of(iteration) / file
 
 
-async def pull(wanted: Wanted, token: bytes, into: Path) -> int:
-    """Copies a snapshot, unless an identical one is present; returns the bytes copied.
+async def pull(wanted: Wanted, token: bytes, into: Path, own: Path | None = None) -> Pulled:
+    """Copies a snapshot, unless an identical one is present.
 
     Args:
         wanted: the snapshot.
         token: the job's secret.
         into: directory of that node's snapshots in this node's memory.
+        own: directory of this node's own snapshots, if they may hold some of it alike.
 
     Raises:
         AbsentError: the holder does not have it.
@@ -113,16 +134,19 @@ async def pull(wanted: Wanted, token: bytes, into: Path) -> int:
         if manifest.iteration != wanted.iteration or not all(map(_FILE.fullmatch, manifest.files)):
             raise CheckpointError(f"{name} is of iteration {manifest.iteration}: somebody moved it")
         store = Store(LocalPlace(into, in_memory=True), slack=True)
+        if own is not None:
+            remote.alike = held_alike(Store(LocalPlace(own, in_memory=True), slack=True), manifest)
         if wanted.operators is not None:
-            return await _pull_some(remote, manifest, wanted.operators, store, into)
+            return remote.pulled(await _pull_some(remote, manifest, wanted.operators, store, into))
         published = f"{directory_of(wanted.iteration)}/{manifests.NAME}"
         if wanted.iteration in store.iterations() and store.place.read(published) == text:
-            return 0
+            return Pulled()
         store.remove(wanted.iteration)
         for file, entry in manifest.files.items():
-            await _pull_file(remote, file, _Piece(file, entry, b"", [(0, entry.bytes)]), into)
+            header = await remote.header(file, entry) if remote.alike else b""
+            await _pull_file(remote, file, _Piece(file, entry, header, [(len(header), entry.bytes)]), into)
         store.place.write(published, [text])
-        return manifest.bytes
+        return remote.pulled(manifest.bytes)
 
 
 async def _pull_some(
@@ -163,9 +187,9 @@ def _here(store: Store, manifest: Manifest) -> Manifest:
 def _some(
     remote: _Remote, file: str, entry: FileEntry, header: bytes, details: Mapping[str, Detail], taken: Container[str]
 ) -> _Piece | None:
-    def keeps(name: str, slot: str) -> bool:
-        detail = details.get(operator_of(name))
-        return detail is not None and detail.holds(slot)
+    def keeps(box: StoredBox) -> bool:
+        detail = details.get(operator_of(box.name))
+        return detail is not None and detail.holds(box.slot)
 
     try:
         found = extract(file, entry, header, keeps)
@@ -178,13 +202,14 @@ def _some(
 
 
 async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> None:
-    slot, entry, position = _slot(into, piece.name, piece.entry, remote.wanted), piece.entry, len(piece.header)
+    slot, entry = _slot(into, piece.name, piece.entry, remote.wanted), piece.entry
     descriptor = os.open(slot, os.O_RDWR)
     try:
         os.pwrite(descriptor, piece.header, 0)
-        async for data in remote.read(file, piece.spans):
-            os.pwrite(descriptor, data, position)
-            position += len(data)
+        missing = await _missing(remote, file, piece, descriptor)
+        places = (place + i for start, stop, place in missing for i in range(0, stop - start, CHUNK))
+        async for data in remote.read(file, [(start, stop) for start, stop, _ in missing]):
+            os.pwrite(descriptor, data, next(places))
         if digest_of(os.pread(descriptor, entry.header_bytes, 0)) != entry.header_xxh3_128:
             raise DamagedRegionError(f"{remote.name(file)} is damaged: its header does not match its hash")
     finally:
@@ -193,6 +218,18 @@ async def _pull_file(remote: _Remote, file: str, piece: _Piece, into: Path) -> N
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)  # of a copy that was not finished
     os.link(slot, target)
+
+
+async def _missing(remote: _Remote, file: str, piece: _Piece, descriptor: int) -> list[Missing]:
+    """Copies what this node holds alike into a file; returns what must be sent."""
+    if remote.alike:
+        try:
+            return await remote.alike.fill(descriptor, piece.header, piece.entry.bytes, piece.spans)
+        except ValueError as error:
+            raise DamagedRegionError(f"{remote.name(file)} is damaged: {error}") from None
+    sizes = (stop - start for start, stop in piece.spans)
+    places = itertools.accumulate(sizes, initial=len(piece.header))
+    return [Missing(*span, place) for span, place in zip(piece.spans, places, strict=False)]
 
 
 def _slot(into: Path, file: str, entry: FileEntry, wanted: Wanted) -> Path:
@@ -210,7 +247,7 @@ class _Remote:
     """A snapshot in another node's memory."""
 
     def __init__(self, wanted: Wanted, connection: wire.AsyncConnection):
-        self.wanted, self._connection = wanted, connection
+        self.wanted, self._connection, self.alike = wanted, connection, HeldAlike()
         self._begun, self._bytes = time.monotonic(), 0
 
     async def __aenter__(self) -> _Remote:
@@ -218,6 +255,11 @@ class _Remote:
 
     async def __aexit__(self, *_) -> None:
         self._connection.abort()
+
+    def pulled(self, amount: int) -> Pulled:
+        """What was copied: so many bytes, of which some are held alike."""
+        alike = self.alike
+        return Pulled(amount - alike.nbytes, alike.nbytes, sorted(alike.differs), sorted(alike.damaged))
 
     def name(self, file: str) -> str:
         """Name of a file, for messages."""

@@ -11,7 +11,7 @@ from moc.runtime import environment
 from moc.runtime.connections import Connection, connect
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
-from moc.runtime.pull import Wanted
+from moc.runtime.pull import Pulled, Wanted
 from moc.runtime.wire import PeerGoneError
 from moc.store.errors import CheckpointError
 
@@ -52,8 +52,8 @@ class ReplicaClient:
                     raise
                 time.sleep(0.05)
 
-    def pull(self, wanted: Wanted) -> tuple[int, float]:
-        """Has a snapshot copied here; returns the bytes copied, and the seconds it took.
+    def pull(self, wanted: Wanted) -> tuple[Pulled, float]:
+        """Has a snapshot copied here; returns what that has cost, and the seconds it took.
 
         Raises:
             CheckpointError: the copy failed.
@@ -63,7 +63,7 @@ class ReplicaClient:
         answer = self._connection.recv().header
         if answer["kind"] == "failed":
             raise CheckpointError(answer["why"])
-        return answer["bytes"], answer["seconds"]
+        return Pulled(*(answer[name] for name in Pulled._fields)), answer["seconds"]
 
     def close(self) -> None:
         """Closes the connection; any thread may call it."""

@@ -24,7 +24,7 @@ from moc.runtime import children
 from moc.runtime.addresses import interface_towards
 from moc.runtime.job_token import token_from_environment
 from moc.runtime.message import Message
-from moc.runtime.pull import CHUNK, AbsentError, Wanted, file_in, part_of, pull
+from moc.runtime.pull import CHUNK, AbsentError, Pulled, Wanted, file_in, part_of, pull
 from moc.runtime.wire import WireError
 from moc.store.errors import CheckpointError, DamagedRegionError
 
@@ -86,18 +86,19 @@ class ReplicaServer:
         async with self._turns[node]:
             begun = time.perf_counter()
             try:
-                amount = await self._pull(node, wanted)
-                answer = {"kind": "pulled", "bytes": amount, "seconds": time.perf_counter() - begun}
+                pulled = await self._pull(node, wanted)
+                answer = {"kind": "pulled", "seconds": time.perf_counter() - begun, **pulled._asdict()}
             except (AbsentError, CheckpointError, DamagedRegionError, WireError, ValueError, OSError) as error:
                 answer = {"kind": "failed", "why": str(error)}
         with contextlib.suppress(WireError):
             connection.post(Message(answer))
 
-    async def _pull(self, node: str, wanted: Wanted) -> int:
+    async def _pull(self, node: str, wanted: Wanted) -> Pulled:
+        root, own = self._roots[node], None if node == wanted.of else self._roots[node]
         tell_at = time.monotonic() + _TELL_S
         while True:
             try:
-                return await pull(wanted, self._token, part_of(self._roots[node], node, wanted.of))
+                return await pull(wanted, self._token, part_of(root, node, wanted.of), own)
             except (AbsentError, WireError) as error:  # the holder may yet publish, or be restarted
                 if not wanted.patient:
                     raise

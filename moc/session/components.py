@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from moc.policy import Policy
+from moc.recovery.redundancy import Redundancy, redundancy
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.world import World
 from moc.session.engine import Engine, Listener, PipelineTap
@@ -18,7 +19,7 @@ from moc.session.settings import Settings
 from moc.session.tiers import Tiers, check_nodes, memory_of
 from moc.session.tokens import TokenTracker
 from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe, pack, unpack
+from moc.sharding.shares import StageHoldings, describe, nodes_alike, pack, unpack
 from moc.snapshot.bubbles import Bubbles
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
@@ -63,12 +64,13 @@ def build(
     """
     world, tap = engine.world, engine.tap
     with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all build again
-        peers = join_peers(settings, tiers, policy, log, again)
+        holdings = _holdings(engine, policy)
+        alike = _redundancy(engine, holdings, tiers, policy)
+        peers = join_peers(settings, tiers, policy, alike, log, again)
         if peers is not None:
             undo.callback(peers.close)
-        holdings = _holdings(engine, policy)
-        check_saving(engine, holdings, tiers, settings.tier, policy)
-        publisher = Publisher(world, policy, tiers, engine.layout, log)
+        check_saving(engine, tiers, settings.tier)
+        publisher = Publisher(world, policy, tiers, engine.layout, log, alike)
         undo.callback(publisher.close)
         tokens = TokenTracker(engine, settings.train_iters, policy) if counts else None
         if tokens is not None:
@@ -79,7 +81,8 @@ def build(
             logs = memory_of(settings, world, tiers.nodes, claim).root
             run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
             undo.callback(tap.close)
-        contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding))
+        nodes = tiers.nodes if tiers.memory is not None else ()
+        contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
         bubbles = tap.bubbles = Bubbles() if policy.in_bubbles else None
         saver = Saver(world.rank, world.device, tiers.memory, tiers.storage, bubbles)
         undo.callback(saver.close)
@@ -111,21 +114,28 @@ def _holdings(engine: Engine, policy: Policy) -> StageHoldings:
     return StageHoldings({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
 
 
-def check_saving(engine: Engine, holdings: StageHoldings, tiers: Tiers, tier: str, policy: Policy) -> None:
+def _redundancy(engine: Engine, holdings: StageHoldings, tiers: Tiers, policy: Policy) -> Redundancy:
+    """Returns what several nodes hold alike, and each saves in its memory; nothing without a memory tier."""
+    if tiers.memory is None or len(set(tiers.nodes)) == 1:
+        return Redundancy()
+    first = engine.world.rank == min(holdings.ranks)  # the others of its stage know the same
+    return redundancy(gather(nodes_alike(holdings, policy.everything(0).operators, tiers.nodes) if first else {}))
+
+
+def check_saving(engine: Engine, tiers: Tiers, tier: str) -> None:
     """Refuses state that snapshots in memory cannot restore; a collective call.
 
     Raises:
         CheckpointError: on all workers, for such state.
     """
     if tiers.memory is not None:
-        items = holdings.items(policy.everything(0).operators)
-        run_on_all(lambda: check_nodes(items, engine.slices, tiers, tier), "cannot keep snapshots in memory")
+        run_on_all(lambda: check_nodes(engine.slices, tiers, tier), "cannot keep snapshots in memory")
 
 
 def may_replay(engine: Engine, parts: Components, tier: str) -> bool:
     """Whether iterations of this model can be replayed here with frozen operators; a collective call."""
     try:
-        check_saving(engine, parts.holdings, parts.tiers, tier, parts.policy)
+        check_saving(engine, parts.tiers, tier)
         check_freezing(engine.state)
     except CheckpointError:
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -17,15 +17,17 @@ from typing import NamedTuple
 
 from moc.faults import reach
 from moc.policy import Policy
+from moc.recovery.adoption import Fetch
 from moc.recovery.carrying import Carrier
 from moc.recovery.copies import copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
 from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
-from moc.recovery.placement import Placement, describe, place, survival
+from moc.recovery.placement import Placement, describe, not_sent, place, survival
+from moc.recovery.redundancy import Redundancy
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
 from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.pull import Wanted, part_of
+from moc.runtime.pull import Pulled, Wanted, part_of
 from moc.runtime.replica_client import ReplicaClient
 from moc.runtime.wire import PeerGoneError, WireError
 from moc.session.carrying import carry, experts_of
@@ -39,17 +41,37 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 
 DEFAULT_REPLICAS = 2
+_NAMED = 3  # operators in a message
 
 
 class Copied(NamedTuple):
-    """Cost of copying a snapshot to one node: bytes received from other nodes, and seconds."""
+    """Cost of copying a snapshot to one node.
+
+    Attributes:
+        bytes: received from other nodes.
+        seconds: that it took.
+        alike: bytes that were not sent, since this node holds them alike.
+        trouble: what is wrong with those, one sentence for each other node; they were sent instead.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
+    alike: int = 0
+    trouble: Sequence[str] = ()
 
 
-def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, again: bool) -> Peers | None:
+def join_peers(
+    settings: Settings, tiers: Tiers, policy: Policy, redundancy: Redundancy, log: Listener, again: bool
+) -> Peers | None:
     """Connects to the replica servers, with ``--ckpt-tier peers``; a collective call.
+
+    Args:
+        settings: of the session.
+        tiers: that snapshots go to.
+        policy: that plans them.
+        redundancy: what nodes hold alike.
+        log: is told the placement.
+        again: this worker was in a generation before, and the placement has been told.
 
     Returns:
         None with another tier, and on a single node.
@@ -66,11 +88,12 @@ def join_peers(settings: Settings, tiers: Tiers, policy: Policy, log: Listener, 
                 "after the loss of the node the run resumes from --ckpt-dir"
             )
         return None
-    placement = place(len(nodes), replicas)
+    alike = {frozenset(map(nodes.index, of)): amount for of, amount in redundancy.nbytes.items()}
+    placement = place(len(nodes), replicas, alike)
     peers = Peers(tiers, policy, nodes, placement, settings.replication_rate)
     peers.join()
     if not again:
-        _tell(placement, nodes, log)
+        _tell(placement, nodes, not_sent(placement, alike), log)
     return peers
 
 
@@ -106,12 +129,13 @@ def copies_wanted(told: int | None, nodes: int) -> int:
     return told
 
 
-def _tell(placement: Placement, nodes: list[str], log: Listener) -> None:
-    log.message(describe(placement, nodes))
+def _tell(placement: Placement, nodes: list[str], unsent: int, log: Listener) -> None:
+    log.message(describe(placement, nodes, unsent))
     log.events.write(
         "placement",
         replicas=placement.replicas,
         groups=[[nodes[number] for number in group] for group in placement.groups],
+        not_sent_bytes=unsent,
         survival={str(lost): survival(placement, lost) for lost in range(1, len(nodes) + 1)},
     )
 
@@ -164,6 +188,17 @@ class Peers:
         done: Future[Copied] = Future()
         done.set_result(Copied())
         return done
+
+    def fetch(self, fetches: Iterable[Fetch]) -> list[str]:
+        """Fetches parts of snapshots on the worker that leads a node; returns what was wrong."""
+        problems = []
+        for iteration, of, held_by, operators in fetches:
+            wanted = Wanted(iteration, of, held_by, self._addresses[held_by], self._rate, False, dict(operators))
+            try:
+                self._thread.submit(self._pull, wanted).result()
+            except (CheckpointError, WireError) as error:
+                problems.append(str(error))
+        return problems
 
     def give_up_older(self, iteration: int) -> None:
         """Gives up copies of snapshots before an iteration: all nodes have the copies of what supersedes them."""
@@ -279,19 +314,36 @@ class Peers:
                 client.close()
 
     def _replicate(self, iteration: int, operators: Mapping[str, str] | None) -> Copied:
-        amount, seconds = 0, 0.0
+        amount, alike, seconds, trouble = 0, 0, 0.0, []
         for node in self._kept:
-            copied = self._pull(self._wanted(node, iteration, operators, patient=True))
-            amount, seconds = amount + copied[0], seconds + copied[1]
+            pulled, took = self._pull(self._wanted(node, iteration, operators, patient=True))
+            amount, alike, seconds = amount + pulled.bytes, alike + pulled.alike, seconds + took
+            trouble += self._trouble(node, iteration, pulled)
             if self._experts:
                 carry(self._carriers[node], self._safe)
         reach("peers_published")
-        return Copied(amount, seconds)
+        return Copied(amount, seconds, alike, trouble)
+
+    def _trouble(self, node: str, iteration: int, pulled: Pulled) -> list[str]:
+        """Describes what is wrong with state that this node should hold as another node does."""
+        found = []
+        if pulled.differs:
+            found.append(
+                f"silent divergence: nodes {node} and {self._node} hold {_some(pulled.differs)} with different bits in "
+                f"iteration {iteration}, and should hold them alike: replicas have drifted apart, so one of the nodes "
+                "may compute wrongly: test their hardware, and resume from a snapshot from before"
+            )
+        if pulled.damaged:
+            found.append(
+                f"the memory of node {self._node} is damaged: {_some(pulled.damaged)} of iteration {iteration} do not "
+                "match their hash"
+            )
+        return found
 
     def _wanted(self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False) -> Wanted:
         return Wanted(iteration, node, node, self._addresses[node], self._rate, patient, operators)
 
-    def _pull(self, wanted: Wanted) -> tuple[int, float]:
+    def _pull(self, wanted: Wanted) -> tuple[Pulled, float]:
         while True:
             try:
                 assert self._client is not None  # only leaders pull
@@ -353,6 +405,10 @@ def _loaded(way: RecoveryPath | None) -> dict[str, set[int]]:
         for (name, part), held in way.sources.items()
         if part == MASTER
     }
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _verify(store: Store, iteration: int) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 
 from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
+from moc.recovery.redundancy import Redundancy
 from moc.recovery.retention import retain
 from moc.runtime.world import World
 from moc.session.engine import Listener
@@ -23,7 +24,16 @@ from moc.store.store import Store
 class Publisher:
     """Publishes snapshots, in storage on a thread beside training; communicates with no other worker."""
 
-    def __init__(self, world: World, policy: Policy, tiers: Tiers, layout: Mapping[str, int], log: Listener):
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        tiers: Tiers,
+        layout: Mapping[str, int],
+        log: Listener,
+        redundancy: Redundancy,
+    ):
+        self._redundancy = redundancy
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
         self._operators = {operator.name: operator for operator in policy.operators}
         self._thread, self._given_up = background("snapshot-publish"), threading.Event()
@@ -36,7 +46,7 @@ class Publisher:
             CheckpointError: a part is missing, or the manifest cannot be written.
         """
         assert self._tiers.memory is not None  # callers have a memory tier
-        self._publish(self._tiers.memory, plan, state, self._tiers.node)
+        self._publish(self._tiers.memory, plan, state | self._redundancy.state(plan.operators), self._tiers.node)
 
     def reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
         """Publishes at once the parts that ranks have reported, whatever the plan was.
@@ -46,6 +56,8 @@ class Publisher:
         """
         parts = store.reported(iteration, ranks)
         size = self._world.size
+        if self._tiers.memory is not None:
+            state = state | self._redundancy.state({name: None for part in parts for name in part.operators})
         store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
 
     def in_storage(self, plan: SnapshotPlan, state: dict, amount: int, write_s: float) -> Future:

@@ -141,6 +141,8 @@ def _come(copied: Taken | None, replicated: Taken | None, written: Taken | None)
         "snapshot_seal_s": copied.snapshot.seal_s if copied else 0.0,
         "snapshot_replicated": float(replicated is not None),
         "snapshot_replicated_bytes": float(copies.bytes),
+        "snapshot_alike_bytes": float(copies.alike),
+        "snapshot_not_alike": float(bool(copies.trouble)),
         "snapshot_replicate_s": copies.seconds,
         "snapshot_written": float(written is not None),
         "snapshot_written_bytes": float(written.snapshot.persisted_bytes if written else 0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moc.policy import Policy
 from moc.policy.debt import Debt
@@ -21,6 +21,7 @@ class SnapshotReport:
         self._count = self._bytes = 0
         self._stall_s = self._training_s = 0.0
         self._chosen: Mapping[str, float] | None = None
+        self._told_not_alike = False
         self._warned = False
         self._bubble_bytes = 0
         self.gauges: dict[str, float] = {}
@@ -97,9 +98,21 @@ class SnapshotReport:
             **({"bubble_bytes": in_bubbles} if in_bubbles else {}),
         )
 
-    def replicated(self, iteration: int, amount: int, seconds: float) -> None:
-        """Reports that all copies of a snapshot are in place: bytes over all nodes, and mean seconds of a node."""
-        self._log.events.write("replicate", iteration=iteration, bytes=amount, replicate_s=seconds)
+    def replicated(self, iteration: int, amount: int, alike: int, seconds: float) -> None:
+        """Reports that all copies of a snapshot are in place: bytes over all nodes, and mean seconds of a node.
+
+        ``alike`` bytes more were not sent, since the nodes that keep copies hold them alike.
+        """
+        not_sent = {"not_sent_bytes": alike} if alike else {}
+        self._log.events.write("replicate", iteration=iteration, bytes=amount, **not_sent, replicate_s=seconds)
+
+    def not_alike(self, iteration: int, reasons: Sequence[str]) -> None:
+        """Reports that nodes do not hold alike what they should, which was sent instead; warns the first time."""
+        for reason in reasons:
+            self._log.events.write("not_alike", iteration=iteration, reason=reason)
+            if not self._told_not_alike:
+                self._log.message(f"WARNING: {reason}")
+        self._told_not_alike = True
 
     def end(self, tokens: TokenTracker | None) -> None:
         """Reports the totals at the end of the run, and the lost tokens if snapshots are partial."""

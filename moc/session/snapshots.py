@@ -22,7 +22,7 @@ from concurrent.futures import Future
 
 from moc.faults import reach
 from moc.policy import SnapshotPlan
-from moc.runtime.agreement import first_reported, run_on_all, run_on_rank0, sum_over_workers
+from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
 from moc.session.queues import PER_VOTE, Queues, Taken, started, told_of
@@ -31,7 +31,7 @@ from moc.session.resume.survivors import StartedSnapshot
 from moc.session.settings import Settings
 from moc.session.storage_health import StorageHealth, tolerable
 from moc.session.stored import Stored
-from moc.session.tiers import copy_to_storage
+from moc.session.to_storage import copy_to_storage
 from moc.snapshot.rotation import Rotation
 from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
@@ -332,8 +332,12 @@ class Snapshots:
     def _all_replicated(self, taken: Taken, told: dict[str, float]) -> None:
         nodes = len(set(self._tiers.nodes))
         amount, seconds = int(told["snapshot_replicated_bytes"]), told["snapshot_replicate_s"] / nodes
-        self._report.replicated(taken.plan.iteration, amount, seconds)
-        self._meter.replicated(amount, seconds, nodes)
+        alike = int(told["snapshot_alike_bytes"])
+        self._report.replicated(taken.plan.iteration, amount, alike, seconds)
+        self._meter.replicated(amount + alike, seconds, nodes)  # budgets are of what is copied, however it comes
+        if told["snapshot_not_alike"]:
+            mine = started(taken.copied).result().trouble
+            self._report.not_alike(taken.plan.iteration, [one for told in gather(mine) for one in told])
         self._is_safe(taken)
 
     def _is_safe(self, taken: Taken) -> None:

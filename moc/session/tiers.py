@@ -1,4 +1,4 @@
-"""The tiers that snapshots go to, and copies of whole snapshots from the nodes' memory to storage."""
+"""The tiers that snapshots go to."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.policy import Policy
-from moc.recovery.inventory import whole_in
-from moc.recovery.retention import retain
 from moc.runtime import environment
-from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.agreement import gather
 from moc.runtime.world import World
 from moc.session.settings import Settings, SettingsError, node_names
-from moc.sharding import Item
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.locate import place_of
@@ -74,7 +70,8 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
 
 def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
     """Returns the memory tier's place on this node."""
-    launched = os.environ.get(environment.NODE) if len(set(nodes)) > 1 else None  # several nodes may share a machine
+    several = len(set(nodes)) > 1 or os.environ.get(environment.PLACES, "1") != "1"  # they may share a machine
+    launched = os.environ.get(environment.NODE) if several else None
     emulated = nodes[world.rank] if settings.nodes else launched
     return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
 
@@ -98,53 +95,17 @@ def nodes_of(told: str | None, world: World) -> list[str]:
     return nodes
 
 
-def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:
-    """Copies the snapshots of a window from the memory of all nodes to storage, and publishes them; a collective call.
-
-    Raises:
-        CheckpointError: on all workers; a snapshot cannot be read or written.
-    """
-    for iteration in iterations:
-        _copy_one(iteration, tiers, policy)
-    keep = (tiers.storage, policy.operators, policy.exact, tiers.keep, max(iterations))
-    run_on_rank0(lambda: retain(*keep), "cannot remove old snapshots from storage")
-
-
-def _copy_one(iteration: int, tiers: Tiers, policy: Policy) -> None:
-    manifest = None
-
-    def copy() -> None:
-        nonlocal manifest
-        if tiers.leads_node:
-            assert tiers.memory is not None  # the source of the copy
-            manifest = tiers.memory.manifest(iteration)
-            tiers.memory.copy_files(manifest, tiers.storage)
-
-    run_on_all(copy, "cannot write a snapshot to storage")
-    manifests = [found for found in gather(manifest) if found is not None]
-    operators, why = policy.operators, "cannot publish a snapshot in storage"
-    run_on_rank0(lambda: tiers.storage.publish(whole_in(operators, manifests)), why)
-
-
-def check_nodes(items: Sequence[Item], slices: Sequence[int], tiers: Tiers, tier: str) -> None:
-    """Refuses state replicated across nodes: only one node would save it, and only in its own memory.
+def check_nodes(slices: Sequence[int], tiers: Tiers, tier: str) -> None:
+    """Refuses tensor-parallel ranks on several nodes: one of them saves norms and routers, in its node's memory alone.
 
     Compute weights and router biases follow the optimizer: a rank that does not load them receives them from its
-    data-parallel peers.  ``items`` is the whole state of this pipeline stage, ``slices`` the ranks that hold its
-    tensor-parallel slices.
+    data-parallel peers.  ``slices`` are the ranks that hold the tensor-parallel slices of this stage.
 
     Raises:
-        CheckpointError: there is such state.
+        CheckpointError: there are such.
     """
-    here = set(tiers.node)
-    if not here.issuperset(slices):
+    if not set(tiers.node).issuperset(slices):
         raise CheckpointError(
             f"--ckpt-tier {tier} cannot save norms and routers, which tensor-parallel ranks on several nodes hold "
             "alike: keep tensor parallelism inside of a node, or take --ckpt-tier disk"
         )
-    for item in items:
-        if here & set(item.holders) and not here.issuperset(item.holders):
-            raise CheckpointError(
-                f"--ckpt-tier {tier} cannot save {item.operator}, which several nodes hold alike: spread the optimizer "
-                "with --use-distributed-optimizer, or take --ckpt-tier disk"
-            )

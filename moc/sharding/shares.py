@@ -6,6 +6,9 @@
     parts = shares(stage, {operator: detail, ...}, scheme)          # per plan, without communication
     mine = share_of(state.fragments(...), parts.get(rank, []))
 
+With snapshots in the memory of nodes, each node saves what its ranks hold, so that it can resume from its own memory:
+of state that several nodes hold alike there is a copy on each, in the same pieces, and one of them goes to storage.
+
 Nothing here communicates or needs torch.
 """
 
@@ -108,11 +111,15 @@ class StageHoldings:
     Args:
         told: holdings of every rank of the stage, from :func:`describe`, all details together.
 
+    Attributes:
+        ranks: of the stage.
+
     Raises:
         ShardingError: the holdings of an operator overlap or are incomplete.
     """
 
     def __init__(self, told: Mapping[int, Sequence[Holding]]):
+        self.ranks = frozenset(told)
         ranks: dict[Holding, list[int]] = defaultdict(list)
         for rank in sorted(told):
             for holding in told[rank]:
@@ -141,40 +148,99 @@ class StageHoldings:
         return self._copies[item.operator, detail.value, item.slot, item.slice]
 
 
-def shares(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> dict[int, list[ByteRange]]:
+def shares(
+    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str] = ()
+) -> dict[int, list[ByteRange]]:
     """The shares of replicated state of each rank of a stage; identical on every rank, without communication.
 
     Operators stay whole, as in MoC's section 4, except those larger than an even share of their holders
     (:func:`moc.sharding.cut_large`).  Operators of other stages are ignored.
 
+    Args:
+        stage: who holds what.
+        plan: operators, each at its detail.
+        scheme: the rules.
+        nodes: by rank, the name of its node; each node then saves what its ranks hold.  Empty for no regard to nodes.
+
     Returns:
-        Byte ranges by rank, which together cover every byte of every copy exactly once.
+        Byte ranges by rank, which together cover every byte of every copy exactly once, on each node that has it.
 
     Raises:
         ShardingError: as :func:`moc.sharding.assign`.
     """
-    items = cut_large(stage.items(plan))
+    return _ranges(stage, plan, _assigned(stage, plan, scheme, nodes))
+
+
+def stored_shares(
+    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str]
+) -> dict[int, list[ByteRange]]:
+    """The part of :func:`shares` that goes to storage: of what several nodes save, the least loaded rank's."""
+    savers: dict[Item, list[int]] = defaultdict(list)
+    for item, rank in _assigned(stage, plan, scheme, nodes):
+        savers[dataclasses.replace(item, holders=())].append(rank)
+    items = [dataclasses.replace(item, holders=tuple(sorted(ranks))) for item, ranks in savers.items()]
+    return _ranges(stage, plan, zip(items, assign(items, scheme), strict=True))
+
+
+def rank_loads(
+    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str] = ()
+) -> Counter[int]:
+    """Bytes of each rank of a stage under a plan (:func:`shares`), where any."""
+    load: Counter[int] = Counter()
+    for item, rank in _assigned(stage, plan, scheme, nodes):
+        load[rank] += item.nbytes
+    return load
+
+
+def nodes_alike(
+    stage: StageHoldings, plan: Mapping[str, Detail], nodes: Sequence[str]
+) -> dict[tuple[str, ...], dict[str, int]]:
+    """By the nodes that hold it alike, if several, the operators of a stage, with the bytes of each node's copy.
+
+    ``nodes`` names the node of each rank.
+    """
+    found: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for item in stage.items(plan):
+        if len(of := tuple(dict.fromkeys(nodes[rank] for rank in item.holders))) > 1:
+            found[of][item.operator] += item.nbytes
+    return {of: dict(operators) for of, operators in found.items()}
+
+
+def _assigned(
+    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str]
+) -> list[tuple[Item, int]]:
+    items = [part for item in cut_large(stage.items(plan)) for part in _by_node(item, nodes)]  # cut alike on all nodes
+    return list(zip(items, assign(items, scheme), strict=True))
+
+
+def _by_node(item: Item, nodes: Sequence[str]) -> list[Item]:
+    """The item once for each node that holds it."""
+    if not nodes or len(item.holders) == 1:
+        return [item]
+    on: dict[str, list[int]] = defaultdict(list)
+    for rank in item.holders:
+        on[nodes[rank]].append(rank)
+    return [item] if len(on) == 1 else [dataclasses.replace(item, holders=tuple(ranks)) for ranks in on.values()]
+
+
+def _ranges(
+    stage: StageHoldings, plan: Mapping[str, Detail], assigned: Iterable[tuple[Item, int]]
+) -> dict[int, list[ByteRange]]:
     result: dict[int, list[ByteRange]] = defaultdict(list)
-    for item, rank in zip(items, assign(items, scheme), strict=True):
+    for item, rank in assigned:
         copy = stage.copy(item, plan[item.operator])
         if copy is not None:
             result[rank].append(ByteRange(item.operator, copy, item.start, item.stop))
     return dict(result)
 
 
-def rank_loads(stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme) -> Counter[int]:
-    """Bytes of each rank of a stage under a plan (:func:`shares`), where any."""
-    items = cut_large(stage.items(plan))
-    load: Counter[int] = Counter()
-    for item, rank in zip(items, assign(items, scheme), strict=True):
-        load[rank] += item.nbytes
-    return load
-
-
-def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange]) -> list[Fragment]:
+def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange], joins: bool = True) -> list[Fragment]:
     """The fragments that this rank saves, as views of live memory, cut where an operator was cut.
 
-    ``parts`` is this rank's entry of :func:`shares`; its slices of ZeRO's optimizer state are saved besides.
+    Args:
+        fragments: what this rank holds.
+        parts: this rank's entry of :func:`shares`; its slices of ZeRO's optimizer state are saved besides.
+        joins: adjacent parts become one.  Otherwise all nodes that hold them alike save the same boxes.
 
     Raises:
         ShardingError: a part is not among the fragments.
@@ -185,7 +251,7 @@ def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange]) -> list[
     result = []
     for group in _groups(fragments):
         mine = [(0, group.nbytes)] if group.alone else spans.pop((group.operator, group.copy), [])
-        for start, stop in _joined(mine):
+        for start, stop in _joined(mine) if joins else sorted(mine):
             result.extend(group.between(start, stop))
     if spans:
         operator = next(iter(spans))[0]

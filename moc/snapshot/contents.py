@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moc.sharding import Scheme
-from moc.sharding.shares import StageHoldings, rank_loads, share_of, shares
+from moc.sharding.shares import StageHoldings, rank_loads, share_of, shares, stored_shares
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
@@ -27,11 +28,13 @@ class Share:
         layout: of the file.
         sources: flat views of live memory, one for each entry of the layout.
         elements: by operator and slot, the number of elements.
+        stored: entries that go to storage: what several nodes save goes there once.  None for all.
     """
 
     layout: FileLayout
     sources: tuple[torch.Tensor, ...]
     elements: Mapping[str, Mapping[str, int]]
+    stored: frozenset[Entry] | None = None
 
 
 def share(fragments: Iterable[Fragment]) -> Share:
@@ -63,10 +66,21 @@ def _memory_of(fragment: Fragment) -> tuple[str, int]:
 
 
 class Contents:
-    """This rank's shares by the sharding rules; computed once per plan, since the views stay valid."""
+    """This rank's shares by the sharding rules; computed once per plan, since the views stay valid.
 
-    def __init__(self, state: TrainingState, stage: StageHoldings, rank: int, scheme: Scheme):
+    Args:
+        state: the live state.
+        stage: which rank of this pipeline stage holds what.
+        rank: of this worker.
+        scheme: the rules.
+        nodes: by rank, the name of its node, if each node saves what its ranks hold; otherwise empty.
+    """
+
+    def __init__(
+        self, state: TrainingState, stage: StageHoldings, rank: int, scheme: Scheme, nodes: Sequence[str] = ()
+    ):
         self._state, self._stage, self._rank, self._scheme = state, stage, rank, scheme
+        self._nodes = nodes if len(set(nodes)) > 1 else ()
         self._known: dict[tuple, Share] = {}
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
 
@@ -74,12 +88,19 @@ class Contents:
         """Returns what this rank saves of operators, each at its detail."""
         key = tuple(operators.items())
         if key not in self._known:
-            held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
-            mine = shares(self._stage, operators, self._scheme).get(self._rank, [])
             if len(self._known) == _REMEMBERED:
                 self._known.pop(next(iter(self._known)))
-            self._known[key] = share(share_of(held, mine))
+            self._known[key] = self._share(operators)
         return self._known[key]
+
+    def _share(self, operators: Mapping[str, Detail]) -> Share:
+        held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
+        how = self._stage, operators, self._scheme, self._nodes
+        mine = share(share_of(held, shares(*how).get(self._rank, []), joins=not self._nodes))
+        if not self._nodes:
+            return mine
+        stored = share(share_of(held, stored_shares(*how).get(self._rank, []), joins=False)).layout.entries
+        return mine if len(stored) == len(mine.layout.entries) else dataclasses.replace(mine, stored=frozenset(stored))
 
     def _held(self, operator: str, detail: Detail) -> list[Fragment]:
         """Returns this rank's fragments of an operator; cached, since each iteration may have a new plan."""
@@ -91,7 +112,7 @@ class Contents:
 
     def loads(self, operators: Mapping[str, Detail]) -> Mapping[int, int]:
         """Bytes of these operators by rank of this stage, where any, without file headers."""
-        return rank_loads(self._stage, operators, self._scheme)
+        return rank_loads(self._stage, operators, self._scheme, self._nodes)
 
     def entries(self, operators: Mapping[str, Detail]) -> dict[str, OperatorEntry]:
         """Returns the manifest entries of this rank's share, with the updates that its moments have seen so far."""

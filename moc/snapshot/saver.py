@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from moc.state.operators import operator_of
 from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport
-from moc.store.regions import FileLayout, digest_of
+from moc.store.regions import Entry, FileLayout, digest_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
@@ -51,6 +51,7 @@ class Snapshot:
             are none.
         in_memory: it goes to the memory tier, if there is one; otherwise to storage alone.
         after: must be done before the snapshot counts as sealed.
+        stored: as in :class:`~moc.snapshot.contents.Share`.
         sealed: done when the buffer holds the whole file, hashes included; with a memory tier, in memory that outlives
             this process.
         digests: hashes of the entries, once it is sealed.
@@ -68,6 +69,7 @@ class Snapshot:
     gradients: Capture | None = None
     in_memory: bool = True
     after: Future | None = None
+    stored: Collection[Entry] | None = None
     sealed: Future = field(init=False)
     digests: tuple[str, ...] = ()
     persisted: Future | None = None
@@ -142,7 +144,8 @@ class Saver:
         buffer.memory[: len(_OVERWRITTEN)] = _OVERWRITTEN
         captures = [self._capturer.start(copies) for copies in self._copies_into(buffer, share) if copies]
         gradients = captures[0] if any(entry.slot == _GRAD for entry in share.layout.entries) else None
-        snapshot = Snapshot(iteration, share.layout, buffer, operators, Captures(captures), gradients, in_memory, after)
+        capture, stored = Captures(captures), share.stored
+        snapshot = Snapshot(iteration, share.layout, buffer, operators, capture, gradients, in_memory, after, stored)
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
         return snapshot
 
@@ -221,18 +224,23 @@ class Saver:
         self._unless_given_up()
         begun = time.perf_counter()
         parts = [snapshot.buffer.memory[: snapshot.layout.nbytes]]
-        if operators is not None:
+        if operators is not None or snapshot.stored is not None:
             part, parts = self._subset(snapshot, operators)
         self._write_part(snapshot.iteration, part, parts)
         snapshot.persisted_bytes = part.file.bytes
         snapshot.persist_s = time.perf_counter() - begun
 
-    def _subset(self, snapshot: Snapshot, operators: Mapping[str, Detail]) -> tuple[RankReport, list[memoryview]]:
+    def _subset(
+        self, snapshot: Snapshot, operators: Mapping[str, Detail] | None
+    ) -> tuple[RankReport, list[memoryview]]:
         """Returns report and content of a file with part of a snapshot: a new header, and pieces of the buffer."""
         chosen, elements = [], defaultdict(lambda: defaultdict(int))
+        if operators is None:
+            operators = {name: Detail(entry.detail) for name, entry in snapshot.operators.items()}
         for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.digests, strict=True):
             name = operator_of(entry.name)
-            if name in operators and operators[name].holds(entry.slot):
+            goes = snapshot.stored is None or entry in snapshot.stored
+            if goes and name in operators and operators[name].holds(entry.slot):
                 chosen.append((entry, span, digest))
                 elements[name][entry.slot] += entry.region.numel
         layout = FileLayout(entry for entry, _, _ in chosen)  # keeps the order, which is by width

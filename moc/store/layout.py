@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from moc.state.region import Region
-from moc.store.boxes import INDEX, read_boxes
+from moc.store.boxes import INDEX, StoredBox, read_boxes
 from moc.store.digest import digest_of
 from moc.store.manifest import FileEntry
 
@@ -118,7 +118,7 @@ class Extract(NamedTuple):
     entry: FileEntry
 
 
-def extract(file: str, entry: FileEntry, header: bytes, keeps: Callable[[str, str], bool]) -> Extract | None:
+def extract(file: str, entry: FileEntry, header: bytes, keeps: Callable[[StoredBox], bool]) -> Extract | None:
     """Returns the boxes of a file that are kept, with the hashes that its header has; None if there are none.
 
     If all are kept, it is the file itself.
@@ -127,13 +127,13 @@ def extract(file: str, entry: FileEntry, header: bytes, keeps: Callable[[str, st
         file: name of the file, for messages.
         entry: its manifest entry.
         header: its bytes before the data.
-        keeps: whether a box is kept, by the name of its tensor and by its slot.
+        keeps: whether a box is kept.
 
     Raises:
         ValueError: the header is malformed, or lacks hashes.
     """
     boxes = read_boxes(file, entry.bytes, lambda start, stop: header[start:stop])
-    chosen = sorted((b for b in boxes if keeps(b.name, b.slot)), key=lambda box: (-box.itemsize, box.start))
+    chosen = sorted(filter(keeps, boxes), key=lambda box: (-box.itemsize, box.start))
     digests = [box.digest for box in chosen if box.digest is not None]
     if len(digests) < len(chosen):
         raise ValueError("it has no hashes")

@@ -14,6 +14,8 @@ from moc.store.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = "moc-megatron checkpoint 1"
+ALIKE = "alike"
+"""In the state of a snapshot in memory: by number of nodes that save each element, the names of such operators."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,12 @@ class Manifest:
     def complete(self) -> bool:
         """Whether the manifest lists the files of all writers; in a node's memory it may list only some."""
         return len(self.files) == self.writers
+
+    @property
+    def alike(self) -> dict[str, int]:
+        """By operator, how many nodes save each element alike, in their memory; only those that several save."""
+        told = self.state.get(ALIKE, {}).items()
+        return {name: int(number) for number, names in told for name in names if name in self.operators}
 
     @property
     def bytes(self) -> int:

@@ -20,7 +20,7 @@ from moc.store.storage import Storage
 SUFFIX = ".safetensors"
 
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
-_RANK = re.compile(r"rank_\d{5,}(?P<part>\.\d+)?\.safetensors")
+_RANK = re.compile(r"rank_(?P<rank>\d{5,})(?P<part>\.\d+)?\.safetensors")
 _CHUNK = 16 << 20  # bytes written at once
 _SET_ASIDE = f"{manifests.NAME}.superseded"
 _REMOVED = f"{manifests.NAME}.removed"
@@ -40,6 +40,14 @@ def iteration_of(name: str) -> int | None:
 def file_of(rank: int) -> str:
     """Name of a rank's file."""
     return f"rank_{rank:05d}{SUFFIX}"
+
+
+def rank_of(file: str) -> int:
+    """The rank whose file it is, or a part of that; raises ValueError for other names."""
+    match = _RANK.fullmatch(file)
+    if match is None:
+        raise ValueError(f"{file!r} is no file of a rank")
+    return int(match["rank"])
 
 
 def part_of_file(file: str, number: int) -> str:

@@ -28,6 +28,9 @@ from moc.session.session import Session
 from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
+from moc.store.regions import RegionReader
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
 from tests.integration import bodies
 from tests.integration.bodies import digest, with_run
 from tests.worlds import REPOSITORY
@@ -120,6 +123,40 @@ def load_each_with_copies(directory: str, **told) -> list[dict]:
     """As :func:`load_each`, with a replica server."""
     with replica_server(Path(directory)):
         return load_each(**told)
+
+
+def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
+    """Trains with a replica server; before the snapshot of an iteration, a moment changes on rank 1.
+
+    Returns:
+        ``own``: of the newest snapshot in memory, the hash of each box of the operator ``output``; ``copy``: the same
+        of the copy that this node keeps.
+    """
+    take, close, told = Session.take, Snapshots.flush, {}
+
+    def drift(session: Session) -> None:
+        if session.position.iteration == at and int(os.environ["RANK"]) == 1:
+            state = session._engine.state
+            next(state.fragments(["output"], Detail.MOMENTS)).view[-1] += 1
+        take(session)
+
+    def look(snapshots: Snapshots) -> None:
+        snapshots.finish()
+        root = snapshots._memory.place.root
+        for name, path in (("own", root), ("copy", *root.glob("of_*"))):
+            store = Store(LocalPlace(path, in_memory=True), slack=True)
+            manifest = store.manifest(max(store.iterations()))
+            files = [store.blob(manifest.iteration, file, entry) for file, entry in manifest.files.items()]
+            sources = list(RegionReader(files).sources())
+            assert not [damage for source in sources if (damage := source.damage())]
+            boxes = {f"{s.entry.name} {s.entry.slot} {s.entry.region}": s.digest for s in sources}
+            told[name] = {key: value for key, value in boxes.items() if key.startswith("output_layer")}
+        close(snapshots)
+
+    Session.take, Snapshots.flush = drift, look
+    with replica_server(Path(directory)):
+        bodies.train(flags)
+    return told
 
 
 @contextlib.contextmanager

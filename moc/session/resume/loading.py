@@ -16,6 +16,7 @@ from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpo
 from moc.runtime.agreement import gather, run_on_rank0
 from moc.session.components import Components
 from moc.session.engine import Engine, Listener
+from moc.session.resume.adoption import AdoptedParts
 from moc.session.resume.reading import Damage, Key, SnapshotReader
 from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
 from moc.session.resume.repair import Repair
@@ -62,7 +63,8 @@ class SnapshotLoader:
         self._leads_node, self._stage = parts.tiers.leads_node, engine.world.pipeline_rank
         self._repair = Repair(engine.world, parts.contents, parts.tiers)
         self._replayer = Replayer(engine, remains.progress)
-        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact)
+        self.adopted = AdoptedParts(engine, parts.tiers, parts.policy, parts.peers, log)
+        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact, self.adopted)
         self._rebuilder = Rebuilder(engine, self._reader, self._replayer, remains.records, self._repair, log)
         self._damage: str | None = None
         self._unseen = False  # storage has not been listed
@@ -95,6 +97,7 @@ class SnapshotLoader:
         there = []
         for tier, store in ((MEMORY, self._memory), (BEFORE, self._tiers.before)):
             here = look(store)[0] if store is not None and self._leads_node else []
+            here += self.adopted.look() if tier == MEMORY and self._leads_node else []
             there += in_memory(gather(here), self._policy.operators, tier)
         return there
 

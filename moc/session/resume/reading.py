@@ -22,6 +22,7 @@ from moc.recovery.sources import (
     part_of_slot,
 )
 from moc.session.engine import Engine
+from moc.session.resume.adoption import AdoptedParts
 from moc.session.resume.replay import record_of
 from moc.session.resume.tied_weights import saved_elsewhere
 from moc.session.tiers import Tiers
@@ -31,6 +32,7 @@ from moc.state.operators import operator_of
 from moc.store.errors import CheckpointError
 from moc.store.fill import reading_ahead, values_for
 from moc.store.manifest import Manifest
+from moc.store.publish import joined
 from moc.store.regions import MissingRegionError, RegionReader, read_sources
 from moc.store.store import Store, directory_of, file_of
 
@@ -53,9 +55,11 @@ class SnapshotReader:
 
     Args:
         exact: damage makes all of a checkpoint useless; otherwise its undamaged operators stay of use.
+        adopted: other nodes' parts of snapshots in memory.
     """
 
-    def __init__(self, engine: Engine, tiers: Tiers, exact: bool):
+    def __init__(self, engine: Engine, tiers: Tiers, exact: bool, adopted: AdoptedParts):
+        self.adopted = adopted
         self._engine, self._world, self._state, self._exact = engine, engine.world, engine.state, exact
         self._stores = {STORAGE: tiers.storage, MEMORY: tiers.memory, BEFORE: tiers.before}
 
@@ -90,7 +94,7 @@ class SnapshotReader:
         for one in way.used():
             try:
                 if one.key in needed and one.tier != LIVE:  # memory of other nodes is neither readable nor needed
-                    manifests[one.key] = self.store(one).manifest(one.iteration)
+                    manifests[one.key] = self._manifest(one)
                     if one.iteration > way.moments[0].iteration:
                         record_of(manifests[one.key].state, self.where(one))
             except CheckpointError as error:
@@ -125,8 +129,9 @@ class SnapshotReader:
         try:
             for fragment in reading_ahead(fragments, reader):
                 self._state.load(fragment, values_for(fragment, reader))
+            home = self._home(one, manifest)
             for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # every file, needed or not
-                self.store(one).blob(one.iteration, name, manifest.files[name])
+                home[name].blob(one.iteration, name, manifest.files[name])
         except MissingRegionError as error:
             return str(error)
         except OSError as error:
@@ -136,9 +141,10 @@ class SnapshotReader:
     def _damaged(self, one: AvailableCheckpoint, manifest: Manifest) -> list[str] | None:
         """Returns the operators that are not whole in this node's files; all hashes are compared."""
         whole: dict[str, Counter] = defaultdict(Counter)
+        home = self._home(one, manifest)
         for name, entry in manifest.files.items():
             with contextlib.suppress(MissingRegionError, OSError):
-                for source in read_sources(self.store(one).blob(one.iteration, name, entry)):
+                for source in read_sources(home[name].blob(one.iteration, name, entry)):
                     if source.damage() is None:
                         whole[operator_of(source.entry.name)][source.entry.slot] += source.entry.region.numel
         damaged = [name for name, entry in manifest.operators.items() if whole[name] != Counter(entry.elements)]
@@ -146,9 +152,27 @@ class SnapshotReader:
 
     def _reader(self, one: AvailableCheckpoint, manifest: Manifest) -> RegionReader:
         mine = file_of(self._world.rank)  # in the same layout it holds nearly everything
-        names = sorted(manifest.files, key=lambda name: name != mine)
-        blobs = (self.store(one).blob(one.iteration, name, manifest.files[name]) for name in names)
+        names, home = sorted(manifest.files, key=lambda name: name != mine), self._home(one, manifest)
+        blobs = (home[name].blob(one.iteration, name, manifest.files[name]) for name in names)
         return RegionReader(blobs, verify=True, lazy=True)
+
+    def _manifest(self, one: AvailableCheckpoint) -> Manifest:
+        """The manifest of what this worker can read of a checkpoint."""
+        parts = [store.manifest(one.iteration) for store in self._stores_of(one)]
+        return parts[0] if len(parts) == 1 else joined(parts)
+
+    def _home(self, one: AvailableCheckpoint, manifest: Manifest) -> dict[str, Store]:
+        """By file of a checkpoint, the store that has it."""
+        stores = self._stores_of(one)
+        if len(stores) == 1:
+            return dict.fromkeys(manifest.files, stores[0])
+        return {name: store for store in stores for name in store.manifest(one.iteration).files}
+
+    def _stores_of(self, one: AvailableCheckpoint) -> list[Store]:
+        """The stores with parts of a checkpoint that this worker may read: usually the one of its tier."""
+        own = self.store(one)
+        others = self.adopted.stores(one.iteration) if one.tier == MEMORY else []
+        return [own, *others] if not others or one.iteration in own.iterations() else others
 
     def store(self, held: AvailableCheckpoint) -> Store:
         """Returns the store that holds a checkpoint."""

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from moc.recovery.going_on import Course
 from moc.recovery.plan import RecoveryPlan
-from moc.recovery.sources import LIVE
+from moc.recovery.sources import LIVE, MEMORY
 from moc.runtime.agreement import gather
 from moc.session.engine import Engine, Listener
 from moc.session.resume.folding import Folder
@@ -110,6 +110,7 @@ class Rebuilder:
         memory.
         """
         fragments = self._reader.fragments(course.way) if course is not None and course.way is not None else {}
+        self._reader.adopted.fetch(_in_memory(fragments))
         manifests, problem = {}, None
         ways = [plan.way] if course is None or course.way is plan.way else [plan.way, course.way]
         for way in filter(None, ways):
@@ -216,6 +217,13 @@ class Rebuilder:
         assert course.way is not None  # the course loads up to course.whole
         held = course.way.at(iteration)
         return record_of(manifests[held.key].state, self._reader.where(held))
+
+
+def _in_memory(fragments: Mapping[Key, Iterable[Fragment]]) -> dict[int, set[str]]:
+    """By iteration of a snapshot in memory, the operators of fragments."""
+    return {
+        iteration: {one.operator for one in there} for (iteration, tier), there in fragments.items() if tier == MEMORY
+    }
 
 
 def _lacking(course: Course) -> set[str]:

@@ -50,6 +50,7 @@ def resume(
     publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
     if parts.peers is not None:
         parts.peers.restore(log)
+    loader.adopted.adopt()
     _reduce_superseded(parts)
     held = loader.find(left)
     oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
@@ -59,6 +60,8 @@ def resume(
     if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
         publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
         loaded = dataclasses.replace(loaded, held=loader.find_again())
+    if loaded and loader.adopted.used:  # what other members wrote is no state to go back to from here
+        loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
     start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
     if parts.tokens is not None and not loaded:
         parts.tokens.starts_at(start.position.iteration)

@@ -80,3 +80,13 @@ def test_what_a_lost_node_had_a_part_of_is_not_published():
         "output",
         "layers.0.router",
     }
+
+
+def test_what_nodes_hold_alike_is_whole_where_each_of_them_has_it():
+    """Each node resumes from its own memory."""
+    alike = {"output": 2}
+    parts = [[Summary(3, 4, 1, {"output": full(10)}, alike=alike)] for _ in range(2)]
+    assert [one.operators for one in in_memory(parts, OPERATORS)] == [{"output": "full"}]
+    assert [one.operators for one in in_memory(parts[:1], OPERATORS)] == [{}]
+    (part,) = parts[0]
+    assert part.shares("output", 10) and not part._replace(alike={}).shares("output", 10)

@@ -1,13 +1,13 @@
 """Copies on other nodes: every node keeps as much, and as many losses at once as possible are survived."""
 
-from itertools import combinations, permutations, product
+from itertools import combinations, islice, permutations, product
 from math import comb, isclose
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.placement import describe, place, survival
+from moc.recovery.placement import Placement, describe, not_sent, place, survival
 
 sizes = st.integers(1, 40).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(0, nodes - 1)))
 
@@ -87,6 +87,65 @@ def test_nothing_in_which_all_keep_as_much_does_better_than_with_a_ring(nodes, r
     assert isclose(survival(place(nodes, replicas), replicas + 1), 1 - fewest / comb(nodes, replicas + 1))
 
 
+def alike_among(nodes):
+    """What sets of nodes hold alike, at random."""
+    some = st.sets(st.integers(0, nodes - 1), min_size=2, max_size=nodes).map(frozenset)
+    return st.dictionaries(some, st.integers(1, 9), max_size=6)
+
+
+with_alike = sizes.flatmap(lambda size: st.tuples(st.just(size), alike_among(max(2, size[0]))))
+
+
+@settings(deadline=None, max_examples=30)
+@given(with_alike)
+def test_what_nodes_hold_alike_changes_neither_load_nor_survival(case):
+    (nodes, replicas), alike = case
+    placement, in_order = place(nodes, replicas, alike), place(nodes, replicas)
+    assert sorted(node for group in placement.groups for node in group) == list(range(nodes))
+    assert all(len(placement.kept_by(node)) == replicas for node in range(nodes))
+    assert [survival(placement, lost) for lost in range(nodes)] == [survival(in_order, lost) for lost in range(nodes)]
+    assert not_sent(placement, alike) >= not_sent(in_order, alike)
+
+
+def unsent(holders, alike):
+    """Bytes that copies need not send, counted copy by copy."""
+    return sum(
+        n for node, others in holders.items() for other in others for of, n in alike.items() if {node, other} <= of
+    )
+
+
+@pytest.mark.parametrize("nodes, replicas", [(4, 1), (5, 1), (6, 1)])
+@settings(deadline=None, max_examples=4)
+@given(st.data())
+def test_nothing_that_keeps_and_survives_as_much_sends_less(nodes, replicas, data):
+    alike = data.draw(alike_among(nodes))
+    ours = place(nodes, replicas, alike)
+    others = [h for h in placements(nodes, replicas) if is_balanced(h, replicas) and deadly(h) == deadly(ours.holders)]
+    assert not_sent(ours, alike) == unsent(ours.holders, alike) == max(unsent(h, alike) for h in others)
+
+
+@pytest.mark.parametrize("nodes, replicas", [(5, 3), (8, 1), (7, 1), (7, 2), (8, 2), (8, 3)])
+@settings(deadline=None, max_examples=4)
+@given(st.data())
+def test_no_order_of_the_nodes_in_groups_and_ring_sends_less(nodes, replicas, data):
+    alike = data.draw(alike_among(nodes))
+    groups = place(nodes, replicas).groups
+    best = 0
+    for order in islice(permutations(range(nodes)), 0, None, 7):
+        renamed = {order[n]: [order[h] for h in hs] for n, hs in Placement(groups, replicas).holders.items()}
+        best = max(best, unsent(renamed, alike))
+    assert not_sent(place(nodes, replicas, alike), alike) >= best
+
+
+@pytest.mark.parametrize("nodes", [8, 64, 100])
+def test_replicas_of_experts_keep_copies_for_each_other(nodes):
+    """Of expert-parallel ranks on two nodes each, every other node holds the same experts."""
+    alike = {frozenset(range(nodes)): 3} | {frozenset(range(first, nodes, 2)): 5 for first in (0, 1)}
+    placement = place(nodes, 1, alike)
+    assert all((one - other) % 2 == 0 for one, other in placement.groups)
+    assert not_sent(placement, alike) == nodes * 8 > not_sent(place(nodes, 1), alike) == nodes * 3
+
+
 def test_names_of_nodes_do_not_matter():
     ours = place(6, 2).holders
     for order in list(permutations(range(6)))[::97]:
@@ -102,3 +161,4 @@ def test_too_many_copies_are_refused():
 def test_what_is_said_of_it():
     said = describe(place(5, 1), list("abcde"))
     assert "(a, b; c, d, e)" in said and "any 1 of 5" in said and "of 2 with probability 0.6" in said
+    assert "1.5 GB of a full one are not sent" in describe(place(4, 1), list("abcd"), 1_500_000_000)

@@ -117,9 +117,9 @@ def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
     manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (CHUNK + 7)})
-    assert b.pull(of_a(replica_servers, 3))[0] == manifest.bytes == sum(LARGE)
+    assert b.pull(of_a(replica_servers, 3))[0].bytes == manifest.bytes == sum(LARGE)
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
-    assert b.pull(of_a(replica_servers, 3))[0] == 0  # it is here
+    assert b.pull(of_a(replica_servers, 3))[0].bytes == 0  # it is here
     assert not snapshots(tmp_path / "b").iterations()
 
 
@@ -227,7 +227,7 @@ def test_nothing_is_under_way_for_one_who_offers_again(replica_servers, lead, tm
 def test_a_rate_is_kept(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
-    amount, seconds = lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, rate=50e6))
+    (amount, *_), seconds = lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, rate=50e6))
     assert seconds >= 0.95 * amount / 50e6
 
 
@@ -237,7 +237,7 @@ def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypat
     manifest = publish(tmp_path / "a", 3, (240_000,))
     way = SlowWay(replica_servers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
     wanted = Wanted(3, "a", "a", way.address)
-    assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")) == manifest.bytes
+    assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
@@ -379,7 +379,8 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
 
     def wants(number: int, **details) -> dict:
         """Pulls, and says what is there then."""
-        assert b.pull(some_of_a(replica_servers, **details))[0] == number * slot_bytes + (headers if number else 0)
+        pulled, _ = b.pull(some_of_a(replica_servers, **details))
+        assert pulled.bytes == number * slot_bytes + (headers if number else 0)
         return snapshots(copies).manifest(3).operators
 
     assert wants(4, output="full", expert2="full").keys() == {"output", "layers.0.expert.2"}
@@ -403,8 +404,8 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
 def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = save(tmp_path / "a")
-    amount = lead(replica_servers[1], "b").pull(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0]
-    amount_again = lead(replica_servers[1], "c").pull(of_a(replica_servers, 3))[0]
+    amount = lead(replica_servers[1], "b").pull(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
+    amount_again = lead(replica_servers[1], "c").pull(of_a(replica_servers, 3))[0].bytes
     assert amount == amount_again == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "c" / "of_a", manifest)
 

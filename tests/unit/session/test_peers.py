@@ -4,6 +4,7 @@ import pytest
 
 from moc.policy import Every
 from moc.policy.full import Full
+from moc.recovery.redundancy import Redundancy
 from moc.runtime import environment
 from moc.session.peers import copies_wanted, join_peers
 from moc.session.settings import Settings, SettingsError
@@ -37,19 +38,20 @@ def test_as_many_copies_as_there_are_other_nodes_up_to_two():
 
 
 def test_another_tier_has_no_peers():
-    assert join_peers(Settings("nowhere", 1, tier="memory"), tiers("0", "1"), FULL, Said(), again=False) is None
+    in_memory = Settings("nowhere", 1, tier="memory")
+    assert join_peers(in_memory, tiers("0", "1"), FULL, Redundancy(), Said(), again=False) is None
 
 
 def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     with pytest.raises(SettingsError, match="python -m moc.launch"):
-        join_peers(PEERS, tiers("0", "1"), FULL, Said(), again=False)
+        join_peers(PEERS, tiers("0", "1"), FULL, Redundancy(), Said(), again=False)
 
 
 def test_one_node_has_no_peers_and_that_is_said_once(monkeypatch):
     monkeypatch.setenv(environment.REPLICA_SERVER, "unix:nowhere")
     said = Said()
     for again in (False, True):
-        assert join_peers(PEERS, tiers("0", "0"), FULL, said, again) is None
+        assert join_peers(PEERS, tiers("0", "0"), FULL, Redundancy(), said, again) is None
     (line,) = said.lines
     assert "with one node there are no peers" in line and "--ckpt-dir" in line

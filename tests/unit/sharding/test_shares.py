@@ -1,12 +1,26 @@
 """Whoever holds what, and whatever the rules: each element is saved by exactly one rank, the same on every rank."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.sharding import RULES, SCHEMES, Scheme, ShardingError
-from moc.sharding.shares import ByteRange, Holding, StageHoldings, describe, pack, rank_loads, share_of, shares, unpack
+from moc.sharding.shares import (
+    ByteRange,
+    Holding,
+    StageHoldings,
+    describe,
+    nodes_alike,
+    pack,
+    rank_loads,
+    share_of,
+    shares,
+    stored_shares,
+    unpack,
+)
 from tests.unit.sharding.fragment_worlds import (
     NAMES,
     SLOTS,
@@ -60,6 +74,47 @@ def wanted(world: World, plan: dict) -> set[tuple[str, str]]:
     found = {(f.name, f.slot) for rank in world.ranks for f in world.fragments(rank, plan)}
     assert {name for name, _ in found} == {t.name for o in plan for t in world.tensors if t.name in NAMES[o]}
     return found
+
+
+def counted(world: World, plan: dict, parts: dict, ranks, joins: bool) -> tuple[dict, set]:
+    """How often each element is saved by some ranks, and all boxes."""
+    counts, boxes = {}, set()
+    for rank in ranks:
+        for fragment in share_of(world.fragments(rank, plan), parts.get(rank, []), joins):
+            key = fragment.name, fragment.slot
+            count = counts.setdefault(key, torch.zeros(fragment.global_shape, dtype=torch.int))
+            count[fragment.region.slices()] += 1
+            boxes.add((*key, fragment.region))
+    return counts, boxes
+
+
+@settings(max_examples=30, deadline=None)
+@given(worlds(), plans(), st.sampled_from(EVERY_SCHEME), st.data())
+def test_each_node_saves_what_its_ranks_hold_in_the_same_boxes_and_storage_gets_each_once(world, plan, scheme, data):
+    of_replica = data.draw(st.lists(st.sampled_from("abc"), min_size=world.dp, max_size=world.dp))
+    nodes, stage = [of_replica[rank // world.tp] for rank in world.ranks], StageHoldings(told(world))
+    parts = shares(stage, plan, scheme, nodes)
+    boxes = {}
+    for node in set(nodes):
+        here = [rank for rank in world.ranks if nodes[rank] == node]
+        counts, boxes[node] = counted(world, plan, parts, here, joins=False)
+        held = {}
+        for f in (f for rank in here for f in world.fragments(rank, plan)):
+            held.setdefault((f.name, f.slot), torch.zeros(f.global_shape, dtype=torch.int))[f.region.slices()] = 1
+        assert held.keys() == counts.keys() and all(torch.equal(counts[key], held[key]) for key in held)
+    for one, other in combinations(boxes.values(), 2):  # a box that two nodes hold is a box of both
+        assert not any(a != b and a[:2] == b[:2] and a[2].intersect(b[2]) for a in one for b in other), (
+            "boxes overlap in part"
+        )
+    stored = stored_shares(stage, plan, scheme, nodes)
+    counts, once = counted(world, plan, stored, world.ranks, joins=False)
+    assert all((count == 1).all() for count in counts.values()) and set(counts) == wanted(world, plan)
+    assert once <= set.union(*boxes.values())
+    assert all(set(stored.get(rank, [])) <= set(parts.get(rank, [])) for rank in world.ranks)
+    loads = rank_loads(stage, plan, scheme, nodes)
+    alike = nodes_alike(stage, plan, nodes)
+    more = sum((len(of) - 1) * amount for of, operators in alike.items() for amount in operators.values())
+    assert sum(loads.values()) == sum(rank_loads(stage, plan, scheme).values()) + more
 
 
 @settings(max_examples=30, deadline=None)

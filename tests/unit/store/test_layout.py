@@ -30,7 +30,7 @@ def test_it_has_the_bytes_of_a_file_of_these_boxes(tmp_path_factory, saved, kept
     of = lambda chosen: [tensor for tensor in TENSORS if (tensor.name, tensor.slot) in chosen]  # noqa: E731
     entry, alone = (write_regions(directory / name, of(c)) for name, c in (("all", saved), ("some", saved & kept)))
     source = (directory / "all").read_bytes()
-    found = extract("all", entry, source[: entry.header_bytes], lambda name, slot: (name, slot) in kept)
+    found = extract("all", entry, source[: entry.header_bytes], lambda box: (box.name, box.slot) in kept)
     if not saved & kept:
         assert found is None
         return
@@ -48,4 +48,4 @@ def test_a_header_that_cannot_be_read_is_refused(harm, tmp_path: Path):
     entry = write_regions(tmp_path / "all", TENSORS)
     header = harm((tmp_path / "all").read_bytes()[: entry.header_bytes])
     with pytest.raises(ValueError):
-        extract("all", entry, header, lambda name, slot: slot == "master")
+        extract("all", entry, header, lambda box: box.slot == "master")

@@ -1,0 +1,156 @@
+"""What this node's own snapshot holds as another node's does, so that a copy of that need not be sent.
+
+Replicas of the optimizer's state on several nodes are saved by each (:mod:`moc.recovery.redundancy`), box by box.  A
+copy takes a box from here if its hash is the one in the header of the original, and its bytes match that hash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from moc.state.operators import operator_of
+from moc.state.region import Region
+from moc.store.boxes import StoredBox, read_boxes
+from moc.store.digest import digest_of
+from moc.store.errors import CheckpointError
+from moc.store.manifest import Manifest
+from moc.store.store import Store, directory_of
+
+_CHUNK = 4 << 20
+"""Bytes copied between two turns of the event loop: as many as are read from another node at once."""
+
+
+class Missing(NamedTuple):
+    """Bytes [start, stop) of an original that must be sent, and their place in the copy."""
+
+    start: int
+    stop: int
+    place: int
+
+
+class _Own(NamedTuple):
+    path: str
+    box: StoredBox
+
+
+@dataclass
+class HeldAlike:
+    """The boxes of this node's own part of a snapshot that other nodes may hold alike.
+
+    Attributes:
+        boxes: by name, slot and region.
+        nbytes: copied from here so far.
+        differs: operators that the other node holds with other bits.
+        damaged: operators whose bytes here do not match their hash.
+    """
+
+    boxes: dict[tuple[str, str, Region], _Own] = field(default_factory=dict)
+    nbytes: int = 0
+    differs: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.boxes)
+
+    async def fill(self, descriptor: int, header: bytes, size: int, spans: Sequence[tuple[int, int]]) -> list[Missing]:
+        """Copies into a file what is here; returns what is not, in order.
+
+        Args:
+            descriptor: of the file.
+            header: its bytes before the data.
+            size: of the file.
+            spans: bytes [start, stop) of the original that follow the header, each of whole boxes.
+
+        Raises:
+            ValueError: the header is malformed.
+        """
+        boxes = sorted(read_boxes("", size, lambda start, stop: header[start:stop]), key=lambda box: box.start)
+        missing: list[Missing] = []
+        for box, source in _with_sources(boxes, spans):
+            if await self._copy(box, descriptor):
+                self.nbytes += box.nbytes
+            elif missing and missing[-1].stop == source and missing[-1].place + source - missing[-1].start == box.start:
+                missing[-1] = missing[-1]._replace(stop=source + box.nbytes)
+            else:
+                missing.append(Missing(source, source + box.nbytes, box.start))
+        return missing
+
+    async def _copy(self, box: StoredBox, descriptor: int) -> bool:
+        own = self.boxes.get((box.name, box.slot, box.region))
+        if own is None or box.digest is None:
+            return False
+        if (own.box.digest, own.box.stored_as) != (box.digest, box.stored_as):
+            self.differs.add(operator_of(box.name))
+            return False
+        hasher, place = xxhash.xxh3_128(), box.start
+        async for data in _read(own):
+            hasher.update(data)
+            os.pwrite(descriptor, data, place)
+            place += len(data)
+        if hasher.hexdigest() != box.digest:
+            self.damaged.add(operator_of(box.name))
+            return False
+        return True
+
+
+def held_alike(store: Store, theirs: Manifest) -> HeldAlike:
+    """Returns what a node's own part of a snapshot may hold as another node's part does; nothing if it has none."""
+    if not (alike := theirs.alike):
+        return HeldAlike()
+    try:
+        mine = store.manifest(theirs.iteration)
+    except CheckpointError:
+        return HeldAlike()
+    if (mine.writers, mine.job) != (theirs.writers, theirs.job):
+        return HeldAlike()
+    found = HeldAlike()
+    for name, entry in mine.files.items():
+        path = store.place.path(f"{directory_of(mine.iteration)}/{name}")
+        for box in _boxes(Path(path), entry.header_bytes, entry.header_xxh3_128):
+            if operator_of(box.name) in alike:
+                found.boxes[box.name, box.slot, box.region] = _Own(path, box)
+    return found
+
+
+def _boxes(path: Path, header_bytes: int, digest: str) -> list[StoredBox]:
+    """Reads the header of a file; a damaged one has no boxes of use."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(header_bytes)
+        if digest_of(header) != digest:
+            return []
+        return read_boxes(path.name, path.stat().st_size, lambda start, stop: header[start:stop])
+    except (OSError, ValueError):
+        return []
+
+
+def _with_sources(boxes: Sequence[StoredBox], spans: Sequence[tuple[int, int]]) -> Iterator[tuple[StoredBox, int]]:
+    """Yields the boxes of a copy, in order, each with its first byte in the original."""
+    rest = list(reversed(spans))
+    for box in boxes:
+        if not box.nbytes:
+            continue
+        start, stop = rest.pop()
+        yield box, start
+        if start + box.nbytes < stop:
+            rest.append((start + box.nbytes, stop))
+
+
+async def _read(own: _Own) -> AsyncIterator[bytes]:
+    try:
+        descriptor = os.open(own.path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return  # given up meanwhile: no bytes match no hash
+    try:
+        for start in range(own.box.start, own.box.start + own.box.nbytes, _CHUNK):
+            yield os.pread(descriptor, min(_CHUNK, own.box.start + own.box.nbytes - start), start)
+            await asyncio.sleep(0)
+    finally:
+        os.close(descriptor)

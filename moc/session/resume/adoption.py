@@ -1,0 +1,111 @@
+"""Reads snapshots in memory that other members wrote: of nodes that are gone, or in another layout.
+
+Usually each rank finds what it loads in the memory of its own node, which it has itself saved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from moc.policy import Policy
+from moc.recovery.adoption import adopters, to_fetch
+from moc.recovery.inventory import Summary, look
+from moc.recovery.lost_nodes import NodeInventory
+from moc.runtime.agreement import gather
+from moc.runtime.pull import part_of
+from moc.session.engine import Engine, Listener
+from moc.session.peers import Peers
+from moc.session.tiers import Tiers
+from moc.store.errors import CheckpointError
+from moc.store.storage import LocalPlace
+from moc.store.store import Store, rank_of
+
+
+class AdoptedParts:
+    """What this node's memory has, or fetches, of other nodes' parts of snapshots; every method is collective.
+
+    Args:
+        peers: fetches from other nodes; None if there are none, or they keep no copies.
+
+    Attributes:
+        used: iterations of snapshots that other members wrote, and that this run reads.
+    """
+
+    def __init__(self, engine: Engine, tiers: Tiers, policy: Policy, peers: Peers | None, log: Listener):
+        self._tiers, self._peers, self._layout, self._log = tiers, peers, dict(engine.layout), log
+        self._node, self._adopted = tiers.nodes[engine.world.rank], frozenset[str]()
+        self._sizes = {operator.name: operator.parameters for operator in policy.operators}
+        self.used: set[int] = set()
+
+    def adopt(self) -> None:
+        """Takes over what copies there are of absent nodes' parts."""
+        if self._tiers.memory is None:
+            return
+        adopted = adopters(self._inventories())
+        self._adopted = frozenset(of for of, holder in adopted.items() if holder == self._node)
+        for of, holder in sorted(adopted.items()):
+            self._log.message(f"node {of} is not there: node {holder} has a copy of its part of the snapshots")
+
+    def look(self) -> list[Summary]:
+        """The parts that this node has adopted; communicates with no other worker."""
+        return [part for of in sorted(self._adopted) for part in look(self._store(of))[0]]
+
+    def fetch(self, wanted: Mapping[int, Collection[str]]) -> None:
+        """Fetches what ranks of this node load of snapshots in memory that other members wrote.
+
+        Args:
+            wanted: by iteration of a snapshot in memory, the operators that this rank loads of it.
+        """
+        if self._tiers.memory is None:
+            return
+        told = gather({iteration: sorted(names) for iteration, names in wanted.items()})
+        mine = [told[rank] for rank in self._tiers.node]
+        needed = {i: {name for one in mine for name in one.get(i, ())} for i in {i for one in mine for i in one}}
+        foreign = {i for found in gather(sorted(self._foreign(needed))) for i in found}
+        self.used |= foreign
+        if not foreign or self._peers is None:
+            return
+        nodes = self._inventories()
+        fetches = to_fetch(self._node, {i: names for i, names in needed.items() if i in foreign}, nodes, self._sizes)
+        problems = self._peers.fetch(fetches) if self._tiers.leads_node else []
+        for text in (text for of_node in gather(problems) for text in of_node):
+            self._log.message(f"WARNING: a part of a snapshot cannot be had from another node: {text}")
+
+    def stores(self, iteration: int) -> list[Store]:
+        """Other stores in this node's memory that have parts of a snapshot; communicates with no other worker."""
+        if iteration not in self.used:
+            return []
+        return [store for store in map(self._store, self._names()) if iteration in store.iterations()]
+
+    def _foreign(self, iterations: Iterable[int]) -> list[int]:
+        """Snapshots of which this node's part is not what its ranks write."""
+        assert self._tiers.memory is not None  # else there are none
+        found = []
+        for iteration in iterations:
+            try:
+                manifest = self._tiers.memory.manifest(iteration)
+                is_own = manifest.layout == self._layout and manifest.writers == len(self._tiers.nodes)
+                if not is_own or not {*map(rank_of, manifest.files)}.issubset(self._tiers.node):
+                    found.append(iteration)
+            except CheckpointError:
+                found.append(iteration)
+        return found
+
+    def _inventories(self) -> dict[str, NodeInventory]:
+        mine, memory = None, self._tiers.memory
+        if self._tiers.leads_node:
+            assert memory is not None  # else there are none
+            copies = {of: look(self._store(of))[0] for of in self._names()}
+            mine = self._node, NodeInventory(look(memory)[0], copies)
+        return dict(filter(None, gather(mine)))
+
+    def _names(self) -> list[str]:
+        """Nodes of which this node's memory has copies."""
+        assert self._tiers.memory is not None  # else there are none
+        return sorted(name[len("of_") :] for name in self._tiers.memory.place.names() if name.startswith("of_"))
+
+    def _store(self, of: str) -> Store:
+        assert self._tiers.memory is not None  # else there are none
+        place = self._tiers.memory.place
+        assert isinstance(place, LocalPlace)  # the memory tier is local
+        return Store(LocalPlace(part_of(place.root, self._node, of), in_memory=True), slack=True)

@@ -1,0 +1,22 @@
+"""What nodes hold alike, and what a manifest says of it."""
+
+from moc.recovery.inventory import summary
+from moc.recovery.redundancy import Redundancy, redundancy
+from moc.store.manifest import Manifest, OperatorEntry
+
+
+def test_stages_are_joined_and_a_manifest_tells_of_its_own_operators():
+    stages = [{("a", "b"): {"embedding": 60, "layers.0.expert.0": 5}, ("a", "b", "c"): {"layers.0.router": 7}}, {}]
+    found = redundancy([*stages, {("a", "b"): {"output": 40}}])
+    assert found.nbytes == {("a", "b"): 105, ("a", "b", "c"): 7}
+    assert found.copies == {"embedding": 2, "layers.0.expert.0": 2, "layers.0.router": 3, "output": 2}
+    state = found.state(["layers.0.router", "output", "layers.1.router"])
+    entries = dict.fromkeys(["layers.0.router", "output", "layers.1.router"], OperatorEntry("full", 1, {"master": 4}))
+    manifest = Manifest(3, "full", 4, {}, entries, state=state)
+    assert Manifest.from_json(manifest.to_json(), "it").alike == summary(manifest).alike == {
+        "layers.0.router": 3, "output": 2
+    }  # fmt: skip
+
+
+def test_nothing_is_said_where_nothing_is_alike():
+    assert redundancy([{}, {}]) == Redundancy() and Redundancy().state(["output"]) == {}
