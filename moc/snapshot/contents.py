@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moc.sharding import Scheme
-from moc.sharding.shares import StageHoldings, rank_loads, share_of, shares, stored_shares
+from moc.sharding.shares import ByteRange, StageHoldings, rank_loads, share_of, shares, stored_shares
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
@@ -94,13 +94,18 @@ class Contents:
         return self._known[key]
 
     def _share(self, operators: Mapping[str, Detail]) -> Share:
-        held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
-        how = self._stage, operators, self._scheme, self._nodes
-        mine = share(share_of(held, shares(*how).get(self._rank, []), joins=not self._nodes))
+        mine = share(self._mine(operators, shares))
         if not self._nodes:
             return mine
-        stored = share(share_of(held, stored_shares(*how).get(self._rank, []), joins=False)).layout.entries
+        stored = share(self._mine(operators, stored_shares)).layout.entries
         return mine if len(stored) == len(mine.layout.entries) else dataclasses.replace(mine, stored=frozenset(stored))
+
+    def _mine(
+        self, operators: Mapping[str, Detail], of_ranks: Callable[..., dict[int, list[ByteRange]]]
+    ) -> list[Fragment]:
+        held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
+        parts = of_ranks(self._stage, operators, self._scheme, self._nodes).get(self._rank, [])
+        return share_of(held, parts, joins=not self._nodes)
 
     def _held(self, operator: str, detail: Detail) -> list[Fragment]:
         """Returns this rank's fragments of an operator; cached, since each iteration may have a new plan."""

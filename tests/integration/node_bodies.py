@@ -129,7 +129,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
     """Trains with a replica server; before the snapshot of an iteration, a moment changes on rank 1.
 
     Returns:
-        ``own``: of the newest snapshot in memory, the hash of each box of the operator ``output``; ``copy``: the same
+        ``own``: of the newest snapshot in memory, the hash of each box; ``copy``: the same
         of the copy that this node keeps.
     """
     take, close, told = Session.take, Snapshots.flush, {}
@@ -149,8 +149,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
             files = [store.blob(manifest.iteration, file, entry) for file, entry in manifest.files.items()]
             sources = list(RegionReader(files).sources())
             assert not [damage for source in sources if (damage := source.damage())]
-            boxes = {f"{s.entry.name} {s.entry.slot} {s.entry.region}": s.digest for s in sources}
-            told[name] = {key: value for key, value in boxes.items() if key.startswith("output_layer")}
+            told[name] = {f"{s.entry.name} {s.entry.slot} {s.entry.region}": s.digest for s in sources}
         close(snapshots)
 
     Session.take, Snapshots.flush = drift, look

@@ -206,7 +206,8 @@ def saved():
         story.usual(1, upstream_log_bytes=1000.0 * number, upstream_log_iterations=2.0, **skew)
         taken = dict(tier="peers", bytes=1_000_000, copy_s=0.25, hash_s=0.5)
         story.tell("snapshot", iteration=number, **taken, **({"bubble_bytes": 800_000} if number % 2 else {}))
-        story.tell("stall", seconds=0.0625).tell("replicate", iteration=number, bytes=2_000_000, replicate_s=0.125)
+        copies = dict(bytes=2_000_000, replicate_s=0.125, not_sent_bytes=1_000_000)
+        story.tell("stall", seconds=0.0625).tell("replicate", iteration=number, **copies)
     story.tell("persist", iteration=5, bytes=1_000_000, write_s=1.0, publish_s=0.5)
     story.tell("choice", iteration=10, sparse_window=3, reason="it is hidden")
     story.generation(0.5).tell("restore", iteration=10, of=1, held_by=0).resume(0.5, kept=0)
@@ -230,6 +231,7 @@ def test_what_the_table_says():
     assert told["snapshots/tier"] == "peers" and told["snapshots/taken"] == "10"
     assert told["snapshots/bytes an iteration, to host memory"] == "909.1 kB"  # 11 iterations
     assert told["snapshots/bytes an iteration, to peers"] == "1.8 MB"
+    assert told["snapshots/not sent, since peers hold it alike"] == "909.1 kB"
     assert told["snapshots/copied in bubbles"] == "40.0 %" and told["snapshots/copy, hash"] == "250 ms, 500 ms"
     assert told["snapshots/replicated"] == "10 in 125 ms each"
     assert told["snapshots/written and published"] == "1 in 1.50 s each"

@@ -4,11 +4,15 @@ import pytest
 
 from moc.policy import Every
 from moc.policy.full import Full
+from moc.recovery.placement import place
 from moc.recovery.redundancy import Redundancy
 from moc.runtime import environment
-from moc.session.peers import copies_wanted, join_peers
+from moc.runtime.pull import Pulled
+from moc.session.peers import Peers, copies_wanted, join_peers
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
 
 FULL = Full([], Every(1))
 PEERS = Settings("nowhere", 1, tier="peers")
@@ -46,6 +50,18 @@ def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     with pytest.raises(SettingsError, match="python -m moc.launch"):
         join_peers(PEERS, tiers("0", "1"), FULL, Redundancy(), Said(), again=False)
+
+
+def test_who_drifts_apart_or_has_damaged_memory_is_named_with_the_remedy(tmp_path):
+    store = Store(LocalPlace(tmp_path, in_memory=True))
+    peers = Peers(Tiers(store, store, ("0", "1"), True, (0,), None, 2), FULL, ["0", "1"], place(2, 1), None)
+    names = [f"layers.{number}.attention" for number in range(5)]
+    diverged, damaged = peers._trouble("1", 7, Pulled(differs=names, damaged=["output"]))
+    assert "silent divergence: nodes 1 and 0 hold layers.0.attention, layers.1.attention" in diverged
+    assert "and 2 more with different bits in iteration 7" in diverged and "hardware" in diverged
+    assert "memory of node 0 is damaged: output of iteration 7" in damaged
+    assert not peers._trouble("1", 7, Pulled(10, 20))
+    peers.close()
 
 
 def test_one_node_has_no_peers_and_that_is_said_once(monkeypatch):

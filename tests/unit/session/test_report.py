@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+from moc.event_types import problems
 from moc.events import EventLog
 from moc.session.report import SnapshotReport
 
@@ -17,3 +18,19 @@ def test_too_many_tokens_at_risk_are_warned_of_once(tmp_path):
     assert lines == ["WARNING: too many"]
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["type"], event["iteration"], event["plt"]) == ("at_risk", 1, 0.2)
+
+
+def test_what_is_not_sent_and_what_should_be_alike_and_is_not(tmp_path):
+    lines = []
+    report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "peers")
+    report.replicated(3, 10, 90, 0.5)
+    report.replicated(4, 100, 0, 0.5)
+    for iteration in (3, 4):
+        report.not_alike(iteration, ["a differs", "b differs"])
+    events = list(map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines()))
+    assert not [wrong for event in events for wrong in problems(event)]
+    assert [(event["bytes"], event.get("not_sent_bytes")) for event in events[:2]] == [(10, 90), (100, None)]
+    assert [(e["type"], e["iteration"], e["reason"][0]) for e in events[2:]] == [
+        ("not_alike", iteration, name) for iteration in (3, 4) for name in "ab"
+    ]
+    assert lines == ["WARNING: a differs", "WARNING: b differs"]  # once
