@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
+from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -125,7 +126,7 @@ def _is_whole(name: str, size: int | None, summaries: Iterable[Summary]) -> bool
     elements, details = Counter(), set()
     for one in summaries:
         detail, there = one.operators.get(name, (None, {}))
-        elements.update(there)
+        elements.update({slot: n for slot, n in there.items() if detail and Detail(detail).holds(slot)})
         details.add(detail)
     if COMPUTE in details:
         return size is not None and elements["param"] >= size  # a router's biases are not among its parameters
