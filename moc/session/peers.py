@@ -30,6 +30,7 @@ from moc.runtime.replica_client import ReplicaClient
 from moc.runtime.wire import PeerGoneError, WireError
 from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener
+from moc.session.folds import Folds
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
@@ -132,6 +133,8 @@ class Peers:
         self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
         self._names = frozenset(one.name for one in self._experts)
         self._safe = 0
+        self.folds: Folds | None = None
+        """Folds chains of gradients in copies, if that is wanted."""
         self._node = tiers.nodes[tiers.node[0]]
         self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
         self._rate, self.replicas = None if rate is None else rate * 1e9, placement.replicas
@@ -284,7 +287,7 @@ class Peers:
             copied = self._pull(self._wanted(node, iteration, operators, patient=True))
             amount, seconds = amount + copied[0], seconds + copied[1]
             if self._experts:
-                carry(self._carriers[node], self._safe)
+                carry(self._carriers[node], self._safe, self.folds)
         reach("peers_published")
         return Copied(amount, seconds)
 

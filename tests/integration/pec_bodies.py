@@ -14,6 +14,7 @@ from moc.state.detail import Detail
 from moc.store.regions import bytes_of, digest_of
 from tests.integration import bodies
 from tests.integration.bodies import with_run
+from tests.integration.folding_pretrain_gpt_moe import wait_for_folders
 
 
 def loaded(flags: dict) -> dict:
@@ -71,3 +72,9 @@ def die_after(flags: dict, iteration: int, pause_s: float = 0.2) -> None:
 
     loop.iterate = mortal
     bodies.train(flags)
+
+
+def die_after_folding(flags: dict, iteration: int) -> None:
+    """As :func:`die_after`, where snapshots wait for the folder, so that it folds whatever it may."""
+    wait_for_folders()
+    die_after(flags, iteration)
