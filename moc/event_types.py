@@ -148,6 +148,17 @@ EVENTS = {
             "where": "the directory or URL",
         },
     ),
+    "fold": EventType(
+        "Experts were folded beside training, or compared with what their gradients lead to (selective).",
+        {
+            "iteration": "iterations completed",
+            "folded": "experts whose base in memory is newer now, copies on other nodes included",
+            "gradients": "that are in these bases, and in memory no longer",
+            "equal": "experts whose saved state has the bits that their gradients lead to",
+            "differing": "experts whose saved state has others: nothing is folded beside training any more",
+            "seconds": "that all folders took",
+        },
+    ),
     "placement": EventType(
         "Replica nodes are assigned, at the start with --ckpt-tier peers.",
         {

@@ -28,6 +28,7 @@ class Choice:
         max_age: iterations after which an expert, or the base of a chain, is saved first.
         gradients: those of experts are saved in place of their state where they suffice.
         sizes: of both, by which scores count; None if unknown.
+        compares: the gradients of an expert that is saved in full, though they suffice, are saved beside its state.
     """
 
     iteration: int
@@ -37,6 +38,7 @@ class Choice:
     max_age: int
     gradients: bool = False
     sizes: Sizes | None = None
+    compares: bool = False
 
     def choose(
         self,
@@ -65,7 +67,7 @@ class Choice:
             full = places_of(self._select(limits, storage, given))
         else:
             full = transfers.renewed(memory.bases, chained, self.iteration, self.max_age, limits, given)
-        return transfers.choose(partial(self._select, limits, memory), before, full, chained)
+        return transfers.choose(partial(self._select, limits, memory), before, full, chained, self.compares)
 
     def _select(self, limits: Sequence[Limit], saves: Saves, given: Given) -> Experts:
         never = {layer: [0] * len(row) for layer, row in self.load.items()}

@@ -51,6 +51,8 @@ class SnapshotPlan:
         complete: every operator is saved in full, so training can be recovered from this snapshot alone.
         since: iteration of the first snapshot of its window; its own iteration outside of a longer window.
         remote: what of it other nodes' memory receives copies of; None for all of it.
+        compared: operators saved in full whose gradients are saved beside: from their state before, these must lead to
+            it.
 
     Raises:
         ValueError: the plan is empty, or copies something that it does not save.
@@ -62,6 +64,7 @@ class SnapshotPlan:
     complete: bool
     since: int | None = None
     remote: Mapping[str, Detail] | None = field(default=None, hash=False)
+    compared: frozenset[str] = frozenset()
 
     def __post_init__(self):
         if self.remote is not None:
@@ -229,6 +232,11 @@ class Policy(ABC):
     @property
     def saves_gradients(self) -> bool:
         """Whether plans may hold gradients (:attr:`Detail.GRAD`)."""
+        return False
+
+    @property
+    def folds_beside(self) -> bool:
+        """Whether chains of gradients are folded in memory, beside training (MoEtion, section 5.2)."""
         return False
 
     @property

@@ -68,11 +68,13 @@ class Given:
         taken: experts that are chosen already, and count, whether they fit or not.
         cheaper: experts that cost their gradients only.
         share: of each limit, that experts may take.
+        both: of those taken, experts that cost their state and their gradients.
     """
 
     taken: Collection[Place] = ()
     cheaper: Collection[Place] = ()
     share: float = 1.0
+    both: Collection[Place] = ()
 
 
 _NOTHING = Given()
@@ -129,6 +131,8 @@ class _Rooms:
             self.rows[layer][expert] = known.cheaper[layer][expert]
         for layer, expert in given.taken:
             self._subtract(self.rows[layer][expert])
+        for layer, expert in given.both:
+            self._subtract(known.cheaper[layer][expert])
 
     def take(self, group: int) -> bool:
         """Takes an expert of a group if it fits."""

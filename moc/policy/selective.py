@@ -20,10 +20,10 @@ from moc.policy.plan import Busiest, Load, SnapshotPlan
 from moc.policy.prices import Machine, Price, Settings
 from moc.policy.registry import policy
 from moc.policy.selection import RULES, SCORES, Limit, Place, number_of_experts
-from moc.policy.selective_flags import BOOST, FLAGS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
+from moc.policy.selective_flags import BOOST, FLAGS, FOLDS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
 from moc.policy.selective_state import SelectiveState
 from moc.policy.selective_tuner import SelectiveTuner
-from moc.policy.transfers import Chosen
+from moc.policy.transfers import Chosen, chains_of, continuing
 from moc.state.detail import Detail
 
 
@@ -54,6 +54,7 @@ class Selective(Partial):
         persist_interval: iterations between snapshots that also go to storage; None if none do.
         gradients: memory has the gradients of experts in place of their state where these suffice.
         no_gradients: why it does not, though nobody has turned them off.
+        fold: who applies them: ``peers``, beside training, or a ``recovery``.
         sizes: of snapshots; empty until they are known.
 
     Raises:
@@ -78,11 +79,13 @@ class Selective(Partial):
     persist_interval: int | None = None
     gradients: bool = False
     no_gradients: str | None = None
+    fold: str = "recovery"
     told: SelectiveState = field(default_factory=SelectiveState, compare=False, kw_only=True)
     sizes: list[Sizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
-        for name, choices in (("rule", RULES), ("score", SCORES), ("survivors", SURVIVORS), ("hide", HIDES)):
+        sets = {"rule": RULES, "score": SCORES, "survivors": SURVIVORS, "hide": HIDES, "fold": FOLDS}
+        for name, choices in sets.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"there is no {name} called {value}: choose {' or '.join(choices)}")
         if not self.num_experts:
@@ -165,6 +168,11 @@ class Selective(Partial):
             )
 
     @property
+    def folds_beside(self) -> bool:
+        """As :attr:`Policy.folds_beside`."""
+        return self.gradients and self.fold == "peers"
+
+    @property
     def saves_gradients(self) -> bool:
         """As :attr:`Policy.saves_gradients`."""
         return self.gradients
@@ -210,9 +218,10 @@ class Selective(Partial):
         if load is None:
             raise ValueError("nobody counts the tokens of experts, which selective snapshots choose by: count them")
         chosen, copied = self._selected(iteration, load)
+        compared = self._compared(chosen, iteration)
         saved, remote = self._with(chosen), None if copied is None else self._with(copied)
         complete = len(saved) == len(self.operators) and Detail.GRAD not in saved.values()
-        return SnapshotPlan(iteration, self.name, saved, complete, remote=remote)
+        return SnapshotPlan(iteration, self.name, saved, complete, remote=remote, compared=compared)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
@@ -346,7 +355,10 @@ class Selective(Partial):
 
         def choice(limits: Sequence[Limit]) -> Choice:
             oldest = self._oldest(limits)
-            return Choice(iteration, load, self.rule, self.score, oldest, self.gradients, *self.sizes[:1])
+            sizes = self.sizes[0] if self.sizes else None
+            return Choice(
+                iteration, load, self.rule, self.score, oldest, self.gradients, sizes, compares=self.folds_beside
+            )
 
         if self.tier == "peers" and "remote" in limits:
             budgets = list(limits.values())
@@ -356,6 +368,15 @@ class Selective(Partial):
         storage, budgets = told.in_storage if to_storage else None, list(limits.values())
         saved = choice(budgets).choose(told.in_memory, budgets, copied or {}, storage)
         return saved, None if copied == saved else copied
+
+    def _compared(self, chosen: Chosen, iteration: int) -> frozenset[str]:
+        """The experts saved in full although their gradients would suffice, if chains are folded beside training."""
+        if not self.folds_beside:
+            return frozenset()
+        told = self.told.in_memory
+        chained = continuing(chains_of(told.bases, told.at), iteration)
+        wanted = {place for place, detail in chosen.items() if detail is Detail.FULL} & chained
+        return frozenset(name for name, place in self._places_of.items() if place in wanted)
 
     def _oldest(self, limits: Sequence[Limit]) -> int:
         return self.max_age or oldest(len(self._places), self.iterations_apart, limits)

@@ -18,6 +18,8 @@ MLT_LIMIT = 0.03
 
 HIDES = ("compute", "bubble")
 
+FOLDS = ("peers", "recovery")
+
 FLAGS = (
     PolicyFlag(
         "selective_experts",
@@ -97,6 +99,15 @@ FLAGS = (
         chosen=True,
     ),
     PolicyFlag(
+        "selective_fold",
+        str,
+        "recovery",
+        "Who updates experts by the gradients that are saved in place of their state: peers, a process of each node, "
+        "beside training, so that memory holds few of them and a recovery has little to do, for which it needs a core "
+        "that training leaves free; or a recovery.",
+        choices=FOLDS,
+    ),
+    PolicyFlag(
         "selective_hide",
         str,
         "compute",
@@ -135,6 +146,13 @@ def refusals(asked: Asked) -> Iterator[str]:
         yield "--selective-max-age belongs to --selective-rule per-byte: drop one of them."
     if asked.selective_rule == "proportional" and asked.selective_score is not None:
         yield "--selective-score belongs to --selective-rule per-byte: drop one of them."
+    if asked.selective_fold == "peers" and asked.selective_gradients == "off":
+        yield (
+            "--selective-fold peers updates experts by the gradients that --selective-gradients off does not save: "
+            "drop one of them."
+        )
+    if asked.selective_fold == "peers" and asked.selective_gradients is None:
+        yield from (f"--selective-fold peers {why}, or drop --selective-fold." for why in _obstacles(asked))
     if asked.selective_boost == 0 and asked.selective_boost_iterations != BOOST_ITERATIONS:
         yield "--selective-boost-iterations has no effect with --selective-boost 0: drop one of them."
     if asked.selective_gradients == "on":
@@ -145,6 +163,8 @@ def misfits(asked: Asked, job: JobShape) -> Iterator[str]:
     """Yields what these flags ask for and the job does not have, as sentences that name the remedy."""
     if asked.selective_gradients == "on":
         yield from (f"--selective-gradients on {why}, or drop --selective-gradients." for why in _obstacles_of(job))
+    elif asked.selective_fold == "peers" and asked.selective_gradients is None:
+        yield from (f"--selective-fold peers {why}, or drop --selective-fold." for why in _obstacles_of(job))
     wanted = {"boost": asked.selective_boost, "boost-iterations": asked.selective_boost_iterations != BOOST_ITERATIONS}
     for name, wants in wanted.items():
         if wants and not job.drops:

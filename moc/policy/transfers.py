@@ -58,7 +58,11 @@ def renewed(
 
 
 def choose(
-    select: Callable[[Given], Experts], before: Chosen, full: Collection[Place], chained: Collection[Place]
+    select: Callable[[Given], Experts],
+    before: Chosen,
+    full: Collection[Place],
+    chained: Collection[Place],
+    compares: bool = False,
 ) -> Chosen:
     """The experts of a snapshot, each at its detail.
 
@@ -67,10 +71,12 @@ def choose(
         before: experts that are chosen already.
         full: experts that are saved in full before any is chosen.
         chained: experts whose gradients suffice.
+        compares: of those saved in full nevertheless, they are saved beside.
     """
     whole = {place: Detail.FULL for place in full} | dict(before)
     cheaper = frozenset(place for place in chained if whole.get(place) is not Detail.FULL)
-    found = places_of(select(Given(whole.keys(), cheaper)))
+    both = frozenset(chained).intersection(whole) - cheaper if compares else frozenset()
+    found = places_of(select(Given(whole.keys(), cheaper, both=both)))
     return {place: Detail.GRAD if place in cheaper else Detail.FULL for place in sorted(found)}
 
 

@@ -8,6 +8,10 @@ removed.  So beside the newest snapshot, memory has one version of each expert t
 most one full state, and every version is copied once.  An expert's version may be a full save and the gradients of all
 later iterations (MoEtion, section 5.2): these are carried, too.
 
+Beside training, a chain may be folded into a newer base (:mod:`moc.recovery.folds`), which is *adopted*: it takes the
+place of the gradients that led to it.  A snapshot with both the state of an expert and the gradients that led to it is
+there to *compare*: until that is done, the chain is kept, as if there were no newer state.
+
 Other nodes may receive copies of fewer experts (:mod:`moc.recovery.copies`).  An expert of which several nodes save
 parts is whole only with all of them.  So a node's memory also keeps its part of the version that others have copies of.
 """
@@ -15,10 +19,12 @@ parts is whole only with all of them.  So a node's memory also keeps its part of
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from moc.recovery.folds import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
 from moc.recovery.inventory import summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.detail import Detail
@@ -27,7 +33,7 @@ from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
 from moc.store.manifest import NAME, FileEntry, Manifest
 from moc.store.regions import FileLayout, MissingRegionError, Source, read_sources
-from moc.store.store import SUFFIX, Store, directory_of, is_by_rank
+from moc.store.store import Store, directory_of, is_by_rank
 
 CARRIED = ".carried.json"
 """The manifest of what was carried out of a snapshot, beside the snapshot's own, which it replaces on reduction."""
@@ -56,10 +62,17 @@ def of_use(held: Iterable[AvailableCheckpoint], experts: Collection[str]) -> dic
 
 
 class Held(NamedTuple):
-    """A snapshot in memory, and what of it other nodes have copies of and need the rest of."""
+    """A snapshot in memory.
+
+    Attributes:
+        whole: all of it.
+        copied: what of it other nodes have copies of and need the rest of.
+        compared: experts of which it has both the state and the gradients that led to it.
+    """
 
     whole: AvailableCheckpoint
     copied: AvailableCheckpoint
+    compared: frozenset[str] = frozenset()
 
 
 class Carrier:
@@ -73,12 +86,21 @@ class Carrier:
         self._experts = {one.name: one.parameters for one in experts}
         self._known: dict[int, tuple[bool, Held]] = {}
         self._shared: set[str] = set()  # experts of which other nodes save parts, too
+        self.compares = False
+        """Whether chains are kept until they are compared with the state that snapshots have beside gradients."""
+        self._uncompared: dict[str, int] = {}  # by expert, the snapshot with such state
+        self._compared: dict[str, int] = {}  # the same, once it is compared
 
-    def carry(self, coming: AvailableCheckpoint | None = None, copied: Collection[str] | None = None) -> int:
+    def carry(
+        self,
+        coming: AvailableCheckpoint | None = None,
+        copied: Collection[str] | None = None,
+        compared: frozenset[str] = frozenset(),
+    ) -> int:
         """Copies the experts that the coming snapshot lacks out of earlier ones; removes nothing.
 
         The coming snapshot is by default the newest one stored; ``copied`` are the operators that other nodes receive
-        copies of, all by default.  Returns the bytes copied.
+        copies of, all by default, and ``compared`` as in :class:`Held`.  Returns the bytes copied.
 
         Raises:
             CheckpointError, OSError: a snapshot cannot be read, or there is no room.
@@ -86,7 +108,8 @@ class Carrier:
         held = self._held()
         if coming is not None:
             earlier = [one for one in held if one.whole.iteration < coming.iteration]
-            held = [*earlier, Held(coming, self._copied(coming, copied))]
+            held = [*earlier, Held(coming, self._copied(coming, copied), compared)]
+        self._keep_to_compare(held)
         newest, amount = max((one.whole.iteration for one in held), default=0), 0
         for iteration, wanted in self._of_use(held).items():
             names = self._names(iteration) if wanted and iteration != newest else []
@@ -134,6 +157,64 @@ class Carrier:
             if iteration < upto and not any(map(is_by_rank, self._names(iteration))):
                 self._keep_only(iteration, wanted)
 
+    def to_compare(self) -> list[Chain]:
+        """Returns the chains that led to state in snapshots that are reduced, which has not been compared with them."""
+        reduced = [self._seen(one.whole) for one in self._reduced()]
+        chains = foldable(reduced, self._uncompared.keys(), 1)
+        return [
+            chain._replace(until=until)
+            for chain in chains
+            if chain.base < (until := self._uncompared[chain.operator]) <= chain.until
+        ]
+
+    def to_fold(self, least: int) -> list[Chain]:
+        """Returns the chains of at least so many gradients in reduced snapshots, the longest first."""
+        experts = self._experts.keys() - self._shared - self._uncompared.keys()
+        return foldable((one.whole for one in self._reduced()), experts, least)
+
+    def is_compared(self, experts: Collection[str]) -> None:
+        """The chains of these experts are needed no longer where snapshots have newer state."""
+        for name in self._uncompared.keys() & experts:
+            self._compared[name] = self._uncompared.pop(name)
+
+    def compares_no_more(self) -> None:
+        """No chain is needed where snapshots have newer state."""
+        self.compares = False
+        self._uncompared.clear()
+
+    def adopt(self) -> list[str]:
+        """Takes over what the folder of this node has published, in place of gradients; returns the operators.
+
+        Raises:
+            CheckpointError, OSError: it cannot be read or written.
+        """
+        folded, adopted = place_of_folded(self._store), []
+        for iteration in folded.iterations():
+            manifest = folded.manifest(iteration)
+            if iteration not in self._store.iterations():
+                continue  # superseded meanwhile
+            here = self._store.manifest(iteration)
+            operators = {
+                name: entry
+                for name, entry in manifest.operators.items()
+                if (ours := here.operators.get(name)) and (ours.detail, ours.step) == (Detail.GRAD.value, entry.step)
+            }
+            files = {file: entry for file, entry in manifest.files.items() if is_of_operator(file, operators)}
+            for file in files:
+                os.link(folded.place.path(f"{directory_of(iteration)}/{file}"), self._new(iteration, file))
+            others = {file: entry for file, entry in here.files.items() if not is_of_operator(file, operators)}
+            merged = dataclasses.replace(here, files=others | files, operators={**here.operators, **operators})
+            self._known.pop(iteration, None)
+            self._store.rewrite(merged)  # removes the gradients
+            adopted += operators
+        folded.clear()
+        return adopted
+
+    def _new(self, iteration: int, file: str) -> str:
+        path = f"{directory_of(iteration)}/{file}"
+        self._store.place.remove(path)  # linked by one that was killed before it could publish it
+        return self._store.place.path(path)
+
     def delete(self) -> None:
         """Removes experts carried for a snapshot that will not come; called when a run resumes."""
         for iteration in self._store.iterations():
@@ -157,7 +238,8 @@ class Carrier:
                 part, sizes = summary(manifest), self._experts
                 self._shared |= {n for n in part.operators if n in sizes and part.shares(n, sizes[n])}
                 one = AvailableCheckpoint(iteration, MEMORY, part.details)
-                known = whole, Held(one, self._copied(one, part.copied))
+                compared = frozenset(n for n, (detail, slots) in part.operators.items() if _has_both(detail, slots))
+                known = whole, Held(one, self._copied(one, part.copied), compared)
             there[iteration] = known
         self._known = there
         return [one for _, one in there.values()]
@@ -166,9 +248,30 @@ class Carrier:
         its = {n: d for n, d in one.operators.items() if n in self._shared and (names is None or n in names)}
         return dataclasses.replace(one, operators=its)
 
+    def _reduced(self) -> list[Held]:
+        return [one for one in self._held() if not self._known[one.whole.iteration][0]]
+
+    def _keep_to_compare(self, held: Iterable[Held]) -> None:
+        """Keeps the chains that lead to new state to compare, unless they have a gap or belong to several nodes."""
+        if not self.compares:
+            return
+        there = {one.whole.iteration: one for one in held}
+        newest = {n: i for i in sorted(there) for n, d in there[i].whole.operators.items() if d == Detail.FULL.value}
+        self._uncompared = {name: i for name, i in self._uncompared.items() if newest.get(name) == i}
+        for iteration, one in sorted(there.items()):
+            before = there[iteration - 1].whole.operators if iteration - 1 in there else {}
+            for name in one.compared & self._experts.keys() & before.keys() - self._shared:
+                if newest[name] == iteration and self._compared.get(name) != iteration:
+                    self._uncompared[name] = iteration
+
+    def _seen(self, one: AvailableCheckpoint) -> AvailableCheckpoint:
+        """A snapshot as it counts: without the state that is still to be compared."""
+        later = {name for name in one.operators if self._uncompared.get(name) == one.iteration}
+        return dataclasses.replace(one, operators={**one.operators, **dict.fromkeys(later, Detail.GRAD.value)})
+
     def _of_use(self, held: Iterable[Held]) -> dict[int, dict[str, Detail]]:
         held = list(held)
-        found = of_use((one.whole for one in held), self._experts.keys())
+        found = of_use((self._seen(one.whole) for one in held), self._experts.keys())
         for iteration, copied in of_use((one.copied for one in held), self._experts.keys()).items():
             for name, detail in copied.items():
                 other = found[iteration].get(name, detail)
@@ -193,25 +296,25 @@ class Carrier:
         self._known.pop(iteration)
         manifest = self._store.manifest(iteration)
         operators = {name: entry for name, entry in manifest.operators.items() if name in wanted}
-        files = {name: entry for name, entry in manifest.files.items() if name in map(file_of_operator, operators)}
+        files = {name: entry for name, entry in manifest.files.items() if is_of_operator(name, operators)}
         if not operators:
             self._store.remove(iteration)
         else:
             self._store.rewrite(dataclasses.replace(manifest, files=files, operators=operators))
 
 
-def file_of_operator(name: str) -> str:
-    """Returns the name of the file that holds one operator alone."""
-    return f"{name}{SUFFIX}"
+def _has_both(detail: str, slots: Collection[str]) -> bool:
+    return detail == Detail.FULL.value and not all(map(Detail.FULL.holds, slots))
 
 
 def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> int:
+    """Carries operators out; those wanted as gradients with all that the snapshot has of them."""
     sources: dict[str, list[Source]] = defaultdict(list)
     try:
         for file, entry in manifest.files.items():
             for source in read_sources(store.blob(manifest.iteration, file, entry)):
                 name = operator_of(source.entry.name)
-                if name in wanted and wanted[name].holds(source.entry.slot):
+                if name in wanted and (wanted[name] is Detail.GRAD or wanted[name].holds(source.entry.slot)):
                     sources[name].append(source)
     except MissingRegionError as damage:
         raise CheckpointError(str(damage)) from None
@@ -219,7 +322,8 @@ def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> in
     for name, its in sources.items():
         file = file_of_operator(name)
         files[file] = _write(store, f"{directory}/{file}", its)
-        operators[name] = manifest.operators[name].at(wanted[name])
+        entry = manifest.operators[name]
+        operators[name] = entry if wanted[name] is Detail.GRAD else entry.at(wanted[name])
     carried = dataclasses.replace(manifest, files=files, operators=operators)
     store.place.write(f"{directory}/{CARRIED}", [carried.to_json().encode()])
     return carried.bytes

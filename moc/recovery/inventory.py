@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
+from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
@@ -135,7 +136,7 @@ def _is_whole(name: str, size: int | None, summaries: Iterable[Summary]) -> bool
     elements, details, copies = Counter(), set(), 1
     for one in summaries:
         detail, there = one.operators.get(name, (None, {}))
-        elements.update(there)
+        elements.update({slot: n for slot, n in there.items() if detail and Detail(detail).holds(slot)})
         details.add(detail)
         copies = max(copies, one.alike.get(name, 1))
     wanted = None if size is None else size * copies

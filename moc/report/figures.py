@@ -55,6 +55,7 @@ class Saving:
         persisted_bytes: to storage.
         write_s: writing, including fsync.
         restored: snapshots of lost nodes restored from replicas.
+        folded: new bases of experts, made of their gradients beside training.
         survival: by number of nodes lost at once, the probability that their state survives.
     """
 
@@ -74,6 +75,7 @@ class Saving:
     write_s: float | None
     publish_s: float | None
     restored: int
+    folded: int
     survival: Mapping[str, float]
 
 
@@ -254,6 +256,7 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         write_s=_mean(persisted, "write_s"),
         publish_s=_mean(persisted, "publish_s"),
         restored=len(of_kind("restore", events)),
+        folded=int(_sum(of_kind("fold", events), "folded")),
         survival=_newest(events, "placement").get("survival", {}),
     )
 

@@ -227,6 +227,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "experts of each layer (S): mean, most": _highest("selective_experts", "{:.3g}".format),
         "of these, copied to other nodes: mean, most": _highest("selective_copies", "{:.3g}".format),
         "of these, gradients alone": _share("selective_gradients", "selective_experts"),
+        "bases folded beside training": _saved(lambda saving: f"{saving.folded:,}", "folded"),
         "copied in bubbles": _saved(
             lambda saving: _percent(saving.bubble_bytes / saving.snapshot_bytes, 1), "bubble_bytes"
         ),

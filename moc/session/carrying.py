@@ -10,13 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.carrying import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
+from moc.session.folds import Folds
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 
-Coming = tuple[AvailableCheckpoint, Mapping[str, Detail]]
-"""A snapshot, and the operators of it that other nodes receive copies of."""
+Coming = tuple[AvailableCheckpoint, Mapping[str, Detail], frozenset[str]]
+"""A snapshot, the operators of it that other nodes receive copies of, and those with gradients beside their state."""
 
 
 def experts_of(policy: Policy) -> list[Operator]:
@@ -25,9 +26,13 @@ def experts_of(policy: Policy) -> list[Operator]:
 
 
 class Carrying:
-    """Carries experts of this node's own snapshots; does nothing on workers that do not lead the node."""
+    """Carries experts of this node's own snapshots; does nothing on workers that do not lead the node.
 
-    def __init__(self, tiers: Tiers, policy: Policy):
+    With ``folds``, their chains of gradients are folded beside training.
+    """
+
+    def __init__(self, tiers: Tiers, policy: Policy, folds: Folds | None = None):
+        self._folds = folds
         memory, self._experts = tiers.memory if tiers.leads_node else None, experts_of(policy)
         self._carrier = None if memory is None else Carrier(memory, self._experts)
         self._memory, self._before = memory, None if memory is None else tiers.before
@@ -48,7 +53,7 @@ class Carrying:
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
         coming = AvailableCheckpoint(plan.iteration, MEMORY, details)
-        return self._thread.submit(self._carry, self._carrier, (coming, plan.copied.operators), before)
+        return self._thread.submit(self._carry, self._carrier, (coming, plan.copied.operators, plan.compared), before)
 
     def published(self, iteration: int) -> None:
         """This node's part of a snapshot has been published in its memory."""
@@ -81,20 +86,29 @@ class Carrying:
             self._published.wait_for(lambda: self._closed or before in (None, self._newest))
             if self._closed:
                 return
-        carry(carrier, self._safe, *coming)
+        carry(carrier, self._safe, self._folds, *coming)
 
 
 def carry(
-    carrier: Carrier, safe: int, coming: AvailableCheckpoint | None = None, copied: Collection[str] | None = None
+    carrier: Carrier,
+    safe: int,
+    folds: Folds | None = None,
+    coming: AvailableCheckpoint | None = None,
+    copied: Collection[str] | None = None,
+    compared: frozenset[str] = frozenset(),
 ) -> None:
     """Drops carried experts that a newer snapshot holds, and carries those that the coming one lacks.
 
-    The coming snapshot, with what of it is copied to other nodes, is by default the newest one stored; ``safe`` is the
-    iteration of the newest safe one.
+    The coming snapshot, described as for :meth:`Carrier.carry`, is by default the newest one stored; ``safe`` is the
+    iteration of the newest safe one, and ``folds`` folds chains of gradients, if wanted.
     """
     try:
+        if folds is not None:
+            folds.take_over(carrier)
         carrier.drop(safe)
-        carrier.carry(coming, copied)
+        carrier.carry(coming, copied, compared)
+        if folds is not None:
+            folds.go_on(carrier)
     except (CheckpointError, OSError) as error:
         if carrier.name not in _warned:
             _warned.add(carrier.name)

@@ -10,6 +10,7 @@ from moc.recovery.redundancy import Redundancy, redundancy
 from moc.runtime.agreement import gather, run_on_all
 from moc.runtime.world import World
 from moc.session.engine import Engine, Listener, PipelineTap
+from moc.session.folds import Folds
 from moc.session.meter import Meter
 from moc.session.peers import Peers, join_peers
 from moc.session.publishing import Publisher
@@ -35,6 +36,7 @@ class Components:
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
         holdings: which rank of this pipeline stage holds what.
         tokens: the token ledger; None if no policy needs it.
+        folds: folds chains of gradients beside training; None if no policy wants it.
     """
 
     world: World
@@ -49,6 +51,7 @@ class Components:
     tap: PipelineTap
     meter: Meter
     report: SnapshotReport
+    folds: Folds | None
 
 
 def build(
@@ -86,14 +89,21 @@ def build(
         bubbles = tap.bubbles = Bubbles() if policy.in_bubbles else None
         saver = Saver(world.rank, world.device, tiers.memory, tiers.storage, bubbles)
         undo.callback(saver.close)
+        folds = Folds() if policy.folds_beside else None
+        if peers is not None and peers.replicas == 1:
+            # bases of several holders of a node's copies would differ, and not complete each other
+            peers.folds = folds
         undo.pop_all()
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
     report = SnapshotReport(log, settings.tier)
-    return Components(world, tiers, policy, peers, holdings, contents, saver, publisher, tokens, tap, meter, report)
+    saving = contents, saver, publisher, tokens, tap, meter, report, folds
+    return Components(world, tiers, policy, peers, holdings, *saving)
 
 
 def close(parts: Components, patience_s: float) -> None:
     """Ends pending work, a storage write within ``patience_s`` seconds; communicates with no other worker."""
+    if parts.folds is not None:
+        parts.folds.close()
     if parts.peers is not None:
         parts.peers.close()
     parts.saver.close(patience_s)

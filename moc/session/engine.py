@@ -19,6 +19,7 @@ from moc.events import EventLog
 from moc.policy import SnapshotPlan
 from moc.runtime.world import World
 from moc.snapshot.bubbles import Bubbles
+from moc.state.adam import Rules
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
 from moc.state.operators import Operator
@@ -235,6 +236,13 @@ class Engine(Protocol):
         as it is, and must be loaded; and with ``operators``, only these are updated.  Weights must be gathered
         afterwards.
         """
+
+    def rules(self) -> Rules:
+        """Returns how the next update treats experts on this worker, if it is Adam's, in fp32; absent ones are another.
+
+        Not called unless gradients are folded beside training.
+        """
+        ...
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:
         """Counts the decisions of these layers' routers, and sums the probabilities of the chosen experts on demand."""

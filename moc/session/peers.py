@@ -32,6 +32,7 @@ from moc.runtime.replica_client import ReplicaClient
 from moc.runtime.wire import PeerGoneError, WireError
 from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener
+from moc.session.folds import Folds
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
@@ -156,6 +157,8 @@ class Peers:
         self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
         self._names = frozenset(one.name for one in self._experts)
         self._safe = 0
+        self.folds: Folds | None = None
+        """Folds chains of gradients in copies, if that is wanted."""
         self._node = tiers.nodes[tiers.node[0]]
         self._kept = [nodes[number] for number in placement.kept_by(nodes.index(self._node))]
         self._rate, self.replicas = None if rate is None else rate * 1e9, placement.replicas
@@ -320,7 +323,7 @@ class Peers:
             amount, alike, seconds = amount + pulled.bytes, alike + pulled.alike, seconds + took
             trouble += self._trouble(node, iteration, pulled)
             if self._experts:
-                carry(self._carriers[node], self._safe)
+                carry(self._carriers[node], self._safe, self.folds)
         reach("peers_published")
         return Copied(amount, seconds, alike, trouble)
 

@@ -114,6 +114,17 @@ class SnapshotReport:
                 self._log.message(f"WARNING: {reason}")
         self._told_not_alike = True
 
+    def folded(self, iteration: int, told: Mapping[str, float]) -> None:
+        """Reports what all folders have done since the last report."""
+        counts = {name: int(told[name]) for name in ("folded", "gradients", "equal", "differing")}
+        self._log.events.write("fold", iteration=iteration, **counts, seconds=told["seconds"])
+        if counts["differing"]:
+            self._log.message(
+                f"WARNING: gradients do not lead to the same bits beside training as in it for {counts['differing']} "
+                "experts, so they are not folded there any more: a recovery repeats their updates with the optimizer "
+                "of the run (--selective-fold recovery)"
+            )
+
     def end(self, tokens: TokenTracker | None) -> None:
         """Reports the totals at the end of the run, and the lost tokens if snapshots are partial."""
         if not self._count:

@@ -23,6 +23,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from moc.policy import AUTO, Load, Policy, interval_named, policy_named
+from moc.recovery.folds import RULES
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
@@ -261,6 +262,7 @@ class Session(VoteParticipant):
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
             "auto": chooser.state_dict() if chooser is not None else None,
+            **({RULES: self._engine.rules().to_plain()} if policy.folds_beside else {}),
         }
 
 
@@ -287,7 +289,8 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
         raise SettingsError(f"--ckpt-policy {name}: {error}.") from None
     if policy.replays:
         check_freezing(engine.state)
-    for method, needed in ("router_tally", policy.counts_tokens), ("replay", policy.replays):
+    needs = {"router_tally": policy.counts_tokens, "replay": policy.replays, "rules": policy.folds_beside}
+    for method, needed in needs.items():
         if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's own
             raise SettingsError(
                 f"--ckpt-policy {name} needs {method}, which the engine lacks: add it to {type(engine).__name__}, or "

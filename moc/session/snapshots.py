@@ -61,7 +61,8 @@ class Snapshots:
         self._peers, self._memory = parts.peers, parts.tiers.memory
         self._tokens, self._tap, self._meter, self._report = parts.tokens, parts.tap, parts.meter, parts.report
         self._settings, self._storage, self._start, self._describe = settings, storage, start, describe
-        self._carrying, self._queues = Carrying(parts.tiers, parts.policy), Queues()
+        self._folds = parts.folds
+        self._carrying, self._queues = Carrying(parts.tiers, parts.policy, parts.folds), Queues()
         spare = SPARE + (parts.peers is not None)  # peers copy from one more
         self._rotation = Rotation.of(spare, keep=self._memory is not None, recovered=start.in_memory)
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
@@ -121,7 +122,8 @@ class Snapshots:
         """Returns this worker's progress; see :class:`VoteParticipant`."""
         queues = self._queues.ballot()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._find_failure() is not None)}
-        return self._tap.ballot() | queues | self._storage.ballot() | failed | self._meter.ballot()
+        folded = {} if self._folds is None else self._folds.ballot()
+        return self._tap.ballot() | queues | self._storage.ballot() | failed | self._meter.ballot() | folded
 
     def on_vote(self, tally: dict[str, float]) -> None:
         """Acts on the progress of all workers."""
@@ -164,6 +166,8 @@ class Snapshots:
             self._bring_everything()
         if not self._stored.has(self._position.iteration):
             raise CheckpointError(self._not_stored())
+        if self._folds is not None:
+            self._folds.close()
         if self._peers is not None:
             self._peers.quiesce()
         if self._memory is not None and self.memory_is_free and self._tiers.leads_node:
@@ -220,7 +224,8 @@ class Snapshots:
         if in_memory:
             self._rotation = self._rotation.begin(plan.iteration, storage is not None, plan.supersedes)
         try:
-            share, entries = self._contents.share(plan.operators), self._contents.entries(plan.operators)
+            share = self._contents.with_gradients(plan.operators, plan.compared)
+            entries = self._contents.entries(plan.operators, share)
             carried = self._carrying.begin(plan) if in_memory else None
             snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried)
         except CheckpointError as error:
@@ -258,7 +263,7 @@ class Snapshots:
 
     def _persist(self, taken: Taken) -> None:
         assert taken.storage is not None  # the caller writes to storage
-        whole = taken.storage.operators == taken.plan.operators
+        whole = taken.storage.operators == taken.plan.operators and not taken.plan.compared
         self._saver.persist(taken.snapshot, None if whole else taken.storage.operators)
         self._queues.writing.append(taken)
 
@@ -287,6 +292,8 @@ class Snapshots:
             raise CheckpointError(first_reported(self._find_failure()))
         self._tap.on_vote(tally)
         self._storage.on_vote(tally)
+        if self._folds is not None and (folded := self._folds.on_vote(tally)):
+            self._report.folded(self._position.iteration, folded)
         self._give_up_older()
         for told in (told_of(tally, place) for place in range(PER_VOTE)):
             if self._all_have("copied", told):

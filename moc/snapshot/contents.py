@@ -65,6 +65,18 @@ def _memory_of(fragment: Fragment) -> tuple[str, int]:
     return fragment.slot, fragment.view.untyped_storage().data_ptr()
 
 
+def joined(one: Share, other: Share) -> Share:
+    """Returns the share of both, in one file; they have no entry in common."""
+    entries, sources = (*one.layout.entries, *other.layout.entries), (*one.sources, *other.sources)
+    of = dict(zip(entries, sources, strict=True))
+    layout, elements = FileLayout(entries), dict(one.elements)
+    for name, slots in other.elements.items():
+        elements[name] = {**elements.get(name, {}), **slots}
+    return dataclasses.replace(
+        one, layout=layout, sources=tuple(of[entry] for entry in layout.entries), elements=elements
+    )
+
+
 class Contents:
     """This rank's shares by the sharding rules; computed once per plan, since the views stay valid.
 
@@ -119,10 +131,15 @@ class Contents:
         """Bytes of these operators by rank of this stage, where any, without file headers."""
         return rank_loads(self._stage, operators, self._scheme, self._nodes)
 
-    def entries(self, operators: Mapping[str, Detail]) -> dict[str, OperatorEntry]:
+    def with_gradients(self, operators: Mapping[str, Detail], of: Iterable[str]) -> Share:
+        """Returns the :meth:`share` of operators, with the gradients of some of them beside their state."""
+        mine, gradients = self.share(operators), dict.fromkeys(sorted(of), Detail.GRAD)
+        return joined(mine, self.share(gradients)) if gradients else mine
+
+    def entries(self, operators: Mapping[str, Detail], mine: Share | None = None) -> dict[str, OperatorEntry]:
         """Returns the manifest entries of this rank's share, with the updates that its moments have seen so far."""
         steps = self._state.steps()
         return {
             name: OperatorEntry(operators[name].value, steps.get(name), slots)
-            for name, slots in self.share(operators).elements.items()
+            for name, slots in (mine or self.share(operators)).elements.items()
         }

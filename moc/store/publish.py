@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry, RankReport, merge
@@ -64,7 +65,8 @@ def _lack(operator: Operator, operators: Mapping[str, OperatorEntry]) -> str | N
     if entry is None:
         return operator.name
     alike = (other.elements for other in operators.values() if other.detail == entry.detail)
-    slots = {slot for elements in alike for slot in elements if slot != _PARAM or entry.detail == "compute"}
+    there = {slot for elements in alike for slot in elements if slot != _PARAM or entry.detail == "compute"}
+    slots = {slot for slot in there if Detail(entry.detail).holds(slot)}  # gradients may be beside the state
     for slot in sorted(slots):  # at one detail, all operators have the same slots
         missing = operator.parameters - entry.elements.get(slot, 0)
         if missing > 0 or (missing and slot != _PARAM):  # a router's biases are not among its parameters

@@ -17,6 +17,7 @@ from moc.state.detail import Detail
 from moc.store.regions import bytes_of, digest_of
 from tests.integration import bodies
 from tests.integration.bodies import with_run
+from tests.integration.folding_pretrain_gpt_moe import wait_for_folders
 
 
 def loaded(flags: dict) -> dict:
@@ -86,3 +87,9 @@ def under_way(session: Session) -> list[Future]:
     futures += [started(taken.copied) for taken in queues.replicating]
     futures += [started(taken.snapshot.persisted) for taken in queues.writing]
     return futures + [started(taken.published) for taken in queues.publishing]
+
+
+def die_after_folding(flags: dict, iteration: int) -> None:
+    """As :func:`die_after`, where snapshots wait for the folder, so that it folds whatever it may."""
+    wait_for_folders()
+    die_after(flags, iteration)

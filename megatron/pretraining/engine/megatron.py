@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -12,12 +13,14 @@ from megatron.core import parallel_state
 from megatron.pretraining.checkpoint import contents
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.streams import BatchStream
+from megatron.pretraining.engine.owned import AdamGroup
 from megatron.pretraining.engine.routing import RouterCounts
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.shape import model_shape
 from moc.session.engine import Gradients, Outcome
 from moc.sharding.layout import Layout
+from moc.state.adam import Rules
 from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
 from moc.state.shape import model_operators
@@ -103,6 +106,14 @@ class MegatronEngine:
                 self.state.load(fragment, gradients(fragment))
         self._stepper.optimizer.take_gradients(None if operators is None else self.state.parameters(moving))
         self._stepper.complete(record)
+
+    def rules(self) -> Rules:
+        """How the next update treats experts."""
+        return Rules.of(self._stepper.optimizer.clip_grad, ((kind, group.rule) for kind, group in self._adam_groups))
+
+    @cached_property
+    def _adam_groups(self) -> list[tuple[str, AdamGroup]]:
+        return self.state.adam_groups(operator.name for operator in self.operators if operator.expert is not None)
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterCounts:
         """A counter of the tokens that routers send to experts."""

@@ -26,6 +26,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.engine.owned import drop_gradients, members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.model.build import compute_dtype
+from moc.state.adam import gradient_factor
 
 
 class VotedOptimizer:
@@ -33,7 +34,7 @@ class VotedOptimizer:
 
     def __init__(self, core: MegatronOptimizer, chunks: list[DistributedDataParallel], clip_grad: float):
         self.core = core
-        self._chunks, self._clip_grad = chunks, clip_grad
+        self.clip_grad, self._chunks = clip_grad, chunks
         self._biases: list[Any] = [  # torch declares no attributes of a module
             module for chunk in chunks for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
         ]
@@ -130,7 +131,7 @@ class VotedOptimizer:
         """
         finite = math.isfinite(grad_norm)
         if finite:
-            self._scale_gradients(self._gradient_factor(grad_norm))
+            self._scale_gradients(gradient_factor(grad_norm, self.clip_grad, self.loss_scale))
             for member in members(self.core):
                 _update(member)
             for module, bias in zip(self._biases, self._next_biases, strict=True):
@@ -153,11 +154,6 @@ class VotedOptimizer:
     def grad_norm(self, square_norm: float) -> float:
         """The norm before clipping, with the loss scale divided out; inf if it is not finite."""
         return math.sqrt(square_norm) / self.loss_scale if math.isfinite(square_norm) else math.inf
-
-    def _gradient_factor(self, grad_norm: float) -> float:
-        scale = self.loss_scale
-        clip = self._clip_grad / (grad_norm + 1.0e-6) if self._clip_grad > 0.0 else 1.0
-        return min(clip, 1.0) / scale
 
     def _scale_gradients(self, factor: float) -> None:
         if factor == 1.0:

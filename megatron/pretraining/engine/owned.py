@@ -7,12 +7,14 @@ masters beside 16-bit weights, and replicated with master and weight in one tens
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from moc.state.adam import Rule
 from moc.state.fragments import OwnedSlice
 
 MASTER = "master"
@@ -70,6 +72,37 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
     for parameter, main in _parameters_and_masters(member):
         if not parameter.requires_grad or moving is not None and parameter not in moving:
             main.grad = None
+
+
+class AdamGroup(NamedTuple):
+    """A parameter group of an Adam, whose values change with their schedules, and whether weights decay by themselves.
+
+    Transformer Engine's and apex's fused Adam has other kernels than torch: what its rule gives may differ in bits.
+    """
+
+    values: dict
+    decoupled: bool
+
+    @property
+    def rule(self) -> Rule:
+        """How it updates next."""
+        beta1, beta2 = self.values["betas"]
+        rate, decay, eps = float(self.values["lr"]), float(self.values["weight_decay"]), float(self.values["eps"])
+        return Rule(rate, decay, float(beta1), float(beta2), eps, self.decoupled)
+
+
+def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, AdamGroup]]:
+    """Yields the parameters on this rank that an Adam updates with fp32 masters, and its group of each."""
+    for member in members(optimizer):
+        inner: Any = member.optimizer
+        if type(inner) not in _TORCH_ADAMS and type(inner).__name__ != "FusedAdam":
+            continue
+        groups = {main: group for group in inner.param_groups for main in group["params"]}
+        for parameter, main in _parameters_and_masters(member):
+            group = groups[main]
+            if main.dtype is torch.float32 and not group.get("amsgrad") and not group.get("maximize"):
+                decoupled = bool(group.get("decoupled_weight_decay", getattr(inner, "adam_w_mode", True)))
+                yield parameter, AdamGroup(group, decoupled)
 
 
 def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:

@@ -12,8 +12,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.freezing import Freezer
-from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
+from megatron.pretraining.engine.owned import MASTER, AdamGroup, adam_groups, owned_slices, write_step
 from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
+from moc.state.adam import kind_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of
 from moc.state.operators import operator_of
@@ -70,6 +71,15 @@ class MegatronState:
             elif owners & wanted:
                 raise ValueError(f"{', '.join(sorted(owners))} share one parameter: drop --moe-grouped-gemm")
         return found
+
+    def adam_groups(self, operators: Iterable[str]) -> list[tuple[str, AdamGroup]]:
+        """The kinds of parameters of operators on this rank, and the groups of Adam that update them."""
+        wanted, found = set(operators), {}
+        for parameter, group in adam_groups(self._optimizer):
+            for piece in self._pieces[parameter]:
+                if operator_of(piece.name) in wanted:
+                    found[kind_of(piece.name), id(group.values)] = group
+        return [(kind, group) for (kind, _), group in found.items()]
 
     @torch.no_grad()
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:

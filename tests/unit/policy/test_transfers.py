@@ -49,7 +49,7 @@ def details(plan) -> dict[str, set]:
 def nbytes(plan) -> int:
     """Bytes of the experts in a plan."""
     found = details(plan)
-    return FULL_BYTES * len(found[FULL]) + GRAD_BYTES * len(found[GRAD])
+    return FULL_BYTES * len(found[FULL]) + GRAD_BYTES * (len(found[GRAD]) + len(plan.compared))
 
 
 def loads(*experts, before=ZEROS):
@@ -159,18 +159,35 @@ def test_the_experts_that_continue_are_those_of_the_snapshot_before():
     assert continuing(chains, 8) == {(0, 0)}
 
 
-@given(st.lists(st.lists(st.integers(0, 99), min_size=4, max_size=4), min_size=1, max_size=8), st.integers(1, 3))
-def test_a_plan_of_gradients_always_has_an_unbroken_chain_below_it(rows, experts):
+def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_folded():
+    one, load = policy(experts=3, max_age=3, fold="peers"), ZEROS
+    for iteration in range(2, 8):
+        load = loads(9, 5, 3, 1, before=load)
+        plan = take(one, iteration, load)
+        if iteration == 5:  # the first with bases that are too old, on half of the budget
+            assert plan.compared == set(plan.of(FULL)) - {o.name for o in OPERATORS if o.place is None} != set()
+            assert not policy(experts=3, max_age=3).plan(5, load).compared
+        assert iteration >= 5 or not plan.compared
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 99), min_size=4, max_size=4), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.sampled_from(["recovery", "peers"]),
+)
+def test_a_plan_of_gradients_always_has_an_unbroken_chain_below_it(rows, experts, fold):
     """Recounted from the plans alone; and what the policy was told survives JSON."""
-    one, load, plans = policy(experts=experts, max_age=4), ZEROS, {1: policy().everything(1)}
+    one, load, plans = policy(experts=experts, max_age=4, fold=fold), ZEROS, {1: policy().everything(1)}
     for iteration, row in enumerate(rows, start=2):
         load = loads(*row, before=load)
-        other = Selective(OPERATORS, Every(1), gradients=True, score="tokens", experts=experts, max_age=4)
+        other = Selective(OPERATORS, Every(1), gradients=True, score="tokens", experts=experts, max_age=4, fold=fold)
         other.on_sizes(Told())
         other.load_state_dict(json.loads(json.dumps(one.state_dict())))
         plans[iteration] = take(one, iteration, load)
         assert nbytes(plans[iteration]) <= 2 * experts * FULL_BYTES
         assert other.plan(iteration, load) == plans[iteration]
+        for name in (*plans[iteration].of(GRAD), *plans[iteration].compared):
+            assert name in plans[iteration - 1].operators
         for name in plans[iteration].of(GRAD):
             at = iteration
             while plans[at].operators.get(name) is GRAD:
@@ -200,6 +217,17 @@ def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, rem
     wanted = asked(**flags, selective_gradients="on")
     (sentence,) = Selective.refusals(wanted) if flags else Selective.misfits(wanted, JobShape(**job))
     assert remedy in sentence
+    folded = asked(**flags, selective_fold="peers")
+    (sentence,) = Selective.refusals(folded) if flags else Selective.misfits(folded, JobShape(**job))
+    assert remedy in sentence and "--selective-fold peers" in sentence
+
+
+def test_folding_what_is_not_saved_is_refused():
+    (sentence,) = Selective.refusals(asked(selective_fold="peers", selective_gradients="off"))
+    assert "drop one of them" in sentence
+    assert not [*Selective.refusals(asked(selective_fold="peers")), *Selective.misfits(asked(), JobShape())]
+    assert Selective(OPERATORS, Every(1), **Selective.settings(asked(selective_fold="peers"), JobShape())).folds_beside
+    assert not Selective(OPERATORS, Every(1), **Selective.settings(asked(), JobShape())).folds_beside
 
 
 def test_by_default_they_are_on_where_they_can_be():

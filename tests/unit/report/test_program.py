@@ -248,14 +248,16 @@ def test_what_selective_snapshots_hold_and_leave_at_risk():
         gauges = {"selective_experts": 8.0, "selective_copies": 2 + risk, "selective_gradients": 2 * risk}
         story.usual(1, **gauges, mlt=risk, mlt_peers=2 * risk)
         story.tell("snapshot", iteration=story.iteration, tier="peers", bytes=1000, copy_s=0.25, hash_s=0.5)
+        story.tell("fold", iteration=story.iteration, folded=3, gradients=9, equal=0, differing=0, seconds=0.5)
     told = {name: cells[0] for name, cells in lines(story.report).items()}
     assert told["snapshots/experts of each layer (S): mean, most"] == "8, 8"
     assert told["snapshots/of these, copied to other nodes: mean, most"] == "4, 5"
     assert told["snapshots/of these, gradients alone"] == "50.0 %"
+    assert told["snapshots/bases folded beside training"] == "6"
     assert told["experts/at risk (MLT), in iterations: mean, most"] == "2, 3"
     assert told["experts/at risk with a node's memory: mean, most"] == "4, 6"
     plain = lines(saved().report)
-    assert not any("gradients" in name or "(S)" in name or "at risk" in name for name in plain)
+    assert not any("gradients" in name or "(S)" in name or "at risk" in name or "folded" in name for name in plain)
 
 
 def test_what_is_made_up_when_a_boost_has_ended():

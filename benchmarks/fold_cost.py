@@ -1,0 +1,91 @@
+"""What folding gradients beside training costs, beside the run's own update of the same experts.
+
+    python benchmarks/fold_cost.py --output docs/results/fold_cost_cpu.json
+
+Experts of 4 million parameters are updated by torch's AdamW, and folded from files in shared memory as a folder does:
+read, hashes compared, updated, hashed, written.  Both on one core, in CPU seconds, of one process, so that others on
+the machine disturb little; the best of three.  By the number of gradients since the base: what each gradient costs,
+relative to an update, and the bytes that memory gets back.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import command_line, machine, show, table, write_json
+from moc.recovery.carrying import file_of_operator
+from moc.recovery.folds import RULES, Chain, carry_out
+from moc.state.adam import Rule, Rules, kind_of
+from moc.state.record import StepRecord
+from moc.state.region import Region
+from moc.store.manifest import Manifest, OperatorEntry
+from moc.store.regions import RegionTensor, write_regions
+from moc.store.storage import LocalPlace
+from moc.store.store import Store, directory_of
+
+EXPERT, TENSOR = "layers.0.expert.0", "decoder.layers.0.mlp.experts.experts.0.linear_fc1.weight"
+SHAPE = (2048, 2048)
+LENGTHS = (1, 4, 16)  # gradients since the base
+TIMES = 3
+SLOTS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def save(store: Store, iteration: int, slots: tuple[str, ...]) -> None:
+    """What memory has of an expert, carried out of a snapshot."""
+    directory, region = Path(store.place.path(directory_of(iteration))), Region((0, 0), SHAPE)
+    directory.mkdir(parents=True)
+    tensors = [RegionTensor(TENSOR, slot, SHAPE, region, torch.rand(SHAPE) * 1e-3) for slot in slots]
+    file = file_of_operator(EXPERT)
+    entry = write_regions(directory / file, tensors)
+    elements = dict.fromkeys(slots, region.numel)
+    operators = {EXPERT: OperatorEntry("grad" if slots == ("grad",) else "full", iteration, elements)}
+    record = StepRecord(iteration, 1.0, 2.0, 1.0, False, 1, 1e-3, 1)
+    rules = Rules.of(1.0, [(kind_of(TENSOR), Rule(1e-3, 0.1, 0.9, 0.999, 1e-8, True))])
+    state = {"record": asdict(record), RULES: rules.to_plain()}
+    store.publish(Manifest(iteration, "selective", 1, {file: entry}, operators, {}, state))
+
+
+def cpu_s(action: Callable[[], object]) -> list[float]:
+    """CPU seconds of an action, several times, after one that does not count."""
+    action()
+    found = []
+    for _ in range(TIMES):
+        begun = time.process_time()
+        action()
+        found.append(time.process_time() - begun)
+    return found
+
+
+def main() -> None:
+    """Measures, prints, and writes every sample."""
+    own = command_line(__doc__).parse_args()
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.rand(SHAPE))
+    parameter.grad = torch.rand(SHAPE) * 1e-3
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
+    update, folds = cpu_s(optimizer.step), {}
+    for length in LENGTHS:
+        with tempfile.TemporaryDirectory(prefix="moc-fold-", dir="/dev/shm") as directory:
+            store = Store(LocalPlace(directory, in_memory=True), slack=True)
+            for iteration in range(1, length + 2):
+                save(store, iteration, SLOTS if iteration == 1 else ("grad",))
+            folds[length] = cpu_s(lambda: carry_out(store, [], [Chain(EXPERT, 1, 1 + length)]))  # noqa: B023
+    each = {length: min(samples) / length / min(update) for length, samples in folds.items()}
+    columns = ["gradients", "cost of each, in updates", "bytes of a parameter given back"]
+    rows = [[str(length), f"{ratio:.2f}", str(4 * length)] for length, ratio in each.items()]
+    show(80, [(table("folding, beside the run's own update", columns, rows), ())])
+    told = {"update_cpu_s": update, "fold_cpu_s": folds, "updates_each": each, "parameters": SHAPE[0] * SHAPE[1]}
+    write_json(own.output, {"machine": machine(), **told})
+
+
+if __name__ == "__main__":
+    main()

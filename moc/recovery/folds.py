@@ -1,0 +1,224 @@
+"""Folds chains in a node's memory: from a base and the gradients after it, the base that they lead to.
+
+MoEtion (section 5.2, Algorithm 3) updates experts beside training from the gradients that it saves in place of their
+state.  Here a process of each node does (:mod:`moc.session.folder`).  It reads files of experts that were carried out
+of snapshots (:mod:`moc.recovery.carrying`), and publishes what it has folded as checkpoints of Format v1 in a place of
+its own, from which the carrier takes them over: so one writer alone changes a snapshot in memory, and whenever the
+folder is killed, the chain is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from moc.recovery.sources import AvailableCheckpoint
+from moc.state.adam import MASTER, SLOTS, Rules, gradient_factor, kind_of, update
+from moc.state.detail import Detail
+from moc.state.region import Region
+from moc.store.blobs import Blob
+from moc.store.digest import digest_of
+from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry
+from moc.store.regions import FileLayout, RegionReader, RegionTensor, bytes_of
+from moc.store.storage import LocalPlace
+from moc.store.store import SUFFIX, Store, directory_of
+
+_FOLDED = f".folded{SUFFIX}"
+_GONE = (CheckpointError, MissingRegionError, OSError)
+RULES = "adam"
+"""In the state of a snapshot, the :class:`~moc.state.adam.Rules` of the next update."""
+
+
+class Chain(NamedTuple):
+    """An expert's base, and the last iteration whose gradients follow it without a gap."""
+
+    operator: str
+    base: int
+    until: int
+
+
+class Outcome(NamedTuple):
+    """What became of an order.
+
+    Attributes:
+        folded: experts with a new base.
+        gradients: that are in these.
+        equal: experts whose state was compared with what their chain gives, and is that.
+        differing: experts whose state is not.
+        superseded: experts whose chain, or state to compare, was gone meanwhile, or is damaged.
+        why: why an expert cannot be folded at all; empty if all can.
+    """
+
+    folded: list[str]
+    gradients: int
+    equal: list[str]
+    differing: list[str]
+    superseded: list[str]
+    why: str
+
+
+def file_of_operator(name: str) -> str:
+    """Returns the name of the file that holds one operator alone, carried out of a snapshot."""
+    return f"{name}{SUFFIX}"
+
+
+def file_of_folded(name: str) -> str:
+    """Returns the name of the file with what an operator's gradients have led to."""
+    return f"{name}{_FOLDED}"
+
+
+def is_of_operator(file: str, operators: Collection[str]) -> bool:
+    """Whether a file holds one of these operators alone."""
+    return file.removesuffix(_FOLDED if file.endswith(_FOLDED) else SUFFIX) in operators
+
+
+def place_of_folded(store: Store) -> Store:
+    """Returns where the folder of a node publishes what it has folded of the snapshots in a store."""
+    return Store(LocalPlace(f"{store.place.name}/folded", in_memory=True))
+
+
+def foldable(held: Iterable[AvailableCheckpoint], experts: Collection[str], least: int) -> list[Chain]:
+    """Returns the chains with at least so many gradients, the longest first.
+
+    Args:
+        held: snapshots, each reduced to the experts that were carried out of it.
+        experts: operators that may be folded.
+        least: number of gradients.
+    """
+    details = {one.iteration: one.operators for one in held}
+    found = []
+    for name in sorted(experts):
+        base = max((i for i, its in details.items() if its.get(name) == Detail.FULL.value), default=None)
+        if base is None:
+            continue
+        until = base
+        while details.get(until + 1, {}).get(name) == Detail.GRAD.value:
+            until += 1
+        if until - base >= least:
+            found.append(Chain(name, base, until))
+    return sorted(found, key=lambda chain: chain.base - chain.until)
+
+
+def carry_out(store: Store, to_compare: Iterable[Chain], to_fold: Iterable[Chain]) -> Outcome:
+    """Compares the state at the end of some chains with what the chain gives, and folds others.
+
+    What is folded is published in :func:`place_of_folded`, all at once; whatever was left there is removed first.
+    """
+    into, done = place_of_folded(store), Outcome([], 0, [], [], [], "")
+    into.clear()
+    steps = _Steps(store)
+    for chain in to_compare:
+        try:
+            (done.equal if steps.is_right(chain) else done.differing).append(chain.operator)
+        except _GONE:
+            done.superseded.append(chain.operator)
+        except ValueError as error:
+            done = done._replace(why=f"{chain.operator}: {error}")
+            done.superseded.append(chain.operator)
+    parts: dict[int, dict[str, tuple[FileEntry, OperatorEntry]]] = {}
+    for chain in to_fold:
+        try:
+            parts.setdefault(chain.until, {})[chain.operator] = steps.fold(chain, into)
+        except _GONE:
+            done.superseded.append(chain.operator)
+        except ValueError as error:
+            done = done._replace(why=f"{chain.operator}: {error}")
+        else:
+            done.folded.append(chain.operator)
+            done = done._replace(gradients=done.gradients + chain.until - chain.base)
+    for iteration, its in parts.items():
+        files = {file_of_folded(name): file for name, (file, _) in its.items()}
+        operators = {name: entry for name, (_, entry) in its.items()}
+        into.publish(dataclasses.replace(steps.manifest(iteration), files=files, operators=operators, state={}))
+    return done
+
+
+class _Steps:
+    """Repeats the updates of chains in a store; reads each manifest once.
+
+    Methods raise an error of ``_GONE`` for what is gone or damaged, and ValueError for state that is not Adam's in
+    fp32, or whose update nobody has told.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._manifests: dict[int, Manifest] = {}
+
+    def manifest(self, iteration: int) -> Manifest:
+        if iteration not in self._manifests:
+            self._manifests[iteration] = self._store.manifest(iteration)
+        return self._manifests[iteration]
+
+    def is_right(self, chain: Chain) -> bool:
+        """Whether the state that is beside the last gradients of a chain has the hashes of what the chain gives."""
+        boxes, step = self._follow(chain)
+        saved = RegionReader(self._files(chain.until, chain.operator), verify=True)
+        same = [
+            digest_of(bytes_of(values)) == digest_of(bytes_of(saved.get(name, slot, region)))
+            for (name, region), state in boxes.items()
+            for slot, values in state.items()
+        ]
+        return all(same) and step == self._step(chain.until, chain.operator)
+
+    def fold(self, chain: Chain, into: Store) -> tuple[FileEntry, OperatorEntry]:
+        """Writes the state that a chain leads to; returns its entries in a manifest."""
+        boxes, step = self._follow(chain)
+        base = RegionReader(self._files(chain.base, chain.operator))
+        tensors = [
+            RegionTensor(name, slot, base.global_shape(name, slot), region, values)
+            for (name, region), its in boxes.items()
+            for slot, values in its.items()
+        ]
+        by_entry = {tensor.entry: bytes_of(tensor.values) for tensor in tensors}
+        layout = FileLayout(by_entry)
+        data = [by_entry[entry] for entry in layout.entries]
+        header = layout.header(list(map(digest_of, data)))
+        path = f"{directory_of(chain.until)}/{file_of_folded(chain.operator)}"
+        into.place.write(path, [header, *data], final=False)
+        elements = dict.fromkeys(sorted(SLOTS), sum(region.numel for _, region in boxes))
+        file = FileEntry(layout.nbytes, len(header), digest_of(header))
+        return file, OperatorEntry(Detail.FULL.value, step, elements)
+
+    def _follow(self, chain: Chain) -> tuple[dict[tuple[str, Region], dict[str, torch.Tensor]], int]:
+        """Returns state by tensor, box and slot at the end of a chain, and the updates that its moments have seen."""
+        name, base = chain.operator, RegionReader(self._files(chain.base, chain.operator), verify=True)
+        entries = [source.entry for source in base.sources()]
+        slots = {entry.slot for entry in entries} - {"grad"}
+        boxes = {  # slots may be cut apart, where several ranks save what they hold alike
+            (one.name, one.region): {slot: base.get(one.name, slot, one.region).clone() for slot in slots}
+            for one in entries
+            if one.slot == MASTER
+        }
+        step = self._step(chain.base, name)
+        for iteration in range(chain.base + 1, chain.until + 1):
+            record = self._told(iteration, "record")
+            if record["skipped"]:
+                continue
+            rules = Rules.from_plain(self._told(iteration - 1, RULES))
+            factor = gradient_factor(record["grad_norm"], rules.clip_grad, record["loss_scale"])
+            gradients = RegionReader(self._files(iteration, name), verify=True)
+            for (tensor, region), state in boxes.items():
+                if (rule := rules.by_kind.get(kind_of(tensor))) is None:
+                    raise ValueError(f"the engine has not told how {kind_of(tensor)} is updated")
+                update(state, gradients.get(tensor, "grad", region), step, rule, factor)
+            step += 1
+        return boxes, step
+
+    def _told(self, iteration: int, what: str) -> Mapping[str, Any]:
+        if (told := self.manifest(iteration).state.get(what)) is None:
+            raise ValueError(f"the snapshot of iteration {iteration} lacks {what}")
+        return told
+
+    def _step(self, iteration: int, name: str) -> int:
+        entry = self.manifest(iteration).operators.get(name)
+        if entry is None or entry.step is None:
+            raise CheckpointError(f"{name} is not in the snapshot of iteration {iteration}")
+        return entry.step
+
+    def _files(self, iteration: int, name: str) -> list[Blob]:
+        files = self.manifest(iteration).files.items()
+        return [self._store.blob(iteration, file, entry) for file, entry in files if is_of_operator(file, {name})]

@@ -1,0 +1,163 @@
+"""Has chains of gradients folded beside training: MoEtion's asynchronous optimizer recomputation (section 5.2).
+
+    each time that experts are carried out of a node's snapshots:
+        adopt what its folder has published
+        order: compare state with what the chains give that led to it; fold the longest chains
+
+Nothing is folded before one comparison, on any node, has found equal bits; one that finds others ends it for good.
+Nodes learn of both from the votes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from moc.recovery.carrying import Carrier
+from moc.recovery.folds import Chain, Outcome
+from moc.runtime import children
+from moc.store.errors import CheckpointError
+
+LEAST = 4
+"""Gradients that a chain has before it is folded: a base is read and written once for all of them."""
+SHARE = 4
+"""One in so many of the chains is folded at a time: meanwhile memory has both of their bases."""
+_DIES = 3
+_COUNTS = ("folded", "gradients", "equal", "differing", "seconds")
+
+
+class Folds:
+    """This node's folder, and what it has done; on workers that do not lead their node, nothing ever happens."""
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
+        self._process: subprocess.Popen | None = None
+        self._under_way: dict[str, Future[Outcome]] = {}
+        self._counts: dict[str, float] = defaultdict(float)
+        self._changing = threading.Lock()
+        self._trusted = self._over = False
+        self._died = 0
+        self._seconds = 0.0  # of all folders, that are not reported yet
+
+    def take_over(self, carrier: Carrier) -> None:
+        """Adopts what the folder has published of a carrier's snapshots.
+
+        Raises:
+            CheckpointError, OSError: it cannot be read or written.
+        """
+        carrier.compares |= not self._over
+        done = self._under_way.get(carrier.name)
+        if done is None or not done.done():
+            return
+        del self._under_way[carrier.name]
+        try:
+            outcome = done.result()
+        except (CheckpointError, OSError) as error:
+            self._has_failed(str(error))
+            return
+        self._died = 0
+        carrier.is_compared([*outcome.equal, *outcome.differing, *outcome.superseded])
+        if outcome.why:
+            self._ends(f"they cannot be folded ({outcome.why})")
+        adopted = carrier.adopt() if self._trusted and not self._over and outcome.folded else []
+        with self._changing:
+            self._counts["folded"] += len(adopted)
+            self._counts["gradients"] += outcome.gradients if adopted else 0
+            self._counts["equal"] += len(outcome.equal)
+            self._counts["differing"] += len(outcome.differing)
+
+    def go_on(self, carrier: Carrier) -> None:
+        """Gives the folder its next order for a carrier's snapshots, unless it is busy with them."""
+        if self._over:
+            carrier.compares_no_more()
+            return
+        if carrier.name in self._under_way:
+            return
+        compare, fold = carrier.to_compare(), carrier.to_fold(LEAST) if self._trusted else []
+        fold = fold[: -(-len(fold) // SHARE)]
+        if compare or fold:
+            self._under_way[carrier.name] = self._thread.submit(self._order, carrier.name, compare, fold)
+
+    def ballot(self) -> dict[str, float]:
+        """Returns what the folder has done since the last call; the names are the same on all workers."""
+        with self._changing:
+            counts, self._counts = self._counts, defaultdict(float)
+        return {f"fold_{name}": counts[name] for name in _COUNTS}
+
+    def on_vote(self, tally: Mapping[str, float]) -> dict[str, float]:
+        """Receives what all folders have done; returns what is to be reported, if anything."""
+        told = {name: tally[f"fold_{name}"] for name in _COUNTS}
+        self._trusted |= told["equal"] > 0
+        self._over |= told["differing"] > 0
+        self._seconds += told["seconds"]
+        if not any(told[name] for name in ("folded", "equal", "differing")):
+            return {}
+        told["seconds"], self._seconds = self._seconds, 0.0
+        return told
+
+    def close(self) -> None:
+        """Ends the folder: nothing is written any more."""
+        self._over = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end_process()
+        self._thread.shutdown(wait=True)
+        self._end_process()  # started meanwhile
+
+    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> Outcome:
+        if self._over:
+            raise CheckpointError("nothing is folded any more")
+        begun, process = time.perf_counter(), self._process
+        if process is None:
+            process = self._process = _start()  # on this thread, which lives until it may end
+            if self._over:  # closed meanwhile
+                process.kill()
+        assert process.stdin is not None and process.stdout is not None  # pipes
+        try:
+            print(json.dumps({"memory": memory, "compare": compare, "fold": fold}), file=process.stdin, flush=True)
+            answer = process.stdout.readline()
+        except OSError:
+            answer = ""
+        if not answer.endswith("\n"):
+            self._end_process()
+            raise CheckpointError("the process that folds them has died")
+        with self._changing:
+            self._counts["seconds"] += time.perf_counter() - begun
+        return Outcome(**json.loads(answer))
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _has_failed(self, why: str) -> None:
+        self._died += 1
+        if self._died >= _DIES:
+            self._ends(f"{why} {_DIES} times")
+
+    def _ends(self, why: str) -> None:
+        if not self._over:
+            self._over = True
+            print(
+                f"WARNING: gradients of experts are not folded beside training any more: {why}. A recovery repeats "
+                "their updates",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _start() -> subprocess.Popen:
+    source = str(Path(__file__).resolve().parents[2])  # which may not be installed
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
+    ours |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", children.PARENT: str(os.getpid())}
+    command = [sys.executable, "-m", "moc.session.folder"]
+    pipe, environment = subprocess.PIPE, os.environ | ours
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True)

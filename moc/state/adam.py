@@ -1,0 +1,117 @@
+"""Adam's update from saved gradients, without the engine: MoEtion's recomputation of the optimizer (section 5.2).
+
+The arithmetic is torch's own, so what torch's Adam or AdamW has computed on the same device comes out again, bit by
+bit; it is elementwise, so that cutting a parameter changes nothing.  An optimizer with other kernels comes close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+MASTER, MEAN, SQUARE = "master", "exp_avg", "exp_avg_sq"
+SLOTS = frozenset({MASTER, MEAN, SQUARE})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the next update treats a parameter.
+
+    Attributes:
+        lr: learning rate.
+        weight_decay: the parameter's own: 0 where none is applied.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        decoupled: weights decay by themselves (AdamW), not through the gradient.
+    """
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the next update treats experts.
+
+    Attributes:
+        clip_grad: the norm to which gradients are clipped; 0 for no clipping.
+        by_kind: rules by :func:`kind_of`; a kind whose parameters differ is absent.
+    """
+
+    clip_grad: float
+    by_kind: Mapping[str, Rule]
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON-compatible values."""
+        return {"clip_grad": self.clip_grad, "by_kind": {kind: asdict(rule) for kind, rule in self.by_kind.items()}}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Rules:
+        """The inverse of :meth:`to_plain`."""
+        return cls(plain["clip_grad"], {kind: Rule(**rule) for kind, rule in plain["by_kind"].items()})
+
+    @classmethod
+    def of(cls, clip_grad: float, rules: Iterable[tuple[str, Rule]]) -> Rules:
+        """Joins the rules of parameters of some kinds into those of the kinds."""
+        found: dict[str, set[Rule]] = {}
+        for kind, rule in rules:
+            found.setdefault(kind, set()).add(rule)
+        return cls(clip_grad, {kind: of_kind.pop() for kind, of_kind in found.items() if len(of_kind) == 1})
+
+
+def kind_of(name: str) -> str:
+    """Name of a parameter without the numbers of its layer and expert: equal for what all experts have."""
+    return ".".join(part for part in name.split(".") if not part.isdecimal())
+
+
+def gradient_factor(grad_norm: float, clip_grad: float, loss_scale: float) -> float:
+    """Factor on the reduced gradients: takes the loss scale off them, and clips them by the norm of all."""
+    clip = clip_grad / (grad_norm + 1.0e-6) if clip_grad > 0.0 else 1.0
+    return min(clip, 1.0) / loss_scale
+
+
+@torch.no_grad()
+def update(state: Mapping[str, torch.Tensor], gradient: torch.Tensor, step: int, rule: Rule, factor: float) -> None:
+    """Updates master weights and moments in place.
+
+    Args:
+        state: tensors of one shape by slot, fp32, on the host.
+        gradient: reduced, unclipped and still scaled, in the dtype of its reduction; of the same shape.
+        step: updates that the moments have seen before this one.
+        rule: of the parameter, as it was before this update.
+        factor: see :func:`gradient_factor`.
+
+    Raises:
+        ValueError: the state is not that of Adam in fp32.
+    """
+    if state.keys() != SLOTS or any(values.dtype != torch.float32 for values in state.values()):
+        raise ValueError("its state is not Adam's in fp32")
+    if not math.isfinite(factor):
+        raise ValueError(f"its gradients would be multiplied by {factor}")
+    adam(
+        [state[MASTER]],
+        [gradient.float() * factor],
+        [state[MEAN]],
+        [state[SQUARE]],
+        [],
+        [torch.tensor(float(step))],
+        foreach=False,
+        amsgrad=False,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        lr=rule.lr,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        maximize=False,
+        decoupled_weight_decay=rule.decoupled,
+    )

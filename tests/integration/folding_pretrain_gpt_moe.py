@@ -1,0 +1,32 @@
+"""The program as in ``held_pretrain_gpt_moe.py``, whose snapshots wait for the folder: it folds whatever it may.
+
+However slow the folder starts, chains are folded before the run ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import wait
+from pathlib import Path
+
+from moc.session.folds import Folds
+from tests.integration.held_pretrain_gpt_moe import hold, program, warm_up
+
+
+def wait_for_folders() -> None:
+    """Makes snapshots wait until the folder has answered."""
+    take_over = Folds.take_over
+
+    def wait_and_take_over(folds: Folds, carrier) -> None:
+        wait(folds._under_way.values())
+        take_over(folds, carrier)
+
+    Folds.take_over = wait_and_take_over
+
+
+if __name__ == "__main__":
+    warm_up()
+    hold(Path(os.environ["TEST_MAY_END"]))
+    wait_for_folders()
+    sys.exit(program.main())

@@ -1,0 +1,217 @@
+"""Chains are folded in memory: real files of real snapshots, of experts that torch's own optimizer updates."""
+
+import dataclasses
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from moc.recovery import folds
+from moc.recovery.carrying import Carrier
+from moc.recovery.folds import RULES, Chain, carry_out, file_of_folded, foldable, place_of_folded
+from moc.recovery.inventory import in_memory, look
+from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
+from moc.state.adam import Rule, Rules, kind_of
+from moc.state.detail import Detail
+from moc.state.operators import Operator
+from moc.state.record import StepRecord
+from moc.state.region import Region
+from moc.store.manifest import Manifest, OperatorEntry
+from moc.store.regions import RegionReader, RegionTensor, write_regions
+from moc.store.storage import LocalPlace
+from moc.store.store import Store, directory_of, file_of
+
+EXPERTS, SHAPE, SKIPPED = 3, (8, 3), 4
+NAMES = [f"layers.0.expert.{e}" for e in range(EXPERTS)]
+TENSORS = {name: f"decoder.layers.0.mlp.experts.experts.{e}.linear_fc1.weight" for e, name in enumerate(NAMES)}
+ONES = [Operator(name, "expert", 0, e, SHAPE[0] * SHAPE[1]) for e, name in enumerate(NAMES)]
+FULL, GRAD = Detail.FULL, Detail.GRAD
+
+
+class Run:
+    """Experts in training, with a snapshot in memory after each iteration, and what they were at each."""
+
+    def __init__(self, path):
+        torch.manual_seed(3)
+        self.store = Store(LocalPlace(path, in_memory=True), slack=True)
+        self.carrier = Carrier(self.store, ONES)
+        self.experts = {name: torch.nn.Parameter(torch.randn(SHAPE)) for name in NAMES}
+        self.optimizer = torch.optim.AdamW(self.experts.values(), weight_decay=0.1)
+        self.iteration, self.was, self.rules = 0, {}, Rules(0.5, {})
+
+    def train(self, *, compared=(), **details: Detail) -> None:
+        """An iteration, and its snapshot of experts by their numbers: ``e0=FULL``."""
+        self.iteration += 1
+        norm = float("inf") if self.iteration == SKIPPED else 2.0
+        record = StepRecord(self.iteration, 1.0, norm, 8.0, self.iteration == SKIPPED, 9, 0.1, 2)
+        gradients = {name: torch.randn(SHAPE) for name in NAMES}
+        for name, parameter in self.experts.items():
+            parameter.grad = gradients[name] * (min(1.0, 0.5 / (2.0 + 1e-6)) / 8.0)
+        if not record.skipped:
+            self.optimizer.step()
+        group = self.optimizer.param_groups[0]
+        group["lr"] = 1e-2 / (1 + self.iteration)
+        rule = Rule(group["lr"], 0.1, 0.9, 0.999, 1e-8, True)
+        self.rules = Rules.of(0.5, [(kind_of(name), rule) for name in TENSORS.values()])
+        self.was[self.iteration] = {name: self.state(name) for name in NAMES}
+        planned = {NAMES[int(key[1:])]: detail for key, detail in details.items()}
+        both = frozenset(NAMES[e] for e in compared)
+        coming = AvailableCheckpoint(self.iteration, MEMORY, {n: d.value for n, d in planned.items()})
+        self.carrier.carry(coming, compared=both)
+        self._save(planned, both, gradients, record)
+        self.carrier.retire(self.iteration)
+        self.carrier.drop(self.iteration)
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        parameter = self.experts[name]
+        moments = self.optimizer.state.get(parameter) or dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros(SHAPE))
+        slots = {"master": parameter.detach(), **{slot: moments[slot] for slot in ("exp_avg", "exp_avg_sq")}}
+        return {slot: values.clone() for slot, values in slots.items()}
+
+    def _save(self, planned, both, gradients, record) -> None:
+        """Each of two ranks has some rows of everything."""
+        directory = self.store.place.root / directory_of(self.iteration)
+        directory.mkdir(parents=True)
+        files, updates = {}, self.iteration - (self.iteration >= SKIPPED)
+        for rank, rows in enumerate((slice(0, 5), slice(5, 8))):
+            region = Region((rows.start, 0), (rows.stop - rows.start, SHAPE[1]))
+            tensors = [
+                RegionTensor(TENSORS[name], slot, SHAPE, region, values[rows].contiguous())
+                for name, detail in planned.items()
+                for slot, values in {**self.was[self.iteration][name], "grad": gradients[name]}.items()
+                if detail.holds(slot) or name in both
+            ]
+            files[file_of(rank)] = write_regions(directory / file_of(rank), tensors)
+        elements = {
+            name: {s: 24 for s in ("master", "exp_avg", "exp_avg_sq", "grad") if d.holds(s) or name in both}
+            for name, d in planned.items()
+        }
+        operators = {name: OperatorEntry(d.value, updates, elements[name]) for name, d in planned.items()}
+        state = {"record": asdict(record), RULES: self.rules.to_plain()}
+        self.store.publish(Manifest(self.iteration, "selective", 2, files, operators, {}, state))
+
+    def comes_back(self) -> dict[str, int]:
+        """By expert, the iteration of its newest base, which must have the bits that the expert had then."""
+        held = in_memory([look(self.store)[0]], ONES)
+        way = next(recoveries(held, ONES, exact=False))
+        found = {name: way.sources[name, "master"].iteration for name in NAMES}
+        assert way.iteration == self.iteration and not way.stale
+        for name, iteration in found.items():
+            files = self.store.manifest(iteration).files.items()
+            reader = RegionReader((self.store.blob(iteration, f, entry) for f, entry in files), verify=True)
+            for slot, values in self.was[iteration][name].items():
+                assert torch.equal(reader.get(TENSORS[name], slot, Region((0, 0), SHAPE)), values), (name, slot)
+        return found
+
+
+ALL_GRAD = dict(e0=GRAD, e1=GRAD, e2=GRAD)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "memory")
+    run.train(e0=FULL, e1=FULL, e2=FULL)
+    return run
+
+
+def test_a_folded_chain_is_a_base_with_the_bits_that_training_had(run):
+    for _ in range(8):
+        run.train(**ALL_GRAD)
+    assert run.comes_back() == dict.fromkeys(NAMES, 1)
+    first, *others = run.carrier.to_fold(least=4)
+    assert {first, *others} == {Chain(name, 1, 8) for name in NAMES}  # the newest snapshot is not reduced yet
+    outcome = carry_out(run.store, [], [first])
+    assert outcome == ([first.operator], 7, [], [], [], "")
+    assert run.carrier.adopt() == [first.operator] and not place_of_folded(run.store).place.names()
+    assert run.comes_back() == {name: 8 if name == first.operator else 1 for name in NAMES}
+    run.carrier.drop(run.iteration)
+    assert run.comes_back()[first.operator] == 8
+    assert first.operator not in run.store.manifest(1).operators  # the base before, and the gradients between, are gone
+    assert first.operator not in run.store.manifest(5).operators
+    run.train(**ALL_GRAD)
+    run.train(e0=GRAD, e1=GRAD)
+    assert carry_out(run.store, [], run.carrier.to_fold(least=1)).gradients == 2 + 9 + 9
+    run.carrier.adopt()
+    run.carrier.drop(run.iteration)
+    held = {one.iteration: one.operators for one in in_memory([look(run.store)[0]], ONES)}
+    assert {n: max(i for i in held if held[i].get(n) == "full") for n in NAMES} == dict.fromkeys(NAMES, 10)
+
+
+def test_what_a_killed_folder_leaves_changes_nothing(run):
+    for _ in range(6):
+        run.train(**ALL_GRAD)
+    chains = run.carrier.to_fold(least=1)
+    into, steps = place_of_folded(run.store), folds._Steps(run.store)
+    steps.fold(chains[0], into)  # killed before it is published
+    assert run.carrier.adopt() == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
+    steps.fold(chains[0], into)
+    carry_out(run.store, [], chains[1:])
+    new = run.carrier._new(6, file_of_folded(chains[1].operator))  # a worker killed while it adopts it
+    torch.save({}, new)
+    assert run.comes_back() == dict.fromkeys(NAMES, 1)
+    assert run.carrier.adopt() == [chain.operator for chain in chains[1:]]
+    assert run.comes_back() == {name: 1 if name == chains[0].operator else 6 for name in NAMES}
+
+
+def test_a_chain_is_kept_until_it_is_compared_with_the_state_beside_its_last_gradients(run):
+    run.carrier.compares = True
+    for _ in range(5):
+        run.train(**ALL_GRAD)
+    run.train(e0=FULL, e1=FULL, e2=GRAD, compared=(0,))  # the first with its gradients
+    run.train(**ALL_GRAD)
+    run.train(**ALL_GRAD)
+    assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
+    (chain,) = run.carrier.to_compare()
+    assert chain == Chain(NAMES[0], 1, 7) and run.store.manifest(1).operators.keys() == {NAMES[0], NAMES[2]}
+    assert carry_out(run.store, [chain], []) == ([], 0, [NAMES[0]], [], [], "")
+    run.carrier.is_compared([NAMES[0]])
+    run.train(**ALL_GRAD)
+    assert not run.carrier.to_compare() and run.store.manifest(1).operators.keys() == {NAMES[2]}
+    assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
+
+
+def test_other_bits_are_noticed(run, monkeypatch):
+    run.carrier.compares = True
+    run.train(**ALL_GRAD)
+    run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
+    run.train(**ALL_GRAD)
+    run.train(**ALL_GRAD)
+    update = folds.update
+    monkeypatch.setattr(folds, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, eps=1e-7), f))
+    assert carry_out(run.store, run.carrier.to_compare(), []).differing == [NAMES[0]]
+
+
+def test_newer_state_ends_the_wait_for_a_comparison(run):
+    run.carrier.compares = True
+    run.train(**ALL_GRAD)
+    run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
+    run.train(e0=FULL, e1=GRAD, e2=GRAD)
+    run.train(**ALL_GRAD)
+    assert not run.carrier.to_compare() and run.comes_back()[NAMES[0]] == 4
+    assert NAMES[0] in {chain.operator for chain in run.carrier.to_fold(least=0)}
+
+
+def test_damaged_or_missing_gradients_and_untold_rules_fold_nothing(run):
+    for _ in range(5):
+        run.train(**ALL_GRAD)
+    path = run.store.place.root / directory_of(3) / f"{NAMES[0]}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (run.store.place.root / directory_of(5) / f"{NAMES[1]}.safetensors").unlink()
+    outcome = carry_out(run.store, [], run.carrier.to_fold(least=1))
+    assert outcome.folded == [NAMES[2]] and set(outcome.superseded) == {NAMES[0], NAMES[1]}
+    manifest = run.store.manifest(2)
+    told = {**manifest.state, RULES: Rules(0.5, {}).to_plain()}
+    run.store.rewrite(dataclasses.replace(manifest, state=told))
+    outcome = carry_out(run.store, [], [Chain(NAMES[2], 1, 5)])
+    assert not outcome.folded and "has not told how" in outcome.why
+
+
+def test_chains_have_no_gap_and_start_at_the_newest_base():
+    def held(iteration, **details):
+        return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in details.items()})
+
+    there = [held(1, a=FULL, b=FULL, c=GRAD), held(2, a=GRAD, b=GRAD, c=GRAD), held(3, a=FULL), held(4, a=GRAD, b=GRAD)]
+    assert foldable(there, {"a", "b", "c", "d"}, 1) == [Chain("a", 3, 4), Chain("b", 1, 2)]
+    assert foldable(there, {"a", "b"}, 2) == []

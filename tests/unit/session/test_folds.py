@@ -1,0 +1,93 @@
+"""When chains are folded beside training: after a comparison, and until one differs."""
+
+from concurrent.futures import wait
+from dataclasses import replace
+
+import pytest
+
+from moc.recovery import folds as folding
+from moc.recovery.folds import carry_out
+from moc.session import folds as module
+from moc.session.folds import Folds
+from moc.store.errors import CheckpointError
+from tests.unit.recovery.test_folds import ALL_GRAD, FULL, GRAD, NAMES, Run
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "memory")
+    run.train(e0=FULL, e1=FULL, e2=FULL)
+    return run
+
+
+@pytest.fixture
+def folds(run, monkeypatch):
+    """The folder's work, without its process."""
+    monkeypatch.setattr(Folds, "_order", lambda self, memory, compare, fold: carry_out(run.store, compare, fold))
+    folds = Folds()
+    yield folds
+    folds.close()
+
+
+def go_on(folds: Folds, run: Run, iterations: int, **details) -> list[dict]:
+    """What a run does with them; what is reported of it."""
+    told = []
+    for _ in range(iterations):
+        wait(folds._under_way.values())
+        folds.take_over(run.carrier)
+        run.train(**(details or ALL_GRAD))
+        folds.go_on(run.carrier)
+        told.append(folds.on_vote(folds.ballot()))
+    return list(filter(None, told))
+
+
+def renew(folds: Folds, run: Run) -> list[dict]:
+    wait(folds._under_way.values())
+    folds.take_over(run.carrier)
+    run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
+    return go_on(folds, run, 4)
+
+
+def test_nothing_is_folded_before_a_comparison_and_then_everything_a_part_at_a_time(folds, run):
+    assert go_on(folds, run, 5) == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
+    told, *reports = renew(folds, run) + go_on(folds, run, 6)
+    assert told["equal"] == 1 and not told["differing"] and not told["folded"]
+    assert {report["folded"] for report in reports} == {1} and sum(report["gradients"] for report in reports) > 20
+    assert min(run.comes_back().values()) > 10
+
+
+def test_a_difference_ends_it_on_all_nodes(folds, run, monkeypatch):
+    update = folding.update
+    monkeypatch.setattr(folding, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, lr=0.1), f))
+    go_on(folds, run, 3)
+    (told,) = renew(folds, run)
+    assert told["differing"] == 1
+    assert go_on(folds, run, 5) == [] and run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
+    assert NAMES[0] not in run.store.manifest(1).operators  # the chain before is not kept any longer
+    other = Folds()
+    nothing = dict.fromkeys(other.ballot(), 0.0)
+    other.on_vote(nothing | {"fold_equal": 1.0})
+    assert other._trusted and not other._over
+    other.on_vote(nothing | {"fold_differing": 1.0})
+    assert other._over
+
+
+def test_what_cannot_be_folded_is_said_once(folds, run, monkeypatch, capsys):
+    monkeypatch.setattr(folding, "update", lambda *_: (_ for _ in ()).throw(ValueError("its state is not Adam's")))
+    go_on(folds, run, 3)
+    assert renew(folds, run) == [] and go_on(folds, run, 6) == []
+    assert capsys.readouterr().err.count("its state is not Adam's") == 1
+    assert run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
+
+
+def test_a_folder_that_always_dies_is_given_up(folds, run, monkeypatch, capsys):
+    def die(*_):
+        raise CheckpointError("the process that folds them has died")
+
+    monkeypatch.setattr(Folds, "_order", die)
+    go_on(folds, run, 3)
+    renew(folds, run)
+    go_on(folds, run, module._DIES)
+    assert capsys.readouterr().err.count(f"has died {module._DIES} times") == 1
+    assert run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
+    assert NAMES[0] not in run.store.manifest(1).operators
