@@ -23,6 +23,7 @@ REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
     "moetion-fig4": moetion.figure_4,
     "moetion-fig7": moetion.figure_7,
     "moetion-fig9": moetion.figure_9,
+    "moetion-fig10": moetion.figure_10,
     "lazarus-fig8": lazarus.figure_8,
 }
 """By the name that the command takes."""
