@@ -9,7 +9,8 @@ loss of power is the end of all its processes, of which nobody hears, and a cut 
 see the same storage, a file system that can be frozen.  It needs root; elsewhere it says so, and ends with 0.
 
 A row has failed if the job has not ended; if losses, gradient norms or the hash of any region of the last snapshot
-differ from those of the run without faults; if a host ended with another code than it should; if a host that was cut
+differ from those of the run without faults (with partial snapshots: unless it went on with experts of other iterations
+than the rest, and has counted what they lost); if a host ended with another code than it should; if a host that was cut
 off says nothing of it; if a console has a traceback; if processes, temporary files or memory are left where a job has
 ended well; and if there were two worlds at any moment: an iteration told by two, a rank that lived on two hosts while
 something was told or published, or a manifest of an older generation after one of a newer one.
@@ -38,7 +39,7 @@ from benchmarks.cluster.job import PORT, ClusterJob
 from benchmarks.cluster.judge import overlaps, two_worlds
 from benchmarks.cluster.scenarios import CONTROLLER, Scenario, Step, scenarios
 from benchmarks.common import command_line, write_json
-from benchmarks.faults.run import EP2, LAYOUTS, MODEL, TIERS, ZERO, End, differences, end_of, standing
+from benchmarks.faults.run import EP2, LAYOUTS, MODEL, TIERS, ZERO, End, end_of, judge, standing
 
 AGAIN = 75
 _ALONE = "MOC_CLUSTER_FAULTS_ALONE"
@@ -58,6 +59,8 @@ class Row:
     stood_still_s: float = 0.0  # the longest time between two iterations
     seconds: float = 0.0
     stand: dict[str, list[str]] = field(default_factory=dict)  # if it did not end, what its processes did
+    stale: list[int] = field(default_factory=list)  # experts of other iterations than the rest, by recovery
+    plt: float = 0.0  # most lost tokens, as a share of those so far
 
 
 class Trial:
@@ -193,8 +196,10 @@ class Trial:
                 process.resume()
 
 
-def trial(own: argparse.Namespace, scenario: Scenario, name: str, tier: str, directory: Path) -> tuple[Row, End]:
-    """Runs one scenario, and judges all of it but the end itself."""
+def trial(
+    own: argparse.Namespace, scenario: Scenario, name: str, tier: str, directory: Path, expected: End | None = None
+) -> tuple[Row, End]:
+    """Runs one scenario, and judges it; its end only if one is expected."""
     directory.mkdir(parents=True)
     begun, row = time.monotonic(), Row(name, tier)
     with Storage(directory) as storage, Cluster(own.nnodes + own.spares) as cluster:
@@ -209,7 +214,10 @@ def trial(own: argparse.Namespace, scenario: Scenario, name: str, tier: str, dir
         row.wrong += [f"{host.name} prints a traceback" for host in cluster.hosts if tried.job.traceback(host.number)]
         row.wrong += two_worlds(tried.job.events.all(), watch.lives, watch.publications)
         row.wrong += [] if row.stand else _leftovers(cluster, row.codes, directory)
-        ended = tried.end()
+        ended = _plain(tried.end())
+    row.wrong += [] if expected is None else judge(tier, ended, expected, tried.job.events)
+    row.stale = [event["stale"] for event in tried.job.events.of("resume")]
+    row.plt = max((event["plt"] for event in tried.job.events.of("lost")), default=0.0)
     row.generations = len(tried.job.events.of("generation"))
     row.lived_twice_s = round(sum(end - begin for _, begin, end in overlaps(watch.lives)), 2)
     moments = [event["time"] for event in tried.job.events.of("iteration")]
@@ -264,7 +272,7 @@ def _without_faults(own: argparse.Namespace, directory: Path) -> End:
         if nothing.wrong or not ended.hashes:
             why = nothing.wrong or "no last snapshot"
             raise RuntimeError(f"the run without faults failed: {why} (see {directory})")
-        known.write_text(json.dumps(vars(_plain(ended))))
+        known.write_text(json.dumps(vars(ended)))
     return End(**json.loads(known.read_text()))
 
 
@@ -303,8 +311,7 @@ def main() -> int:
     expected, rows = _without_faults(own, directory), []
     for tier in own.tiers:
         for name, scenario in own.rows.items():
-            row, ended = trial(own, scenario, name, tier, directory / f"{tier}, {name}".replace(" ", "_"))
-            row.wrong += differences(_plain(ended), expected)
+            row, _ = trial(own, scenario, name, tier, directory / f"{tier}, {name}".replace(" ", "_"), expected)
             rows.append(row)
             what = "EQUAL" if not row.wrong else f"FAILED: {'; '.join(row.wrong)}"
             took = f"{row.seconds:6.1f} s, stood still {row.stood_still_s:5.1f} s"

@@ -49,15 +49,13 @@ from benchmarks.common import command_line, machine, write_json
 from benchmarks.faults.recovery import Recoveries, troubles
 from benchmarks.faults.run import (  # noqa: E402
     LAYOUTS,
-    LOSSY,
     TIERS,
     End,
     Outside,
     Run,
     damages,
-    differences,
     fits,
-    mistakes,
+    judge,
     nodes_of,
 )
 from moc.faults import STEP
@@ -124,8 +122,7 @@ class Campaign:
         ended = run.end()
         fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events.of("inject")]
         fired += [*map(str, run.done), *recoveries.done]
-        wrong = run.wrong + (mistakes(ended, expected, run.events) if tier in LOSSY else differences(ended, expected))
-        wrong += damages(directory / "snapshots")
+        wrong = run.wrong + judge(tier, ended, expected, run.events) + damages(directory / "snapshots")
         lost = [event["plt"] for event in run.events.of("lost")]
         stale = [event["stale"] for event in run.events.of("resume")]
         if not wrong and not run.left:

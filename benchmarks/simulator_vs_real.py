@@ -62,10 +62,11 @@ CASES = {
     "full, disk": Case(_TO_DISK, Way(EVERY)),
     "full, blocking": Case(f"{_TO_DISK} --ckpt-blocking", Way(EVERY, blocking=True)),
     "pec": Case(f"--ckpt-policy pec --pec-k 2 {_TO_BOTH}", Way(exact=False)),
+    "selective": Case(f"--ckpt-policy selective --selective-experts 2 {_TO_BOTH}", Way(exact=False)),
     "sparse": Case("--ckpt-policy sparse --sparse-window 3", Way(window=3)),
     "sparse, logs": Case("--ckpt-policy sparse --sparse-window 3 --upstream-logging", Way(window=3)),
 }
-"""Gemini's, CheckFreq's and Megatron-DeepSpeed's ways of saving everything, MoC-System's, and MoEvement's."""
+"""Gemini's, CheckFreq's and Megatron-DeepSpeed's ways of saving everything; MoC-System's, MoEtion's, MoEvement's."""
 
 
 def planned(mean: float, iterations: int, seed: int) -> list[str]:

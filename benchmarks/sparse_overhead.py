@@ -30,6 +30,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -38,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.blocks import Blocks, between
-from benchmarks.live.job import KIND, PP2_EP2, PROGRAM, ROOT, Job, torchrun
+from benchmarks.live.itself import beside_itself, seconds_of
+from benchmarks.live.job import KIND, PP2_EP2, PROGRAM, Job, torchrun
 from benchmarks.live.slices import ratios, slices, warm_up
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, SNAPSHOTS, WARM_UP
 
@@ -91,16 +93,11 @@ def measure(ways: Sequence[str], layout: str, own: argparse.Namespace, flags: Se
         return [{way: figures(jobs[way].events.all(), counted) for way, counted in one.items()} for one in rounds]
 
 
-def beside_itself(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str]) -> list[float]:
+def in_blocks(way: str, layout: str, own: argparse.Namespace, flags: Sequence[str]) -> list[float]:
     """Starts a job that saves in every second block of iterations: its :meth:`Blocks.overheads`."""
     blocks = Blocks(WAYS[way].warm_up + 2 * BLOCK_ITERATIONS, BLOCK_ITERATIONS)
-    when = {"SAVING_FROM": str(blocks.first), "SAVING_FOR": str(blocks.length)}
-    started = command(way, layout, own.sparse_tier, flags, str(ROOT / "benchmarks/live/blocks.py"))
-    with TemporaryDirectory(prefix="overhead-") as files, Job(started, files, True, environment=when) as job:
-        for pair in range(own.blocks + 1):
-            job.reach(blocks.first + (2 * pair + 1) * blocks.length)
-            print(f"{layout}, {way}: block {pair} of {own.blocks}", file=sys.stderr, flush=True)
-        return blocks.overheads({event["iteration"]: event["elapsed_s"] for event in job.events.of("iteration")})
+    started = partial(command, way, layout, own.sparse_tier, flags)
+    return blocks.overheads(seconds_of(beside_itself(started, blocks, own.blocks, f"{layout}, {way}")))
 
 
 def command(way: str, layout: str, tier: str, flags: Sequence[str], program: str = PROGRAM) -> list[str]:
@@ -162,7 +159,7 @@ def _of_way(runs: Sequence[Mapping], found: Mapping[str, Mapping]) -> dict:
 def verdicts(told: Mapping[str, Mapping], core_left: bool) -> dict[str, bool]:
     """What is asked for of the ways that were run, and whether it was found; overhead only where a core is left.
 
-    ``told`` is of :func:`summary`, with what :func:`beside_itself` tells as ``blocks``, where it was asked.
+    ``told`` is of :func:`summary`, with what :func:`in_blocks` tells as ``blocks``, where it was asked.
     """
     found = {}
     if THREE in told and GEMINI in told:
@@ -199,7 +196,7 @@ def main() -> int:
         told = summary(rounds)
         for way in ways if own.blocks else ():
             if way in (AUTO, THREE, GEMINI, PEC):  # CheckFreq's finds out by itself when to save
-                told[way]["blocks"] = beside_itself(way, layout, own, flags)
+                told[way]["blocks"] = in_blocks(way, layout, own, flags)
         found = verdicts(told, core_left=LAYOUTS[layout][0] < os.cpu_count())
         print("\n".join([f"{layout}, {LAYOUTS[layout][0]} workers", *table(told)]))
         held &= say(found)

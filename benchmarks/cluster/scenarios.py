@@ -67,6 +67,11 @@ def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
         "controller's hosts lost": Scenario(
             "the controller's host, and then the next one's", (*_off((CONTROLLER,)), *_off((CONTROLLER,)))
         ),
+        "lost twice": Scenario(
+            "a host loses its power, then the first one, and both boot",
+            (*_off((last,)), Step("off", (0,), more=10), Step("on", (0, last), seconds=silence)),
+            ends=minority < 2,
+        ),
         "most lost": Scenario(
             "all but a minority lose their power, and boot",
             (Step("off", tuple(range(majority)), more=10), Step("on", tuple(range(majority)), seconds=long)),

@@ -135,6 +135,11 @@ def mistakes(ended: End, expected: End, events: Events) -> list[str]:
     return wrong
 
 
+def judge(tier: str, ended: End, expected: End, events: Events) -> list[str]:
+    """In what a run with a tier of :data:`TIERS` has ended otherwise than it should, a sentence each."""
+    return mistakes(ended, expected, events) if tier in LOSSY else differences(ended, expected)
+
+
 def damages(snapshots: Path) -> list[str]:
     """What is wrong with the last snapshot in storage, by what verifies checkpoints."""
     verdicts = examine(snapshots, None, False)

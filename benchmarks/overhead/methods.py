@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.save_peers.cases import COMMON
+from moc.state.operators import Operator
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,22 @@ def model_flags(quick: bool, layout: str = "", hidden_size: int | None = None) -
     return [flag for flag in flags if not (flag == _ZERO and layout.endswith("replicated"))]
 
 
-def parameters(flags: list[str]) -> dict[str, int]:
-    """How many parameters are in experts (``experts``) and how many are not (``others``)."""
+def operators_of(flags: list[str]) -> list[Operator]:
+    """The operators of the program's model."""
     from megatron.pretraining.arguments import parse_config
     from megatron.pretraining.model.shape import model_shape
     from moc.state.shape import model_operators
 
     config = parse_config([*flags, "--train-iters", "1"])
-    assert config.tokenizer.vocab_size is not None and config.moe.num_experts is not None
+    assert config.tokenizer.vocab_size is not None
     rows = config.tokenizer.vocab_size + 1  # NullTokenizer adds one token
-    counts = {"experts": 0, "others": 0}
-    for operator in model_operators(model_shape(config.network, config.moe, rows)):
+    return model_operators(model_shape(config.network, config.moe, rows))
+
+
+def parameters(flags: list[str]) -> dict[str, int]:
+    """How many parameters are in experts (``experts``) and how many are not (``others``)."""
+    counts, experts = {"experts": 0, "others": 0}, set()
+    for operator in operators_of(flags):
         counts["others" if operator.expert is None else "experts"] += operator.parameters
-    return counts | {"num_experts": config.moe.num_experts}
+        experts.add(operator.expert)
+    return counts | {"num_experts": len(experts - {None})}

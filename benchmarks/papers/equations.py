@@ -9,7 +9,7 @@ TARGETS = ("weights", "optimizer", "both")
 
 
 def pec_size(
-    others: int, experts: int, k: int, num_experts: int, state: StateBytes, target: str = "both", keep_master=False
+    others: int, experts: int, k: float, num_experts: int, state: StateBytes, target: str = "both", keep_master=False
 ) -> float:
     """Bytes of a checkpoint with K experts of each layer (MoC, section 3.1.1, eq. 6); with all of them, eq. 5.
 

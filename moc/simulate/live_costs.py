@@ -157,7 +157,7 @@ class Running:
         saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(self, saving, every))
         window = _of_rank(self, saving) if POLICIES[name].replays else None
         host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, window)
-        host += (1 + options.replicas) * price.chained / self.nodes
+        host += (1 + options.replicas) * (self.ranks * _carried(self, price) + price.chained / self.nodes)
         return Weighed(options, saving, plt, host)
 
 
@@ -270,6 +270,14 @@ def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
     saving = PolicyCosts(name=name, stall_s=stall_s, restart_s=_load_s(run, nbytes), traffic=traffic)
     saving = sparse_replay(saving, window, run.iteration_s)
     return dataclasses.replace(saving, lag=window + run.iterations(last_s), local=False)
+
+
+def _carried(run: Running, price: Price) -> float:
+    """Bytes of a rank that memory keeps beside its buffers: experts that the newest snapshot lacks, at most all."""
+    most = run.machine.num_experts
+    if run.tier == "disk" or price.k is None or price.k >= most:
+        return 0.0
+    return (run.saved.full - run.saved.by_k[1]) * most / (most - 1)
 
 
 def _load_s(run: Running, nbytes: float) -> float:

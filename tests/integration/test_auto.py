@@ -45,13 +45,18 @@ def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
 
 
 @pytest.mark.recovery
-def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(data, flags):
-    flags |= dict(mtbf_hours=0.01, pec_plt_limit=1.0)
+@pytest.mark.parametrize(
+    ("policy", "number", "limits"),
+    [("pec", "pec_k", {}), ("selective", "selective_experts", dict(selective_mlt_limit=1.0))],
+)
+def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(policy, number, limits, data, flags):
+    """Where both may lose that much, the one that is expected to lose less is chosen."""
+    flags |= dict(mtbf_hours=0.01, pec_plt_limit=1.0) | limits
     choice = killed_after(44, flags, "pec_bodies:die_after_slow_copies", **EXPERTS_TAKE_1_S)
-    assert choice["ckpt_policy"] == "pec" and int(choice["pec_k"]) < FLAGS["num_experts"]
+    assert choice["ckpt_policy"] == policy and int(choice[number]) < FLAGS["num_experts"]
     resumed, straight = train("EP2", flags | dict(exit_interval=46)), known("EP2", data | SMALL)
     assert choice["iteration"] <= resumed.start  # or where pec has begun, with everything
     assert resumed.records == straight.records[resumed.start : 46]
     newest = stores(flags)["storage"].manifest(46)
-    assert newest.policy == "pec"
+    assert newest.policy == policy
     assert newest.state["ledger"]["iteration"] == 46 and min(newest.state["ledger"]["routed"]) == 46 * 2 * 2 * 16

@@ -210,6 +210,25 @@ def test_copies_on_other_nodes_take_memory_and_time():
     assert chosen(running("memory")).best.options.replicas == 0
 
 
+def test_memory_keeps_the_experts_that_the_newest_snapshot_lacks():
+    """Of the node, and of the one that it keeps copies for; a disk keeps whole snapshots."""
+    flags = {"replicas": 1, "snapshot_interval": "5"}
+    for tier, copies in (("memory", 1), ("peers", 2), ("disk", 0)):
+        run = running(tier)
+        of = flags if tier == "peers" else flags | {"replicas": 0}
+        full, pec, selective, everything = (
+            priced(run, policy, options_of(of | own, 60.0)).host_bytes
+            for policy, own in (
+                ("full", {}),
+                ("pec", {"pec_k": 2}),
+                ("selective", {"selective_experts": 3, "selective_gradients": "off"}),
+                ("pec", {"pec_k": EXPERTS}),
+            )
+        )
+        assert pec - full == selective - full == pytest.approx(copies * run.ranks * EXPERTS * EXPERT)
+        assert everything == full
+
+
 def test_memory_has_two_windows_where_a_disk_would_have_them():
     options = options_of({"sparse_window": "4"}, 60.0)
     on_disk, in_memory = (priced(running(tier), "sparse", options) for tier in ("disk", "memory"))

@@ -1,5 +1,7 @@
 """How near the figures of the papers ours come."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -82,6 +84,27 @@ def test_figure_11_of_moetion():
     assert [row.ours for row in rows[1::2]] == pytest.approx([2.74, 3.12, 4.74, 11.99], rel=0.01)
     assert [bool(row.excluded) for row in rows[::2]] == [True, True, False, False]
     assert all(row.excluded for row in (*rows[1::2], most))
+
+
+def test_figure_10_of_moetion():
+    """No row counts, since all need what the paper does not state; gradients by the experts that recur elsewhere."""
+    found = moetion.figure_10()
+    assert [round(row.paper, 1) for row in found.rows] == [86.5, 64.2, 55.7, 31.0]
+    assert [round(row.ours, 1) for row in found.rows] == [72.3, 80.0, 53.5, 30.9]
+    assert all(row.excluded for row in found.rows) and "Nothing here could fail" in found.summary()[1]
+    if not RECORDED.exists():
+        pytest.skip("the recorded loads are not at hand")
+    loads = moetion.read_loads(RECORDED)
+    quarter, chosen = len(loads[0][0]) // 4, []
+
+    def algorithm_1(*of):
+        chosen.append(moetion._algorithm_1(*of))
+        return chosen[-1]
+
+    moetion.at_risk(loads, quarter, algorithm_1)
+    pairs = list(itertools.pairwise({(layer, e) for layer in one for e in one[layer]} for one in chosen))
+    recur = sum(len(one & other) for one, other in pairs) / sum(len(other) for _, other in pairs)
+    assert recur == pytest.approx(moetion._RECURRING, abs=0.01)
 
 
 def test_what_is_further_off_than_the_paper_s_figure_is_no_bound_that_holds():

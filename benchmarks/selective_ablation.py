@@ -1,0 +1,172 @@
+"""What each of MoEtion's techniques leaves of the bytes that nodes send each other, in the order of its Figure 10.
+
+    python benchmarks/selective_ablation.py --output docs/results/selective_ablation_cpu.json
+
+The program that users run trains a tiny model of 16 experts in each of 4 layers on four nodes of one worker each (PP2 x
+EP2, with ZeRO), with a snapshot in every iteration that goes to one other node (``--ckpt-tier peers``).  Its routers
+prefer some experts, so that 3 of 16 get 80 % of the tokens (``benchmarks/live/uneven.py``).  One technique after the
+other is turned on:
+
+* everything, as Gemini saves it;
+* selective: 4 of 16 experts of each layer, as their state;
+* + bubbles: copies to host memory pass in the pipeline's bubbles;
+* + placement, where the program has it: without ZeRO two nodes each hold the same dense state, which is not sent;
+* + gradients: in place of state.  The budget is 2 states, which is room for the gradients of 4 experts and more: so at
+  least as many as before are in each snapshot.
+
+Told are, of snapshots in the steady state, the bytes that nodes send to each other, what of the local copy passes in
+bubbles, experts in each copy, the tokens at risk if a node is lost, and the most memory that a node uses for snapshots,
+beside what the planner predicts.  Bytes alone are asked for, so that it does not matter what else the machine does.
+
+Flags that are not the benchmark's own are the program's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import command_line, machine, say, show, table, write_json
+from benchmarks.live.job import KIND, PP2_EP2, ROOT
+from benchmarks.live.nodes import bytes_in, job_of_nodes
+from benchmarks.overhead.methods import operators_of
+from moc.recovery import placement
+
+UNEVEN = str(ROOT / "benchmarks/live/uneven.py")
+NODES = 4
+MODEL = [
+    *KIND,
+    *PP2_EP2,
+    *"""--hidden-size 64 --ffn-hidden-size 128 --num-experts 16 --seq-length 32 --max-position-embeddings 32
+    --vocab-size 255 --micro-batch-size 1 --global-batch-size 16 --lr 1e-9 --train-iters 100000""".split(),
+]
+PEERS = """--ckpt-tier peers --replicas 1 --snapshot-interval 1 --persist-interval 100000
+    --max-snapshot-lag 1""".split()
+ZERO = ["--use-distributed-optimizer"]
+EVERYTHING, SELECTIVE, BUBBLES = "everything", "selective", "+ bubbles"
+PLACEMENT, GRADIENTS = "+ placement", "+ gradients"
+_STATES = "--ckpt-policy selective --selective-experts 4 --selective-gradients off"
+_HIDDEN = "--selective-hide bubble"
+STEPS = {
+    EVERYTHING: "--ckpt-policy full",
+    SELECTIVE: _STATES,
+    BUBBLES: f"{_STATES} {_HIDDEN}",
+    PLACEMENT: f"{_STATES} {_HIDDEN}",
+    GRADIENTS: f"--ckpt-policy selective --selective-experts 2 {_HIDDEN}",
+}
+WARM_UP = 45  # iterations until chains have become as long as they get, which is 4 times 16 / 2
+FEWER, MEMORY = 2.0, 1.05  # what is asked for
+
+
+def measure(flags: Sequence[str], iterations: int) -> dict:
+    """Trains with one step's flags; what its snapshots of the steady state came to.
+
+    Returns:
+        Of each snapshot: ``network`` bytes, sent between all nodes; ``bytes`` that ranks copied, and ``in_bubbles``, of
+        these; ``copies``, experts of each layer that others have of it, and ``mlt``, the tokens at risk in copies, in
+        iterations' tokens, where experts are selected; and the ``memory`` of a node, at most, in the mean over nodes.
+    """
+    most = 0
+    with job_of_nodes(NODES, 1, [UNEVEN, *MODEL, *PEERS, *flags]) as (job, memory):
+        for iteration in range(1, WARM_UP + iterations + 2):
+            job.reach(iteration)
+            most = max(most, bytes_in(memory))
+        events = list(job.events.all())
+    counted = range(WARM_UP, WARM_UP + iterations)
+    of = {
+        kind: [e for e in events if e["type"] == kind and e["iteration"] in counted]
+        for kind in ("replicate", "snapshot", "iteration")
+    }
+    selected = [e for e in of["iteration"] if "selective_copies" in e]
+    return {
+        "network": [e["bytes"] for e in of["replicate"]],
+        "bytes": [e["bytes"] for e in of["snapshot"]],
+        "in_bubbles": [e.get("bubble_bytes", 0) for e in of["snapshot"]],
+        "copies": [e["selective_copies"] for e in selected],
+        "mlt": [e["mlt_peers"] for e in selected],
+        "memory": most / NODES,
+    }
+
+
+def predicted_memory(flags: Sequence[str]) -> float:
+    """Bytes of a node's memory that the planner predicts for a step: of the busiest one, at most."""
+    from moc.sharding import Layout, StateBytes
+    from moc.simulate.live_costs import Running, options_of, priced, saved_by_rules
+
+    flags = [flag for flag in flags if flag not in ZERO]
+    words = dict(zip(flags[::2], flags[1::2], strict=True))
+    state = StateBytes(weights=0)  # Format v1 has masters and moments
+    saved = saved_by_rules(operators_of(MODEL), Layout(NODES, pp=2, ep=2), state, gradients=True)
+    copy_rate = write_rate = replicate_rate = 1e12  # which do not matter
+    run = Running("peers", NODES, 1, saved, 1.0, 0.9, copy_rate, write_rate, replicate_rate)
+    known = {"--selective-experts": "selective_experts", "--selective-gradients": "selective_gradients"}
+    asked = {known[flag]: value for flag, value in words.items() if flag in known}
+    found = priced(run, words["--ckpt-policy"], options_of(asked | {"snapshot_interval": "1", "replicas": 1}, 3600.0))
+    return found.host_bytes
+
+
+def steps() -> dict[str, list[str]]:
+    """By name, the flags of each step, in Figure 10's order; without ZeRO from placement on, where there is any."""
+    placed, found, zero = hasattr(placement, "not_sent"), {}, ZERO
+    for name, flags in STEPS.items():
+        zero = [] if placed and name == PLACEMENT else zero
+        if placed or name != PLACEMENT:
+            found[name] = [*zero, *flags.split()]
+    return found
+
+
+def verdicts(told: Mapping[str, Mapping]) -> dict[str, bool]:
+    """What is asked for, and whether it holds, of the steps that were run; in their order."""
+    network = {name: fmean(of["network"]) for name, of in told.items()}
+    held = {
+        f"{name}: {network[name] / network[before]:.2f} of the network bytes of '{before}'": network[name]
+        <= 1.001 * network[before]
+        for before, name in pairwise(told)
+    }
+    if SELECTIVE in told and GRADIENTS in told:
+        fewer = network[SELECTIVE] / network[GRADIENTS]
+        if PLACEMENT in told:
+            held[f"all together: {fewer:.2f} times fewer than selective alone (>= {FEWER:g})"] = fewer >= FEWER
+        copies = [fmean(told[name]["copies"]) for name in (SELECTIVE, GRADIENTS)]
+        held["as many experts in each copy: {:.2f} before, {:.2f} now".format(*copies)] = copies[1] >= copies[0]
+    for name, of in told.items():
+        ratio = of["memory"] / of["predicted_memory"]
+        held[f"{name}: {ratio:.2f} of the memory predicted (<= {MEMORY})"] = ratio <= MEMORY
+    return held
+
+
+def row(name: str, of: Mapping, first: float) -> list[str]:
+    """A line of the table; ``first``: network bytes of everything."""
+    network, copied = fmean(of["network"]), sum(of["bytes"])
+    experts = [f"{fmean(of[what]):.2f}" if of[what] else "" for what in ("copies", "mlt")]
+    passed = f"{sum(of['in_bubbles']) / copied:.0%}"
+    memory = [f"{of[what] / 1e6:.1f}" for what in ("memory", "predicted_memory")]
+    return [name, f"{network / 1e6:.2f}", f"{network / first:.0%}", passed, *experts, *memory]
+
+
+def main() -> int:
+    """Runs all steps, prints and writes what they came to; 1 where something asked for does not hold."""
+    parser = command_line(__doc__)
+    parser.add_argument("--iterations", type=int, default=30, help="that count, of each step (default: 30)")
+    parser.add_argument("--steps", nargs="+", choices=steps(), default=[*steps()], metavar="STEP", help="default: all")
+    own, flags = parser.parse_known_args()
+    told = {}
+    for name, step in ((name, step) for name, step in steps().items() if name in own.steps):
+        print(f"{name}: {' '.join(step)}", file=sys.stderr, flush=True)
+        told[name] = measure([*step, *flags], own.iterations) | {"predicted_memory": predicted_memory(step)}
+    first = fmean(next(iter(told.values()))["network"])
+    columns = ("", "MB sent", "of all", "in bubbles", "experts", "at risk", "memory, MB", "predicted")
+    show(110, [(table("Each snapshot", columns, (row(*one, first) for one in told.items())), ())])
+    held = say(verdicts(told))
+    described = {"machine": machine(), "flags": [*MODEL, *PEERS, *flags], "steps": steps(), "told": told}
+    write_json(own.output, described)
+    return int(not held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""What selective checkpoints cost training, and whether their bytes are those of MoEtion's equation 5.
+
+    python benchmarks/selective_overhead.py --output docs/results/selective_overhead_cpu.json
+
+The model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32 masters) is trained by the program
+that users run, in one worker with one thread, so that on two cores one is left over for copies and hashes.  Each way of
+saving is a job of its own, which saves in every second block of iterations and is compared with itself, each block with
+its two neighbours (``benchmarks/live/blocks.py``): a quarter of the experts as their state, the same bytes with
+gradients in their place, and as many experts as budgets allow that the run measures.  Snapshots go to memory, in every
+iteration.  Asked are
+
+* the overhead in blocks, all that planning, copies, hashes and gradients take;
+* stalls: for how long training waits, as a share of the iterations that save;
+* bytes: each snapshot's beside equation 5 with 12 bytes, and those of gradients beside a third of a state;
+* how long a rank takes to choose the experts of a snapshot, of 64 in each of 24 layers.
+
+Flags that are not the benchmark's own are the program's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import command_line, machine, say, show, table, write_json
+from benchmarks.live.blocks import Blocks, between
+from benchmarks.live.itself import beside_itself, seconds_of
+from benchmarks.live.job import torchrun
+from benchmarks.overhead.methods import operators_of, parameters
+from benchmarks.papers.equations import pec_size
+from benchmarks.sparse_overhead import MODEL
+from moc.policy.interval import Every
+from moc.policy.selective import Selective
+from moc.sharding.contents import StateBytes
+
+SELECTIVE = ["--ckpt-policy", "selective", "--ckpt-tier", "memory", "--snapshot-interval", "1"]
+STATES, GRADIENTS, MEASURED = "4 of 16 experts, states", "the same bytes, gradients", "budgets measured, gradients"
+WAYS = {
+    STATES: ["--selective-experts", "4", "--selective-gradients", "off"],
+    GRADIENTS: ["--selective-experts", "4"],
+    MEASURED: [],
+}
+EXPERTS = {STATES: 4}
+"""Of each layer in each snapshot, where that is fixed."""
+WARM_UP = 30  # iterations until budgets are measured, and the first snapshot's cost is known
+LENGTH = 9  # of a block, in iterations
+OVERHEAD, STALLS, BYTES, THIRD = 0.02, 0.01, 0.01, 0.02  # what is asked for
+
+
+def figures(events: Sequence[Mapping], blocks: Blocks) -> dict:
+    """What a job that saves in blocks has told.
+
+    Returns:
+        ``overheads`` of each block; ``stalls``, the share of the time of iterations that save for which training waits;
+        of each snapshot in blocks its ``bytes``, the ``experts`` of each layer in it, and how many of them ``chained``,
+        as gradients; ``iteration_s``, the median of iterations that do not save.
+    """
+    seconds = seconds_of(events)
+    saving = {iteration for iteration in seconds if blocks.number(iteration) >= 0 and blocks.saves(iteration)}
+    waited = sum(e["seconds"] for e in events if e["type"] == "stall" and e["iteration"] in saving)
+    held = {e["iteration"]: e for e in events if e["type"] == "iteration" and "selective_experts" in e}
+    snapshots = [e for e in events if e["type"] == "snapshot" and e["iteration"] in saving & held.keys()]
+    return {
+        "overheads": blocks.overheads(seconds),
+        "stalls": waited / sum(seconds[iteration] for iteration in saving),
+        "bytes": [e["bytes"] for e in snapshots],
+        "experts": [held[e["iteration"]]["selective_experts"] for e in snapshots],
+        "chained": [held[e["iteration"]].get("selective_gradients", 0.0) for e in snapshots],
+        "iteration_s": median(took for iteration, took in seconds.items() if not blocks.saves(iteration)),
+    }
+
+
+def by_equation(experts: float, chained: float, counts: Mapping[str, int]) -> tuple[float, float]:
+    """Bytes of a snapshot's states by equation 5 with 12 bytes, and of its experts' gradients if they were states.
+
+    Args:
+        experts: of each layer in it, in the mean.
+        chained: those of them that it has as gradients.
+        counts: of :func:`benchmarks.overhead.methods.parameters`.
+    """
+    state, number = StateBytes(weights=0), counts["num_experts"]  # Format v1 has masters and moments
+    size = partial(pec_size, experts=counts["experts"], num_experts=number, state=state)
+    return size(others=counts["others"], k=experts - chained), size(others=0, k=chained)
+
+
+def judged(told: Mapping, experts: int | None, counts: Mapping[str, int]) -> dict:
+    """``bytes_error``, the largest relative one of snapshots of states alone by equation 5; ``gradient``, bytes of
+    gradients by those of the states that they stand for, over all snapshots, without headers, which are as large in
+    those of states alone; None where there are none of the kind.
+    """
+    beyond, errors, gradients, in_place = [], [], [], 0.0
+    for amount, number, chained in zip(told["bytes"], told["experts"], told["chained"], strict=True):
+        states, chains = by_equation(number if experts is None else experts, chained, counts)
+        if chained:
+            gradients.append(amount - states)
+            in_place += chains
+        else:
+            beyond.append(amount - states)
+            errors.append(abs(amount / states - 1))
+    headers = median(beyond) if beyond else 0.0
+    part = (sum(gradients) - headers * len(gradients)) / in_place if gradients else None
+    return {"bytes_error": max(errors, default=None), "gradient": part}
+
+
+def planning_s(layers: int = 24, experts: int = 64, snapshots: int = 20) -> float:
+    """The median time to choose the experts of a snapshot, a quarter of them, from loads that drift."""
+    model = [*MODEL, "--num-layers", str(layers), "--num-experts", str(experts)]
+    policy, chance, took = Selective(operators_of(model), Every(1), experts=experts // 4), random.Random(0), []
+    load = {layer: [0] * experts for layer in range(layers)}
+    policy.on_snapshot(policy.everything(1), load)
+    for iteration in range(2, snapshots + 2):
+        load = {layer: [tokens + int(100 * chance.paretovariate(1)) for tokens in row] for layer, row in load.items()}
+        begun = time.perf_counter()
+        plan = policy.plan(iteration, load)
+        took.append(time.perf_counter() - begun)
+        if plan is not None:
+            policy.on_snapshot(plan, load)
+    return median(took)
+
+
+def verdicts(name: str, found: Mapping, core_left: bool) -> dict[str, bool]:
+    """What is asked for of a way, and whether it holds; times only where a core is left."""
+    held = {}
+    if core_left:
+        overhead = median(found["overheads"])
+        held[f"{name}: {overhead:+.1%} in blocks (<= {OVERHEAD:.0%})"] = overhead <= OVERHEAD
+        held[f"{name}: stalls {found['stalls']:.2%} (<= {STALLS:.0%})"] = found["stalls"] <= STALLS
+    if (error := found["bytes_error"]) is not None:
+        held[f"{name}: bytes within {error:.2%} of equation 5 (<= {BYTES:.0%})"] = error <= BYTES
+    if (part := found["gradient"]) is not None:
+        held[f"{name}: gradients {3 * part:.3f} of a third of a state (within {THIRD:.0%})"] = (
+            abs(3 * part - 1) <= THIRD
+        )
+    return held
+
+
+def row(name: str, found: Mapping) -> list[str]:
+    """A line of the table."""
+    low, high = between(found["overheads"])
+    overhead = f"{median(found['overheads']):+.1%} ({low:+.1%} to {high:+.1%})"
+    experts, chained = (median(found[what]) for what in ("experts", "chained"))
+    size = f"{median(found['bytes']) / 1e6:.1f}"
+    iteration = f"{1e3 * found['iteration_s']:.0f}"
+    return [name, iteration, overhead, f"{found['stalls']:.2%}", f"{experts:g}", f"{chained:g}", size]
+
+
+def main() -> int:
+    """Runs all jobs, prints and writes what they took; 1 where something asked for does not hold."""
+    parser = command_line(__doc__)
+    parser.add_argument("--blocks", type=int, default=24, help="that save, in each job (default: 24)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    own, flags = parser.parse_known_args()
+    here, counts, ways, held = machine(load=True), parameters([*MODEL, *flags]), {}, True
+    blocks = Blocks(WARM_UP + 2 * LENGTH, LENGTH)
+    for name in own.ways:
+        saving = [*SELECTIVE, *WAYS[name]]
+        events = beside_itself(lambda p, s=saving: [*torchrun(1), p, *MODEL, *flags, *s], blocks, own.blocks, name)
+        ways[name] = (told := figures(events, blocks)) | judged(told, EXPERTS.get(name), counts)
+        held &= say(verdicts(name, ways[name], core_left=(os.cpu_count() or 1) > 1))
+    columns = ("", "iteration, ms", "in blocks", "stalls", "experts", "as gradients", "MB")
+    show(110, [(table("Selective checkpoints", columns, (row(*one) for one in ways.items())), ())])
+    described = {"machine": here, "flags": [*MODEL, *flags], "parameters": counts, "blocks": vars(blocks)}
+    described |= {"planning_s": planning_s()}
+    print(f"choosing the experts of a snapshot: {1e3 * described['planning_s']:.1f} ms")
+    write_json(own.output, described | {"saving": {name: WAYS[name] for name in ways}, "ways": ways})
+    return int(not held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
