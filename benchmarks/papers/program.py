@@ -23,12 +23,8 @@ REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
     "moetion-fig4": moetion.figure_4,
     "moetion-fig7": moetion.figure_7,
     "moetion-fig9": moetion.figure_9,
-<<<<<<< HEAD
-    "lazarus-fig4": lazarus.figure_4,
-=======
     "moetion-fig10": moetion.figure_10,
-    "lazarus-fig8": lazarus.figure_8,
->>>>>>> selbench
+    "lazarus-fig4": lazarus.figure_4,
 }
 """By the name that the command takes."""
 

@@ -150,15 +150,11 @@ def test_the_common_law_has_a_headline_of_its_own():
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
-    "name", ["moc-fig10", "moc-fig13", "moc-fig15", "moetion-fig4", "moetion-fig7", "moetion-fig9", "lazarus-fig4"]
-=======
     "name",
     [
-        *("moc-fig10", "moc-fig13", "moc-fig15", "lazarus-fig8"),
+        *("moc-fig10", "moc-fig13", "moc-fig15", "lazarus-fig4"),
         *("moetion-fig4", "moetion-fig7", "moetion-fig9", "moetion-fig10"),
     ],
->>>>>>> selbench
 )
 def test_every_headline_names_its_law_and_its_constants(name):
     first, *_, last = REPRODUCTIONS[name]().summary()
