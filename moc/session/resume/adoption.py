@@ -18,7 +18,7 @@ from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.store.errors import CheckpointError
 from moc.store.storage import LocalPlace
-from moc.store.store import Store, rank_of
+from moc.store.store import Store, is_by_rank, rank_of
 
 
 class AdoptedParts:
@@ -85,7 +85,8 @@ class AdoptedParts:
             try:
                 manifest = self._tiers.memory.manifest(iteration)
                 is_own = manifest.layout == self._layout and manifest.writers == len(self._tiers.nodes)
-                if not is_own or not {*map(rank_of, manifest.files)}.issubset(self._tiers.node):
+                ranks = {rank_of(file) for file in filter(is_by_rank, manifest.files)}  # others hold single experts
+                if not is_own or not ranks.issubset(self._tiers.node):
                     found.append(iteration)
             except CheckpointError:
                 found.append(iteration)
