@@ -32,7 +32,6 @@ class Components:
 
     Attributes:
         peers: copies snapshots to other nodes; None without ``--ckpt-tier peers``.
-        holdings: which rank of this pipeline stage holds what.
         tokens: the token ledger; None if no policy needs it.
     """
 
@@ -40,7 +39,6 @@ class Components:
     tiers: Tiers
     policy: Policy
     peers: Peers | None
-    holdings: StageHoldings
     contents: Contents
     saver: Saver
     publisher: Publisher
@@ -66,7 +64,7 @@ def build(
         peers = join_peers(settings, tiers, policy, log, again)
         if peers is not None:
             undo.callback(peers.close)
-        holdings = _holdings(engine, policy)
+        holdings = holdings_of(engine, policy)
         check_saving(engine, holdings, tiers, settings.tier, policy)
         publisher = Publisher(world, policy, tiers, engine.layout, log)
         undo.callback(publisher.close)
@@ -86,7 +84,7 @@ def build(
         undo.pop_all()
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
     report = SnapshotReport(log, settings.tier)
-    return Components(world, tiers, policy, peers, holdings, contents, saver, publisher, tokens, tap, meter, report)
+    return Components(world, tiers, policy, peers, contents, saver, publisher, tokens, tap, meter, report)
 
 
 def close(parts: Components, patience_s: float) -> None:
@@ -100,7 +98,7 @@ def close(parts: Components, patience_s: float) -> None:
     parts.tap.close()
 
 
-def _holdings(engine: Engine, policy: Policy) -> StageHoldings:
+def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
     """Returns the holdings of this pipeline stage's workers, the only ones that may be replicas of one another."""
     state, gradients = engine.state, (Detail.GRAD,) if policy.saves_gradients else ()
     told = [
@@ -125,7 +123,7 @@ def check_saving(engine: Engine, holdings: StageHoldings, tiers: Tiers, tier: st
 def may_replay(engine: Engine, parts: Components, tier: str) -> bool:
     """Whether iterations of this model can be replayed here with frozen operators; a collective call."""
     try:
-        check_saving(engine, parts.holdings, parts.tiers, tier, parts.policy)
+        check_saving(engine, parts.contents.holdings, parts.tiers, tier, parts.policy)
         check_freezing(engine.state)
     except CheckpointError:
         return False

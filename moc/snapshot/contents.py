@@ -63,10 +63,19 @@ def _memory_of(fragment: Fragment) -> tuple[str, int]:
 
 
 class Contents:
-    """This rank's shares by the sharding rules; computed once per plan, since the views stay valid."""
+    """This rank's shares by the sharding rules; computed once per plan, since the views stay valid.
 
-    def __init__(self, state: TrainingState, stage: StageHoldings, rank: int, scheme: Scheme):
-        self._state, self._stage, self._rank, self._scheme = state, stage, rank, scheme
+    Attributes:
+        holdings: which rank of this pipeline stage holds what.
+    """
+
+    def __init__(self, state: TrainingState, holdings: StageHoldings, rank: int, scheme: Scheme):
+        self._state, self._rank, self._scheme = state, rank, scheme
+        self.renew(holdings)
+
+    def renew(self, holdings: StageHoldings) -> None:
+        """From now on, ranks hold this, and views of another state are void."""
+        self.holdings = holdings
         self._known: dict[tuple, Share] = {}
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
 
@@ -75,7 +84,7 @@ class Contents:
         key = tuple(operators.items())
         if key not in self._known:
             held = [fragment for operator, detail in operators.items() for fragment in self._held(operator, detail)]
-            mine = shares(self._stage, operators, self._scheme).get(self._rank, [])
+            mine = shares(self.holdings, operators, self._scheme).get(self._rank, [])
             if len(self._known) == _REMEMBERED:
                 self._known.pop(next(iter(self._known)))
             self._known[key] = share(share_of(held, mine))
@@ -91,7 +100,7 @@ class Contents:
 
     def loads(self, operators: Mapping[str, Detail]) -> Mapping[int, int]:
         """Bytes of these operators by rank of this stage, where any, without file headers."""
-        return rank_loads(self._stage, operators, self._scheme)
+        return rank_loads(self.holdings, operators, self._scheme)
 
     def entries(self, operators: Mapping[str, Detail]) -> dict[str, OperatorEntry]:
         """Returns the manifest entries of this rank's share, with the updates that its moments have seen so far."""
