@@ -106,9 +106,9 @@ class ElasticDispatcher(MoETokenDispatcher):
     def _gathered(self, routing_map: torch.Tensor) -> numpy.ndarray:
         """The number of tokens by expert and rank of the group."""
         mine = routing_map.sum(dim=0, dtype=torch.int64)
-        everybody = mine.new_empty(dist.get_world_size(self._group), len(mine))
+        everybody = mine.new_empty(dist.get_world_size(self._group) * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._group)
-        return numpy.ascontiguousarray(everybody.cpu().numpy().T)
+        return numpy.ascontiguousarray(everybody.view(-1, len(mine)).cpu().numpy().T)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sends tokens and probabilities to the holders."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -13,17 +13,16 @@ import xxhash
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Plan, plan_for
+from megatron.pretraining.elastic.placing import Plans, plans_for
 from megatron.pretraining.elastic.replicas import Replicas, moves
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
 from moc.elastic.dispatch import level
+from moc.elastic.plan import Loads
 from moc.events import EventLog
 from moc.runtime.agreement import gather
 from moc.session.engine import VoteParticipant
 
-Loads = Mapping[int, Sequence[int]]
-"""By layer and expert, tokens."""
 _PROBE = 1 << 20  # bytes that each worker sends to each other one, to measure how fast state travels
 
 
@@ -67,19 +66,19 @@ def prospect(
     return Prospect(balanced_s * share * (now - then), moved * second_per_byte, busiest)
 
 
-def imbalance(plan: Plan, loads: Loads, size: int) -> float:
-    """Tokens of the busiest of ``size`` workers by those of the mean, summed over layers; 1.0 without tokens."""
-    most = total = 0.0
-    for layer, tokens in loads.items():
-        capacities = level(numpy.array(tokens, dtype=numpy.int64), numpy.array(plan[layer]))
-        most += float(capacities.sum(axis=0).max())
-        total += sum(tokens)
-    return most * size / total if total else 1.0
+def imbalance(plans: Plans, loads: Loads) -> float:
+    """Tokens of the busiest worker by those of the mean, summed over layers; 1.0 without tokens."""
+    most = mean = 0.0
+    for plan in plans.values():
+        for layer in plan.tables:
+            work = level(numpy.array(loads[layer], dtype=numpy.int64), plan.held(layer)).sum(axis=0)
+            most, mean = most + float(work.max()), mean + float(work.mean())
+    return most / mean if mean else 1.0
 
 
-def hash_of(plan: Plan) -> int:
+def hash_of(plans: Plans) -> int:
     """A hash of 32 bits, of which a vote adds up exactly."""
-    return xxhash.xxh32_intdigest(repr(sorted(plan.items())).encode())
+    return xxhash.xxh32_intdigest(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}).encode())
 
 
 class Rebalancer(VoteParticipant):
@@ -87,7 +86,7 @@ class Rebalancer(VoteParticipant):
 
     def __init__(self, config: Config, engine: MegatronEngine, replicas: Replicas, vocab_size: int):
         self._config, self._world, self._state, self._replicas = config, engine.world, engine.state, replicas
-        self._tally = engine.router_tally(list(replicas.plan), with_probabilities=False)
+        self._tally = engine.router_tally(sorted(layer for plan in replicas.plans.values() for layer in plan.tables), with_probabilities=False)
         self._share = expert_share(config, vocab_size)
         self._interval = config.elastic.elastic_rebalance_interval
         self._loads: dict[int, list[int]] = {}
@@ -106,7 +105,7 @@ class Rebalancer(VoteParticipant):
             "elastic_tokens": tokens["expert_tokens"],
             "elastic_sent": tokens["sent_tokens"],
             "elastic_seconds": seconds,
-            "elastic_plan": float(hash_of(self._replicas.plan)),
+            "elastic_plan": float(hash_of(self._replicas.plans)),
         }
 
     def on_vote(self, tally: dict) -> None:
@@ -115,7 +114,7 @@ class Rebalancer(VoteParticipant):
         Raises:
             PlansDiffer: on all workers.
         """
-        if tally["elastic_plan"] != float(hash_of(self._replicas.plan)) * self._world.size:
+        if tally["elastic_plan"] != float(hash_of(self._replicas.plans)) * self._world.size:
             raise PlansDiffer(
                 "workers hold experts by different plans, so their gradients do not belong together: restart the job "
                 "from its last checkpoint, and report this as an error of the program"
@@ -127,27 +126,27 @@ class Rebalancer(VoteParticipant):
         self._seconds += tally["elastic_seconds"] / self._world.size
         self._votes += 1
 
-    def wanted(self, iteration: int) -> tuple[Plan, Prospect] | None:
-        """The plan to move to after an iteration, if one is due and pays; a collective call when it is due."""
+    def wanted(self, iteration: int) -> tuple[Plans, Prospect] | None:
+        """The plans to move to after an iteration, if one is due and pays; a collective call when it is due."""
         if not self._interval or iteration % self._interval or not self._votes:
             return None
         loads, seconds = self._loads, self._seconds / self._votes
         self._loads, self._seconds, self._votes = {}, 0.0, 0
-        plan, now = plan_for(self._config, self._world.size, loads), self._replicas.plan
-        if plan == now:
+        now = self._replicas.plans
+        plans = plans_for(self._config, self._world.size, loads, now)
+        if plans == now:
             return None
-        size = dist.get_world_size(exchange_group())
-        moved = max(gather(self._replicas.bytes_moved(plan)))
-        busiest = imbalance(now, loads, size), imbalance(plan, loads, size)
+        moved = max(gather(self._replicas.bytes_moved(plans)))
+        busiest = imbalance(now, loads), imbalance(plans, loads)
         found = prospect(seconds, self._share, busiest, moved, self._speed())
-        return (plan, found) if found.pays(self._interval) else None
+        return (plans, found) if found.pays(self._interval) else None
 
-    def move(self, iteration: int, plan: Plan, found: Prospect, events: EventLog) -> None:
+    def move(self, iteration: int, plans: Plans, found: Prospect, events: EventLog) -> None:
         """Moves replicas; a collective call."""
-        begun, before = time.perf_counter(), dict(self._replicas.plan)
-        taken = self._replicas.move_to(plan)
+        begun, before = time.perf_counter(), dict(self._replicas.plans)
+        taken = self._replicas.move_to(plans)
         self._state.describe()
-        experts = sum(len(moves(before[layer], plan[layer])) for layer in plan)
+        experts = sum(len(moves(before[stage], plan, layer)) for stage, plan in plans.items() for layer in plan.tables)
         self._voted_at = time.perf_counter()  # an iteration's time has no move in it
         events.write(
             "rebalance",

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.mlp import MLP
 
 from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.layer import ElasticLayer
-from megatron.pretraining.elastic.placing import Plan, Table, adopt, ranks_of
+from megatron.pretraining.elastic.placing import Plans, adopt
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
+from moc.elastic.plan import Plan
 from moc.faults import reach
 from moc.runtime.agreement import gather
 
@@ -34,12 +36,13 @@ class Move(NamedTuple):
     target: int
 
 
-def moves(before: Table, after: Table) -> list[Move]:
+def moves(before: Plan, after: Plan, layer: int) -> list[Move]:
     """The copies that lead from one placement of a layer to another; the work is spread over all old holders."""
     busy, found = Counter(), []
-    for expert, (old, new) in enumerate(zip(before, after, strict=True)):
-        for target in (rank for rank in ranks_of(new) if not old[rank]):
-            source = min(ranks_of(old), key=lambda rank: (busy[rank], rank))
+    for expert in range(after.experts):
+        old = before.holders(layer, expert)
+        for target in sorted(set(after.holders(layer, expert)) - set(old)):
+            source = min(old, key=lambda rank: (busy[rank], rank))
             busy[source] += 1
             found.append(Move(expert, source, target))
     return found
@@ -47,10 +50,10 @@ def moves(before: Table, after: Table) -> list[Move]:
 
 @dataclass(frozen=True)
 class Landing:
-    """What has arrived for a layer, by expert, and the placement that it belongs to."""
+    """What has arrived for a layer, by expert, and the plan with it."""
 
     layer: int
-    table: Table
+    plan: Plan
     arrived: Mapping[int, torch.Tensor]
 
 
@@ -59,89 +62,93 @@ class Replicas:
 
     Attributes:
         layers: by number.
-        plan: in force, of all stages.
+        plans: in force, of all stages.
     """
 
-    def __init__(self, layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer, plan: Plan, dispatch: str):
+    def __init__(self, layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer, plans: Plans, dispatch: str):
         self.layers = {layer.layer: layer for layer in layers}
-        self.plan: dict[int, Table] = dict(plan)
-        self._optimizer, self._dispatch = optimizer, dispatch
+        self.plans = dict(plans)
+        self._stage, self._dispatch = parallel_state.get_pipeline_model_parallel_rank(), dispatch
+        self._optimizer = optimizer
         self._landing: Landing | None = None
         self._slices = {owned.parameter: owned for owned in owned_slices(optimizer)}
         count_once(self.layers.values(), optimizer)
 
-    def move_to(self, plan: Plan) -> int:
-        """Moves experts to another plan, between two iterations; a collective call of each stage.
+    def move_to(self, plans: Plans) -> int:
+        """Moves experts to other plans, between two iterations; a collective call of each stage.
 
         Returns:
             Bytes that arrived at this worker.
         """
         taken = 0
-        for number, table in plan.items():
-            if number in self.layers and table != self.plan[number]:
-                landing = Landing(number, table, self._exchanged(number, table))
-                reach("rebalancing")
-                self._landing = landing
-                dist.all_reduce(torch.zeros(1, device=_device(self.layers[number])), group=exchange_group())  # landed
-                self._land()
-                taken += sum(state.nbytes for state in landing.arrived.values())
-            self.plan[number] = table
+        for layer in sorted(self.layers):
+            before, after = self.plans[self._stage], plans[self._stage]
+            mixed = replace(after, tables={**before.tables, layer: after.tables[layer]})
+            landing = Landing(layer, mixed, self._exchanged(layer, before, after))
+            reach("rebalancing")
+            self._landing = landing
+            dist.all_reduce(torch.zeros(1, device=_device(self.layers[layer])), group=exchange_group())  # landed
+            self._land(landing)
+            taken += sum(state.nbytes for state in landing.arrived.values())
+        self.plans = dict(plans)
         count_once(self.layers.values(), self._optimizer)
         return taken
 
     def settle(self, trained: bool) -> None:
-        """Agrees on the plan after a loss; a collective call of all workers.
+        """Agrees on the plans after a loss; a collective call of all workers.
 
-        A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plan
+        A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plans
         of the others, not the state.
         """
-        waits = None if self._landing is None else (self._landing.layer, self._landing.table)
-        told = gather(({n: self.plan[n] for n in self.layers} if trained else {}, waits))
-        landings = dict(waits for _, waits in told if waits is not None)
-        for number in self.plan:
-            found = {plan[number] for plan, _ in told if number in plan}
-            decided = landings[number] if landings.get(number) in found else next(iter(found), self.plan[number])
-            if self._landing is not None and waits == (number, decided) and decided != self.plan[number]:
-                self._land()
-            self.plan[number] = decided
+        mine, waiting = self.plans.get(self._stage), self._landing
+        told = gather((self._stage, trained, mine and mine.to_json(), waiting and waiting.plan.to_json()))
+        for stage in self.plans:
+            found = {Plan.from_json(one) for where, has, one, _ in told if where == stage and has}
+            awaited = {Plan.from_json(one) for where, _, _, one in told if where == stage and one is not None}
+            landed = found & awaited or found or {self.plans[stage]}
+            (decided,) = landed  # at most one move is under way, and whoever is behind it waits for it to land
+            if stage == self._stage and waiting is not None and waiting.plan == decided:
+                self._land(waiting)
+            self.plans[stage] = decided
         self._landing = None
-        adopt(self.layers.values(), self.plan, self._dispatch)
+        if self.layers:
+            adopt(self.layers.values(), self.plans[self._stage], self._dispatch)
         count_once(self.layers.values(), self._optimizer)
 
-    def bytes_moved(self, plan: Plan) -> int:
-        """The most bytes of state that one worker of this stage sends or receives on the way to a plan."""
+    def bytes_moved(self, plans: Plans) -> int:
+        """The most bytes of state that one worker of this stage sends and receives on the way to other plans."""
         amounts: Counter[int] = Counter()
         for number, layer in self.layers.items():
             size = self._packed(layer.experts.local_experts[0]).nbytes
-            for move in moves(self.plan[number], plan[number]):
+            for move in moves(self.plans[self._stage], plans[self._stage], number):
                 amounts[move.source] += size
                 amounts[move.target] += size
         return max(amounts.values(), default=0)
 
-    def _land(self) -> None:
+    def _land(self, landing: Landing) -> None:
         """Fills the slots of a layer with what has arrived."""
-        assert self._landing is not None  # set by the caller
-        layer, landing = self.layers[self._landing.layer], self._landing
-        adopt([layer], {landing.layer: landing.table}, self._dispatch)
+        layer = self.layers[landing.layer]
+        adopt([layer], landing.plan, self._dispatch)
         for expert, mlp in layer.experts.held():
             if expert in landing.arrived:
                 self._unpack(mlp, landing.arrived[expert])
-        self.plan[landing.layer], self._landing = landing.table, None
+        self.plans[self._stage], self._landing = landing.plan, None
 
-    def _exchanged(self, number: int, table: Table) -> dict[int, torch.Tensor]:
-        group, layer, flow = exchange_group(), self.layers[number], moves(self.plan[number], table)
+    def _exchanged(self, number: int, before: Plan, after: Plan) -> dict[int, torch.Tensor]:
+        """Sends and receives what a layer needs; returns what has arrived, by expert."""
+        group, layer, flow = exchange_group(), self.layers[number], moves(before, after, number)
         rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
         held = dict(layer.experts.held())
         out = [[move.expert for move in flow if (move.source, move.target) == (rank, other)] for other in ranks]
         new = [[move.expert for move in flow if (move.source, move.target) == (other, rank)] for other in ranks]
         size = self._packed(layer.experts.local_experts[0]).nbytes  # of each expert
         packed = [self._packed(held[expert]) for of_rank in out for expert in of_rank]
-        device = _device(layer)
+        device, experts = _device(layer), [expert for of_rank in new for expert in of_rank]
         outgoing = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
-        arrived = torch.empty(size * sum(map(len, new)), dtype=torch.uint8, device=device)
+        arrived = torch.empty(size * len(experts), dtype=torch.uint8, device=device)
         sizes = [size * len(of_rank) for of_rank in new], [size * len(of_rank) for of_rank in out]
         dist.all_to_all_single(arrived, outgoing, *sizes, group=group)
-        return dict(zip([e for of_rank in new for e in of_rank], arrived.split(size), strict=True)) if size else {}
+        return dict(zip(experts, arrived.view(len(experts), size), strict=True))
 
     def _packed(self, mlp: MLP) -> torch.Tensor:
         """Master weights, moments and counts of updates of an expert, as bytes."""

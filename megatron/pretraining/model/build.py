@@ -25,7 +25,7 @@ from megatron.pretraining.config.derive import installed
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
 from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.elastic.layer import elastic_layers, with_slots
-from megatron.pretraining.elastic.placing import Plan, adopt
+from megatron.pretraining.elastic.placing import Plans, adopt
 from megatron.pretraining.model import fp8
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import cpu
@@ -34,11 +34,11 @@ ModelProvider = Callable[[Config, TransformerConfig, int, int | None], MegatronM
 
 
 def build_model(
-    config: Config, vocab_size: int, provider: ModelProvider, plan: Plan | None = None
+    config: Config, vocab_size: int, provider: ModelProvider, plans: Plans | None = None
 ) -> list[DistributedDataParallel]:
     """Builds this worker's model chunks with ``provider``, initialised and wrapped for data parallelism.
 
-    With ``--elastic``, ``plan`` says which experts this worker holds.
+    With ``--elastic``, ``plans`` say which experts this worker holds.
 
     Returns:
         One chunk, or one per virtual stage with an interleaved schedule.  All share one ``TransformerConfig`` as
@@ -50,8 +50,8 @@ def build_model(
     for chunk in chunks:
         chunk.to(cpu.device())
         _mend_experts(chunk)
-        if plan is not None:
-            adopt(elastic_layers([chunk]), plan, config.elastic.elastic_dispatch)
+        if plans is not None and (layers := elastic_layers([chunk])):
+            adopt(layers, plans[parallel_state.get_pipeline_model_parallel_rank()], config.elastic.elastic_dispatch)
         if config.mixed_precision.fp8_format and config.network.transformer_impl == "local":
             fp8.multiply_in_8_bits(chunk, config.mixed_precision.fp8_format)
         initialize_weights(chunk, config)
@@ -60,7 +60,7 @@ def build_model(
     if config.mixed_precision.fp16 or config.mixed_precision.bf16:
         chunks = [Float16Module(core_config, chunk) for chunk in chunks]
     ddp_config = data_parallel_config(config)
-    wrapper = DistributedDataParallel if plan is None else ElasticDataParallel
+    wrapper = DistributedDataParallel if plans is None else ElasticDataParallel
     groups = gradient_groups(config)
     wrapped = [
         wrapper(core_config, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=groups)
