@@ -124,11 +124,11 @@ def plan_anew(run: TrainingRun) -> None:
     raise PolicySwitched
 
 
-def rebalance(run: TrainingRun) -> None:
-    """With ``--elastic``, moves replicas of experts to where the load asks for them, if it is due and pays."""
-    if run.rebalancer is None:
+def rebalance(run: TrainingRun, due: bool = False) -> None:
+    """With ``--elastic``, moves replicas of experts to where the load asks for them, if it is ``due`` and pays."""
+    if run.rebalancer is None or not (due or run.rebalancer.due(run.position.iteration)):
         return
-    wanted = run.rebalancer.wanted(run.position.iteration)
+    wanted = run.rebalancer.wanted()
     if wanted is not None:
         progress("save")
         with run.session.moving():

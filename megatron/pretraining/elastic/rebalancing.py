@@ -126,10 +126,12 @@ class Rebalancer(VoteParticipant):
         self._seconds += tally["elastic_seconds"] / self._world.size
         self._votes += 1
 
-    def wanted(self, iteration: int) -> tuple[Plans, Prospect] | None:
-        """The plans to move to after an iteration, if one is due and pays; a collective call when it is due."""
-        if not self._interval or iteration % self._interval or not self._votes:
-            return None
+    def due(self, iteration: int) -> bool:
+        """Whether to look for other plans after an iteration."""
+        return bool(self._interval and self._votes) and iteration % self._interval == 0
+
+    def wanted(self) -> tuple[Plans, Prospect] | None:
+        """The plans for the load since the last look, if they pay until the next one; a collective call."""
         loads, seconds = self._loads, self._seconds / self._votes
         self._loads, self._seconds, self._votes = {}, 0.0, 0
         now = self._replicas.plans
