@@ -28,10 +28,10 @@ from benchmarks.common import command_line, machine, say, show, table, write_jso
 
 EXPERTS, SLOTS, TOPK, WORKERS = 8, 6, 2, 2
 FLAGS = (
-    "--num-layers 2 --hidden-size 256 --ffn-hidden-size 2048 --num-attention-heads 4 --seq-length 512 "
+    "--num-layers 2 --hidden-size 256 --ffn-hidden-size 2048 --num-attention-heads 4 --seq-length 256 "
     f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-token-dispatcher-type alltoall --disable-bias-linear "
     "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --transformer-impl local --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 1023 --micro-batch-size 2 --global-batch-size 8 --lr 1e-4 "
+    "--tokenizer-type NullTokenizer --vocab-size 1023 --micro-batch-size 8 --global-batch-size 32 --lr 1e-4 "
     "--train-iters 100000 --num-workers 0 --calculate-per-token-loss --eval-iters 0 --log-interval 1000000"
 )
 MOST = 4

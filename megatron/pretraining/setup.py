@@ -222,11 +222,12 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     )
     if parts.replicas is not None:
         parts.replicas.settle(parts.remains.trained)
-    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size)
+    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size, parts.replicas)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
     if parts.replicas is not None:
         parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.vocab_size)
+        parts.rebalancer.restore(session.moving)  # where experts were when the snapshot was taken
     stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.session, parts.checkpoints = session, checkpoints

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.pretraining import loop
+from megatron.pretraining.elastic import placing
 from megatron.pretraining.elastic.rebalancing import Prospect
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.state import MegatronState
+from moc.elastic.placement import EMPTY
 from moc.state.detail import Detail
 from tests.integration import bodies
 
 
-def train(flags: dict, pays: bool = True) -> dict:
-    """As ``bodies.train``; any other plan pays, or none does.
+def train(flags: dict, vacant: bool = False) -> dict:
+    """As ``bodies.train``; any other plan pays.  With ``vacant``, the first rank lacks one expert that others have.
 
     Returns:
         Also ``moved``, the bytes that arrived here in each rebalancing; ``state``, the digest of each fragment of an
         expert's master weights, moments and compute weights; and ``steps``, their updates.
     """
-    Prospect.pays = lambda self, iterations: pays
+    Prospect.pays = lambda self, iterations: True
+    if vacant:
+        placing.plan = with_gaps(placing.plan)
     more: dict = {"moved": [], "state": {}, "steps": {}}
     move, run_loop = Replicas.move_to, loop.train
 
@@ -37,3 +43,21 @@ def train(flags: dict, pays: bool = True) -> dict:
 
     Replicas.move_to, loop.train = watched_move, watched_loop
     return bodies.train(flags) | more
+
+
+def with_gaps(plan):
+    """A way of planning that leaves a slot of the first rank empty, another one with every plan."""
+    made = []
+
+    def planned(*args):
+        found = plan(*args)
+        made.append(found)
+        for layer, table in found.tables.items():
+            spare = [e for e in found.experts_of(layer, 0) if len(found.holders(layer, e)) > 1]
+            gone = spare[len(made) % len(spare)]
+            rows = table.copy()
+            rows[0] = [*(e for e in table[0] if e != gone), EMPTY][: table.shape[1]]
+            found = dataclasses.replace(found, tables={**found.tables, layer: rows})
+        return found
+
+    return planned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -50,6 +51,28 @@ def nodes_of(size: int) -> tuple[int, int]:
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return (size // here, here) if size > here and not size % here else (size, 1)
+
+
+def plans_to_json(plans: Plans) -> dict[str, Any]:
+    """For :func:`plans_from_json`, by ``json.dumps``."""
+    return {str(stage): plan.to_json() for stage, plan in plans.items()}
+
+
+def plans_from_json(told: Mapping[str, Any]) -> Plans:
+    """The inverse of :func:`plans_to_json`; raises ValueError for what is no plan."""
+    return {int(stage): Plan.from_json(one) for stage, one in told.items()}
+
+
+def fit(plans: Plans, others: Plans) -> bool:
+    """Whether plans are for the same workers, layers and slots as others."""
+    return plans.keys() == others.keys() and all(
+        (mine.members, mine.ranks, mine.experts, _shapes(mine)) == (its.members, its.ranks, its.experts, _shapes(its))
+        for mine, its in ((plans[stage], others[stage]) for stage in plans)
+    )
+
+
+def _shapes(of: Plan) -> dict[int, tuple[int, ...]]:
+    return {layer: table.shape for layer, table in of.tables.items()}
 
 
 def adopt(layers: Iterable[ElasticLayer], of: Plan, dispatch: str) -> None:

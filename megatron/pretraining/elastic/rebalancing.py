@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy
@@ -13,7 +15,7 @@ import xxhash
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Plans, plans_for
+from megatron.pretraining.elastic.placing import Plans, fit, plans_for
 from megatron.pretraining.elastic.replicas import Replicas, moves
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
@@ -85,7 +87,7 @@ class Rebalancer(VoteParticipant):
     """Counts the load of experts in the vote, compares plans there, and moves replicas between iterations."""
 
     def __init__(self, config: Config, engine: MegatronEngine, replicas: Replicas, vocab_size: int):
-        self._config, self._world, self._state, self._replicas = config, engine.world, engine.state, replicas
+        self._config, self._world, self._engine, self._replicas = config, engine.world, engine, replicas
         self._tally = engine.router_tally(sorted(layer for plan in replicas.plans.values() for layer in plan.tables), with_probabilities=False)
         self._share = expert_share(config, vocab_size)
         self._interval = config.elastic.elastic_rebalance_interval
@@ -126,6 +128,17 @@ class Rebalancer(VoteParticipant):
         self._seconds += tally["elastic_seconds"] / self._world.size
         self._votes += 1
 
+    def restore(self, moving: Callable[[], AbstractContextManager[None]]) -> None:
+        """Moves replicas to where they were in the loaded snapshot, by which the run goes on bit by bit; collective.
+
+        Those of a run with other workers or slots stay where they are.
+        """
+        placed = self._engine.placed
+        if placed is not None and placed != self._replicas.plans and fit(placed, self._replicas.plans):
+            with moving():
+                self._replicas.move_to(placed)
+                self._engine.state.describe()
+
     def due(self, iteration: int) -> bool:
         """Whether to look for other plans after an iteration."""
         return bool(self._interval and self._votes) and iteration % self._interval == 0
@@ -147,7 +160,7 @@ class Rebalancer(VoteParticipant):
         """Moves replicas; a collective call."""
         begun, before = time.perf_counter(), dict(self._replicas.plans)
         taken = self._replicas.move_to(plans)
-        self._state.describe()
+        self._engine.state.describe()
         experts = sum(len(moves(before[stage], plan, layer)) for stage, plan in plans.items() for layer in plan.tables)
         self._voted_at = time.perf_counter()  # an iteration's time has no move in it
         events.write(

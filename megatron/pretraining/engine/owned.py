@@ -82,9 +82,10 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
 def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
     for member in members(optimizer):
         inner = member.optimizer
-        for group in inner.param_groups:
-            for main in group["params"]:
-                yield _counter(member, inner.state[main], group)
+        groups = {main: group for group in inner.param_groups for main in group["params"]}
+        for parameter, main in _of_member(member):
+            if not getattr(parameter, "unused", False):
+                yield _counter(member, inner.state[main], groups[main])
 
 
 def _counter(member: MegatronOptimizer, state: dict, group: dict) -> dict:
