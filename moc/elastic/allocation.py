@@ -1,0 +1,92 @@
+"""How many replicas each expert has (Lazarus, section 4.1, equation 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def least_replicas(wanted: int, experts: int, nodes: int, slots: int) -> int:
+    """f, or as much of it as the slots allow; fewer than so many simultaneous losses of nodes are survived.
+
+    Lazarus drops f where it does not fit (section 6.2).
+
+    Args:
+        wanted: f.
+        experts: of a layer.
+        nodes: that hold them; f replicas are on f nodes.
+        slots: experts that a node can hold.
+
+    Raises:
+        ValueError: the slots do not suffice for one replica of each expert.
+    """
+    if nodes * slots < experts:
+        raise ValueError(
+            f"{nodes} nodes of {slots} slots hold {nodes * slots} experts, and a layer has {experts}: give each node "
+            f"at least {-(-experts // nodes)} slots"
+        )
+    return min(wanted, nodes, nodes * slots // experts)
+
+
+def allocate(loads: Sequence[int], slots: int, least: int) -> list[int]:
+    """Replicas of each expert in proportion to its tokens, and at least ``least`` (equation 1).
+
+    Exact, in integers.  Ascending with the loads, where equal loads are in the order of the experts; without any load,
+    experts are alike.
+
+    Args:
+        loads: tokens of each expert.
+        slots: replicas in all.
+        least: f, at most slots / experts.
+
+    Returns:
+        By expert; the sum is ``slots``.
+
+    Raises:
+        ValueError: there are fewer slots than ``least`` for each expert.
+    """
+    if slots < len(loads) * least:
+        raise ValueError(f"{slots} slots do not hold {least} replicas of each of {len(loads)} experts")
+    replicas = [0] * len(loads)
+    rest, left = sum(loads), slots
+    for done, expert in enumerate(ascending(loads)):
+        load, of = (loads[expert], rest) if rest else (1, len(loads) - done)
+        replicas[expert] = max(load * left // of, least)
+        left -= replicas[expert]
+        rest -= loads[expert]
+    return replicas
+
+
+def allocate_distinct(loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0) -> list[int]:
+    """As :func:`allocate`, for replicas on different nodes: at most one for each node.
+
+    A second replica of an expert on a node would be the same weights once more; the dispatcher gives more tokens to the
+    first one instead, and the slot goes to another expert.
+
+    Args:
+        loads: tokens of each expert.
+        nodes: that hold replicas.
+        slots: of each node.
+        least: f.
+        everywhere: of the hottest experts, so many have a replica on every node.
+
+    Returns:
+        By expert; the sum is ``nodes * slots``, or less where every node holds every expert.
+
+    Raises:
+        ValueError: the slots do not suffice.
+    """
+    order = ascending(loads)
+    while everywhere < len(loads):
+        others = order[: len(loads) - everywhere]
+        found = allocate([loads[expert] for expert in others], nodes * (slots - everywhere), least)
+        above = sum(count > nodes for count in found)
+        if not above:
+            replicas = dict(zip(others, found, strict=True))
+            return [replicas.get(expert, nodes) for expert in range(len(loads))]
+        everywhere += above
+    return [nodes] * len(loads)
+
+
+def ascending(loads: Sequence[int]) -> list[int]:
+    """Experts from the coldest to the hottest; equal ones by number."""
+    return sorted(range(len(loads)), key=loads.__getitem__)

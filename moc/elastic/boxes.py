@@ -1,0 +1,190 @@
+"""What is sent from whom to whom, when ranks hold other operators than before; sources are alike in bytes.
+
+Holders of an operator have the same bits, so that each part of it may come from another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+
+from moc.elastic.dispatch import filled_up
+from moc.elastic.plan import Plan
+from moc.state.region import Region
+
+PIECE = 64 << 20
+"""Bytes of the largest piece: staging memory is as large, and a loss ends no longer transfer."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One slot of a tensor of an operator.
+
+    Attributes:
+        operator: ``layers.N.expert.E``, or any other.
+        name: in the unpartitioned model.
+        slot: ``master``, ``exp_avg``, ...
+        region: the box of it that holders have.
+        itemsize: bytes of an element.
+    """
+
+    operator: str
+    name: str
+    slot: str
+    region: Region
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.region.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A piece of a tensor that one rank sends to another; ranks are those of the new world.
+
+    Attributes:
+        round: 0, or 1 if the source may have got the piece in round 0.
+    """
+
+    round: int
+    source: int
+    target: int
+    piece: Tensor
+
+
+_SWEEPS = 8  # after which a further one changes little
+_Delivery = tuple[int, Tensor]  # target and piece
+
+
+class NoSourceError(ValueError):
+    """Nobody holds an operator that somebody needs: it must come from a checkpoint."""
+
+
+def transfers(
+    tensors: Iterable[Tensor],
+    before: Mapping[str, Collection[int]],
+    after: Mapping[str, Collection[int]],
+    most: int = PIECE,
+) -> list[Transfer]:
+    """The transfers that bring each operator to those that shall hold it and do not yet.
+
+    Of an operator with several new holders, the pieces are dealt out among them in round 0, and they pass them on to
+    one another in round 1, so that what only few held does not wait for those.  Who sends how much is levelled, as the
+    dispatcher does with tokens; which piece comes from whom follows from their order.
+
+    Args:
+        tensors: of all operators that are told of.
+        before: ranks that hold an operator.
+        after: ranks that shall hold it.
+        most: bytes of a piece.
+
+    Returns:
+        The same on every rank, round by round; both sides may post those of a round in this order.
+
+    Raises:
+        NoSourceError: an operator is needed, and held by no rank.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        cut = tensor.region.cut(max(1, most // tensor.itemsize))
+        parts.setdefault(tensor.operator, []).extend(dataclasses.replace(tensor, region=region) for region in cut)
+    needed = {operator: sorted({*after.get(operator, ())} - {*before.get(operator, ())}) for operator in parts}
+    moved = [operator for operator in parts if needed[operator]]
+    if lost := [operator for operator in moved if not before.get(operator)]:
+        raise NoSourceError(
+            f"no rank holds {lost[0]}{f' and {len(lost) - 1} more operators' if lost[1:] else ''}: load a checkpoint"
+        )
+    groups = [group for one in moved for group in _groups(sorted(before[one]), needed[one], parts[one])]
+    result = [
+        Transfer(group.round, source, target, piece)
+        for group, sources in zip(groups, _sources(groups, _shares(groups)), strict=True)
+        for (target, piece), source in zip(group.deliveries, sources, strict=True)
+    ]
+    return sorted(result, key=lambda transfer: transfer.round)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Deliveries that any of the same ranks may make."""
+
+    round: int
+    sources: numpy.ndarray
+    deliveries: list[_Delivery]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for _, piece in self.deliveries)
+
+
+def _groups(sources: list[int], targets: list[int], pieces: list[Tensor]) -> Iterator[_Group]:
+    """Of one operator: each piece once, to one target; then each target's, to the others."""
+    dealt = {target: pieces[place :: len(targets)] for place, target in enumerate(targets)}
+    yield _Group(0, numpy.array(sources), [(target, piece) for target, mine in dealt.items() for piece in mine])
+    for holder, mine in dealt.items():
+        deliveries = [(target, piece) for target in targets if target != holder for piece in mine]
+        if deliveries:
+            yield _Group(1, numpy.array([*sources, holder]), deliveries)
+
+
+def _shares(groups: Sequence[_Group]) -> list[numpy.ndarray]:
+    """Bytes that each source of each group sends: those that send least are filled up, until all are level.
+
+    One group after the other is shared out anew among its sources, on top of what they send of the others.  That lowers
+    the sum of squares at each step, and so leads to the most even shares there are.
+    """
+    loads = numpy.zeros(1 + max((int(group.sources.max()) for group in groups), default=0), numpy.int64)
+    shares = [numpy.zeros(len(group.sources), numpy.int64) for group in groups]
+    order = sorted(range(len(groups)), key=lambda number: len(groups[number].sources))
+    for _, number in itertools.product(range(_SWEEPS), order):
+        sources = groups[number].sources
+        loads[sources] -= shares[number]
+        shares[number] = filled_up(loads[sources], groups[number].nbytes)
+        loads[sources] += shares[number]
+    return shares
+
+
+def _sources(groups: Sequence[_Group], shares: Sequence[numpy.ndarray]) -> Iterator[list[int]]:
+    """Who makes each delivery of each group: of its sources, the one that is most behind its shares so far."""
+    behind = numpy.zeros(1 + max((int(group.sources.max()) for group in groups), default=0), numpy.int64)
+    for group, share in zip(groups, shares, strict=True):
+        behind[group.sources] += share
+        chosen = []
+        for _, piece in group.deliveries:
+            chosen.append(int(group.sources[behind[group.sources].argmax()]))
+            behind[chosen[-1]] -= piece.nbytes
+        yield chosen
+
+
+def expert_operator(layer: int, expert: int) -> str:
+    """Name of an expert's operator."""
+    return f"layers.{layer}.expert.{expert}"
+
+
+def experts_held(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Ranks that hold each expert, by the name of its operator."""
+    return {
+        expert_operator(layer, expert): plan.holders(layer, expert)
+        for layer, expert in itertools.product(sorted(plan.tables), range(plan.experts))
+    }
+
+
+def experts_left(previous: Plan, members: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Ranks among those of ``members`` that hold each expert by the previous plan; none, where it is lost."""
+    number = {member: index for index, member in enumerate(members)}
+    now = {
+        index * previous.ranks + local: number[member] * previous.ranks + local
+        for index, member in enumerate(previous.members)
+        if member in number
+        for local in range(previous.ranks)
+    }
+    return {
+        operator: tuple(sorted(now[rank] for rank in ranks if rank in now))
+        for operator, ranks in experts_held(previous).items()
+    }

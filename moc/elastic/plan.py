@@ -1,0 +1,185 @@
+"""A plan: which rank holds replicas of which experts; the same on every rank, from members and loads alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy
+import xxhash
+
+from moc.elastic import choose
+from moc.elastic.migration import columns
+from moc.elastic.placement import EMPTY, holders, place_by_load
+from moc.elastic.split import split
+
+Loads = Mapping[int, Sequence[int]]
+"""Tokens of each expert by layer; layers have equally many experts."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan is made for.
+
+    Attributes:
+        slots: experts that a rank can hold.
+        least: replicas of each expert on different nodes, as far as the slots suffice (f); fewer than so many lost
+            nodes are survived for certain.
+        everywhere: of the hottest experts, so many are on every node (h); None to choose it by the load.
+        ranks: of a node.
+    """
+
+    slots: int
+    least: int = 2
+    everywhere: int | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which rank holds which experts.
+
+    Ranks are numbered node by node, in the order of the members.
+
+    Attributes:
+        members: nodes.
+        columns: of each member, its place in the order in which experts were placed, which is that of all layers.
+        experts: of a layer.
+        ranks: of a node.
+        tables: by layer, the experts of each rank, ascending, int64[ranks in all, slots];
+            :data:`moc.elastic.placement.EMPTY` after the last one.
+    """
+
+    members: tuple[int, ...]
+    columns: tuple[int, ...]
+    experts: int
+    ranks: int
+    tables: Mapping[int, numpy.ndarray] = field(repr=False)
+
+    def __post_init__(self):
+        for table in self.tables.values():
+            table.setflags(write=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return len(self.members) * self.ranks
+
+    def experts_of(self, layer: int, rank: int) -> tuple[int, ...]:
+        """The experts of a layer that a rank holds, ascending."""
+        return tuple(expert for expert in self.tables[layer][rank].tolist() if expert != EMPTY)
+
+    def holders(self, layer: int, expert: int) -> tuple[int, ...]:
+        """The ranks that hold an expert, ascending."""
+        return tuple(numpy.flatnonzero((self.tables[layer] == expert).any(axis=1)).tolist())
+
+    def held(self, layer: int) -> numpy.ndarray:
+        """Replicas of each expert on each rank, 0 or 1, int64[experts, ranks]: what the dispatcher takes."""
+        return holders(self.tables[layer], self.experts)
+
+    def held_by_nodes(self, layer: int) -> numpy.ndarray:
+        """Replicas of each expert on each node in the order of the columns, [experts, nodes]: for the survival."""
+        by_member = self.held(layer).reshape(self.experts, len(self.members), self.ranks).sum(axis=2)
+        return by_member[:, numpy.argsort(self.columns)]
+
+    def missing(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Layers and experts of which none of these nodes has a replica."""
+        there = numpy.repeat(numpy.isin(self.members, members), self.ranks)
+        return tuple(
+            (layer, int(expert))
+            for layer in sorted(self.tables)
+            for expert in numpy.flatnonzero(~self.held(layer)[:, there].any(axis=1))
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 in hex; equal plans have equal ones, on any machine."""
+        hasher = xxhash.xxh3_128(json.dumps([self.members, self.columns, self.experts, self.ranks]).encode())
+        for layer in sorted(self.tables):
+            hasher.update(json.dumps([layer, *self.tables[layer].shape]).encode())
+            hasher.update(self.tables[layer].astype("<i8").tobytes())
+        return hasher.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def to_json(self) -> dict[str, Any]:
+        """For :meth:`from_json`, by ``json.dumps``."""
+        tables = {str(layer): table.tolist() for layer, table in sorted(self.tables.items())}
+        return {
+            "members": list(self.members),
+            "columns": list(self.columns),
+            "experts": self.experts,
+            "ranks": self.ranks,
+            "tables": tables,
+        }
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Plan:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: it is no plan.
+        """
+        try:
+            tables = {int(layer): numpy.array(rows, numpy.int64) for layer, rows in given["tables"].items()}
+            found = cls(tuple(given["members"]), tuple(given["columns"]), given["experts"], given["ranks"], tables)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no plan of experts: {error!r}") from None
+        if any(table.ndim != 2 or len(table) != found.size for table in tables.values()):
+            raise ValueError(f"it is no plan of experts: a table has not one row for each of {found.size} ranks")
+        return found
+
+
+def plan(members: Sequence[int], loads: Loads, settings: Settings, previous: Plan | None = None) -> Plan:
+    """Plans the experts of each rank.
+
+    Args:
+        members: nodes, in the order of their ranks.
+        loads: of the layers that these ranks train.
+        settings: slots, f and h.
+        previous: what ranks hold now, if any; those that stay get what they have most of already.
+
+    Raises:
+        ValueError: the slots do not suffice for all experts.
+    """
+    nodes, slots = len(members), settings.slots * settings.ranks
+    rows = [list(loads[layer]) for layer in sorted(loads)]
+    hot = settings.everywhere
+    if hot is None:
+        hot = choose.everywhere(rows, nodes, slots, settings.least)
+    placed = {
+        layer: place_by_load(row, nodes, slots, settings.least, hot)
+        for layer, row in zip(sorted(loads), rows, strict=True)
+    }
+    experts = len(rows[0])
+    order = numpy.arange(nodes)
+    if previous is not None:
+        stood = dict(zip(previous.members, previous.columns, strict=True))
+        before = {layer: held_before(previous, members, layer) for layer in placed}
+        order = columns(before, placed, experts, [stood.get(member) for member in members])
+    tables = {}
+    for layer, table in placed.items():
+        kept = None if previous is None else held_before(previous, members, layer)
+        tables[layer] = split(table[order], loads[layer], settings.ranks, kept)
+    return Plan(tuple(members), tuple(order.tolist()), experts, settings.ranks, tables)
+
+
+def held_before(previous: Plan, members: Sequence[int], layer: int) -> numpy.ndarray:
+    """The experts that each node of other members holds, [nodes, slots of a node]; those of new nodes are empty."""
+    table = previous.tables.get(layer)
+    if table is None:
+        return numpy.full((len(members), 1), EMPTY, numpy.int64)
+    by_node = table.reshape(len(previous.members), -1)
+    rows = {member: number for number, member in enumerate(previous.members)}
+    found = numpy.full((len(members), by_node.shape[1]), EMPTY, numpy.int64)
+    for number, member in enumerate(members):
+        if member in rows:
+            found[number] = by_node[rows[member]]
+    return found

@@ -1,0 +1,36 @@
+"""Every choice of lost nodes as a bit mask, of few nodes; a node is the bit of its number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import numpy
+
+
+def masks(sets: numpy.ndarray) -> list[int]:
+    """Sets of nodes, bool[sets, nodes], as bit masks."""
+    return (sets @ (1 << numpy.arange(sets.shape[1]))).tolist()
+
+
+def deaths(sets: Iterable[int], nodes: int) -> numpy.ndarray:
+    """By choice of lost nodes, how many of the sets it contains, int64[2 ** nodes]."""
+    choices = numpy.arange(1 << nodes)
+    result = numpy.zeros(len(choices), numpy.int64)
+    for mask in sets:
+        result += (choices & mask) == mask
+    return result
+
+
+def survived(dead: numpy.ndarray, nodes: int) -> list[int]:
+    """By number of lost nodes, the choices of which ``dead`` is 0."""
+    return numpy.bincount(sizes(nodes)[dead == 0], minlength=nodes + 1).tolist()
+
+
+@functools.lru_cache(maxsize=32)
+def sizes(nodes: int) -> numpy.ndarray:
+    """By choice, the nodes in it, int64[2 ** nodes]."""
+    sizes = numpy.zeros(1, numpy.int64)
+    for _ in range(nodes):
+        sizes = numpy.concatenate([sizes, sizes + 1])
+    return sizes

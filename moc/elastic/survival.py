@@ -1,0 +1,119 @@
+"""Probability that a simultaneous loss of nodes leaves a replica of every expert.
+
+Exact.  What is lost is every choice of so many nodes alike, as in Lazarus' Theorem 1.  An expert dies with the last of
+its holders, so that sets of holders are all that counts, and of those only the ones that contain no other.
+"""
+
+from __future__ import annotations
+
+from math import comb
+
+import numpy
+
+from moc.elastic import subsets
+
+_LISTED = 16
+"""Nodes up to which every choice of lost ones is looked at."""
+
+
+class TooManyNodesError(ValueError):
+    """The probability cannot be computed exactly; :func:`least_survival` bounds it."""
+
+
+def survival(held: numpy.ndarray, lost: int) -> float:
+    """Probability that a replica of each expert is left.
+
+    Args:
+        held: replicas of each expert on each node, [experts, nodes]; for several layers, their experts one after the
+            other.
+        lost: nodes that are lost at once.
+
+    Raises:
+        TooManyNodesError: there are more than 16 nodes, and holders are not neighbours, as those of MRO are.
+    """
+    nodes = held.shape[1]
+    return survived(held, lost)[lost] / comb(nodes, lost) if lost <= nodes else 0.0
+
+
+def survived(held: numpy.ndarray, most: int) -> list[int]:
+    """By number of lost nodes, up to ``most``, the choices that leave a replica of each expert.
+
+    Args and errors are those of :func:`survival`.
+    """
+    nodes = held.shape[1]
+    sets = minimal(held)
+    if not sets[0].any():  # an expert is nowhere
+        return [0] * (most + 1)
+    if nodes <= _LISTED:
+        return subsets.survived(subsets.deaths(subsets.masks(sets), nodes), nodes)[: most + 1]
+    if most < int(sets.sum(axis=1).min()):
+        return [comb(nodes, lost) for lost in range(most + 1)]
+    first, size = sets.argmax(axis=1), sets.sum(axis=1)
+    last = nodes - 1 - sets[:, ::-1].argmax(axis=1)
+    if (last - first + 1 != size).any():
+        raise TooManyNodesError(
+            f"an exact probability of survival takes at most {_LISTED} nodes where holders are not neighbours, not "
+            f"{nodes}"
+        )
+    return _runs(dict(zip(last.tolist(), size.tolist(), strict=True)), nodes, most)
+
+
+def least_survival(held: numpy.ndarray, lost: int) -> float:
+    """A lower bound of :func:`survival`, for any number of nodes: as if no two sets of holders died together."""
+    nodes = held.shape[1]
+    if lost > nodes:
+        return 0.0
+    dead = sum(comb(nodes - size, lost - size) for size in minimal(held).sum(axis=1).tolist() if size <= lost)
+    return max(0.0, 1 - dead / comb(nodes, lost))
+
+
+def minimal(held: numpy.ndarray) -> numpy.ndarray:
+    """The different sets of holders that contain no other, smallest first, bool[sets, nodes]."""
+    bits = numpy.packbits(held > 0, axis=1)
+    first = {row.tobytes(): number for number, row in reversed([*enumerate(bits)])}
+    numbers = numpy.array(sorted(first.values(), key=lambda number: (int((held[number] > 0).sum()), number)))
+    words = numpy.pad(bits[numbers], ((0, 0), (0, -bits.shape[1] % 8))).view(numpy.uint64)
+    kept: list[int] = []
+    for place in range(len(numbers)):
+        smaller = words[kept]
+        if not ((smaller & words[place]) == smaller).all(axis=1).any():
+            kept.append(place)
+    return held[numbers[kept]] > 0
+
+
+def score(held: numpy.ndarray) -> tuple[float, ...]:
+    """Grows with survival; orders placements of the same replicas.
+
+    By the choices survived, of the smallest loss on; where they cannot be listed, by the smallest set of holders, and
+    then by how probably a set dies if each node is lost with probability 1/2.
+    """
+    nodes = held.shape[1]
+    if nodes <= _LISTED:
+        return tuple(survived(held, nodes))
+    sizes = minimal(held).sum(axis=1).astype(float)
+    return float(sizes.min()), -float((0.5**sizes).sum())
+
+
+def _runs(shortest: dict[int, int], nodes: int, most: int) -> list[int]:
+    """Choices in which no set dies, where each set is a run of neighbours.
+
+    Node by node, choices are counted by nodes lost, and by how many of those are the last ones in a row: a run of lost
+    nodes may not become as long as the set that ends with it.
+
+    Args:
+        shortest: sizes of the sets by last node.
+        nodes: in all.
+        most: the most that are lost.
+    """
+    longest = max(shortest.values())
+    counts = {(0, 0): 1}  # by lost nodes, and the last ones in a row
+    for node in range(nodes):
+        limit = shortest.get(node, nodes + 1)
+        following: dict[tuple[int, int], int] = {}
+        for (lost, row), ways in counts.items():
+            following[lost, 0] = following.get((lost, 0), 0) + ways
+            if lost < most and row + 1 < limit:
+                place = lost + 1, min(row + 1, longest)
+                following[place] = following.get(place, 0) + ways
+        counts = following
+    return [sum(ways for (lost, _), ways in counts.items() if lost == number) for number in range(most + 1)]

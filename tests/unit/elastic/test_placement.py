@@ -1,0 +1,120 @@
+"""Where replicas of experts are placed: against every placement there is, where there are few."""
+
+import functools
+import itertools
+from math import comb
+
+import numpy
+import pytest
+
+from moc.elastic.allocation import allocate_distinct, ascending, least_replicas
+from moc.elastic.placement import EMPTY, compact, cyclic, distinct, holders, overlapped, place, representatives
+from moc.elastic.survival import survived
+
+
+@functools.cache
+def every_placement(nodes, slots, experts):
+    """Nodes of each expert [placements, experts], and choices survived by number of lost nodes, of all placements."""
+    rows = [sum(1 << e for e in row) for n in range(1, slots + 1) for row in itertools.combinations(range(experts), n)]
+    tables = numpy.array(list(itertools.combinations_with_replacement(rows, nodes)))  # nodes are alike
+    counts = numpy.stack([((tables >> expert) & 1).sum(axis=1) for expert in range(experts)], axis=1)
+    choices = numpy.zeros((len(tables), nodes + 1), numpy.int64)
+    for lost in range(1 << nodes):
+        left = [node for node in range(nodes) if not lost >> node & 1]
+        union = numpy.bitwise_or.reduce(tables[:, left], axis=1) if left else numpy.zeros(len(tables), numpy.int64)
+        choices[:, nodes - len(left)] += union == (1 << experts) - 1
+    return counts, choices
+
+
+def best(replicas, nodes, slots):
+    """Choices that any placement survives, by number of lost nodes."""
+    counts, choices = every_placement(nodes, slots, len(replicas))
+    return choices[(counts <= numpy.array(replicas)).all(axis=1)].max(axis=0).tolist()
+
+
+def ascending_replicas(nodes, slots, experts):
+    """All ways to share out the slots."""
+
+    def extend(head, left):
+        if len(head) == experts - 1:
+            yield (*head, left)
+            return
+        for count in range(head[-1] if head else 1, left // (experts - len(head)) + 1):
+            yield from extend((*head, count), left - count)
+
+    return extend((), nodes * slots)
+
+
+SIZES = [
+    (nodes, slots, experts)
+    for nodes, slots, experts in itertools.product(range(1, 6), range(1, 4), range(1, 6))
+    if experts <= nodes * slots
+]
+
+
+@pytest.mark.parametrize(("nodes", "slots", "experts"), SIZES)
+def test_no_placement_survives_more(nodes, slots, experts):
+    for replicas in ascending_replicas(nodes, slots, experts):
+        table = place(replicas, nodes, slots)
+        assert survived(holders(table, experts), nodes) == best(replicas, nodes, slots), replicas
+
+
+def test_theorem_1_holds_as_far_as_the_nodes_suffice_for_all_representatives():
+    beyond = 0
+    for nodes, slots, experts in SIZES:
+        for replicas in ascending_replicas(nodes, slots, experts):
+            table = overlapped(numpy.array(replicas), nodes, slots)
+            optimal = survived(holders(table, experts), nodes) == best(replicas, nodes, slots)
+            suffice = sum(representatives(replicas, slots)) <= nodes
+            assert optimal or not suffice, (nodes, slots, replicas)
+            beyond += not optimal
+    assert beyond > 10  # it is no theorem without the condition
+
+
+def chances(table, experts, lost):
+    nodes = len(table)
+    return survived(holders(table, experts), nodes)[lost], comb(nodes, lost)
+
+
+def test_counterexample_one_of_theorem_1():
+    replicas = (2, 3, 3)
+    assert chances(overlapped(numpy.array(replicas), 4, 2), 3, lost=2) == (4, 6)
+    assert chances(place(replicas, 4, 2), 3, lost=2) == (5, 6)
+
+
+def test_counterexample_two_of_theorem_1_where_f_does_not_hold_either():
+    replicas = (2, 2, 2)
+    assert (holders(overlapped(numpy.array(replicas), 3, 2), 3) > 0).sum(axis=1).min() == 1
+    assert chances(place(replicas, 3, 2), 3, lost=1) == (3, 3)
+
+
+def test_figure_4():
+    a = [[0, 2, 3, 3], [0, 1, 3, 3], [1, 3, 3, 3], [1, 2, 3, 3], [2, 3, 3, 3]]
+    assert chances(numpy.array(a), 4, lost=3) == (5, 10)
+    assert chances(place((2, 3, 3, 12), 5, 4), 4, lost=3) == (7, 10)
+
+
+@pytest.mark.parametrize("everywhere", [0, 1, 2])
+def test_each_expert_has_its_replicas_and_the_hottest_are_everywhere(everywhere):
+    rng = numpy.random.default_rng(0)
+    for _ in range(60):
+        nodes, slots = int(rng.integers(2, 30)), int(rng.integers(3, 9))
+        experts = int(rng.integers(3, nodes * (slots - everywhere) + everywhere + 1))
+        loads = rng.integers(0, 100, experts).tolist()
+        least = least_replicas(2, experts - everywhere, nodes, slots - everywhere)
+        replicas = allocate_distinct(loads, nodes, slots, least, everywhere)
+        coldest_first = ascending(loads)
+        hottest = coldest_first[experts - everywhere :]
+        table = place(replicas, nodes, slots, hottest)
+        held = holders(table, experts)
+        assert held.sum(axis=1).tolist() == replicas
+        assert (held > 0).sum(axis=1).min() >= least
+        assert (held[hottest] == 1).all()
+        more = holders(distinct(table, coldest_first[::-1]), experts)
+        assert more.max() == 1 and more.sum() == nodes * min(slots, experts)
+        assert (more >= (held > 0)).all()
+
+
+def test_spread_and_compact():
+    assert cyclic([2, 9], 10, 6)[:, :2].tolist() == [[0, 1]] + [[0, EMPTY]] + [[1, EMPTY]] * 8
+    assert [set(row) - {EMPTY} for row in compact([2, 9], 10, 6)[:2].tolist()] == [{0, 1}, {1}]
