@@ -88,7 +88,7 @@ def test_a_snapshot_after_a_move_loads_everywhere(policy, data, tmp_path):
 
 
 def test_a_run_goes_on_with_experts_where_they_were(data, tmp_path):
-    flags = data | PLAIN | DROPOUT | dict(elastic_rebalance_interval=4, save_interval=100, train_iters=8)
+    flags = data | PLAIN | DROPOUT | dict(elastic_rebalance_interval=4, train_iters=8)
     snapshots = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_policy="full")
     straight = elastic("DP2", flags)
     elastic("DP2", flags | snapshots | dict(exit_interval=5))
