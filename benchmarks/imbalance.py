@@ -1,8 +1,8 @@
 """Training speed while some experts get more tokens than others: elastic replicas, expert parallelism, padding.
 
 Two workers and eight experts, of which four get K times the tokens of the other four; expert parallelism puts the four
-on one worker, which is the case that elastic replicas are for (Lazarus, section 6.4, figure 10, K from 1 to 4).  Routers
-are made to choose like that; all else is training as it is.  The jobs live side by side and take turns, a few
+on one worker, which is the case that elastic replicas are for (Lazarus, section 6.4, figure 10, K from 1 to 4).
+Routers are made to choose like that; all else is training as it is.  The jobs live side by side and take turns, a few
 iterations each, so that whatever else the machine does meets all alike:
 
     elastic   --elastic --elastic-slots 6, with a plan for the load

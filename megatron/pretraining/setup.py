@@ -14,7 +14,7 @@ from megatron.pretraining.config import Config, ConfigError, global_batch_size, 
 from megatron.pretraining.data.streams import Batch, BatchStream, Datasets
 from megatron.pretraining.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pretraining.elastic.layer import elastic_layers
-from megatron.pretraining.elastic.placing import Plans, first_plans
+from megatron.pretraining.elastic.placing import first_plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.turns import ElasticTurns
@@ -172,7 +172,8 @@ def build(config: Config, world: World, providers: Providers, stop: StopRequests
     plans = first_plans(config, world.size) if config.elastic.elastic else None
     chunks = build_model(config, vocab_size, providers.model, plans)
     optimizer = build_optimizer(config, chunks)
-    replicas = None if plans is None else _replicas(config, chunks, optimizer, plans)
+    dispatch = config.elastic.elastic_dispatch
+    replicas = None if plans is None else Replicas(elastic_layers(chunks), optimizer.core, plans, dispatch)
     scheduler = build_scheduler(config, optimizer, train_iters * batch, batch)
     chunks[0].config.timers = optimizer.core.config.timers = timers if config.logging.timing_log_level else None
     stop.check_set_up(world)
@@ -253,10 +254,6 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     parts.remains.trained = True
     data = parts.streams, splits, parts.train_iters, parts.vocab_size, parts.rebalancer
     return TrainingRun(config, world, stepper, checkpoints, session, parts.auto, log, *data)
-
-
-def _replicas(config: Config, chunks: list[DistributedDataParallel], optimizer: VotedOptimizer, plans: Plans) -> Replicas:
-    return Replicas(elastic_layers(chunks), optimizer.core, plans, config.elastic.elastic_dispatch)
 
 
 def _turns(parts: WorkerParts, topology: Topology) -> Turns:

@@ -46,7 +46,7 @@ class ElasticFlags(FlagGroup):
     )
     elastic_dispatch: str = flag(
         "level",
-        "Tokens of each replica: such that all workers get equally many, or equally many for each replica of an expert.",
+        "Tokens of each replica: such that all workers get equally many, or as many as other replicas of its expert.",
         choices=("level", "even"),
     )
 
@@ -90,7 +90,7 @@ def _check_batch(config: FlagGroups) -> None:
     )
     refuse(
         not training.calculate_per_token_loss,
-        "--elastic needs --calculate-per-token-loss, by which gradients do not depend on the number of workers: add it.",
+        "--elastic needs --calculate-per-token-loss: gradients must not depend on the number of workers: add it.",
     )
 
 

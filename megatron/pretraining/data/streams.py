@@ -68,10 +68,11 @@ class BatchStream:
 
     def _ghost_of(self, topology: Topology) -> Batch:
         """A micro batch of a sample without any token that counts in the loss."""
-        if self._ghost is None:
-            sample = torch.utils.data.default_collate([self._dataset[0]] * topology.micro_batch_size)
-            self._ghost = sample | {"loss_mask": torch.zeros_like(sample["loss_mask"])}
-        return self._ghost
+        ghost = self._ghost
+        if ghost is None:
+            sample: Batch = torch.utils.data.default_collate([self._dataset[0]] * topology.micro_batch_size)
+            ghost = self._ghost = sample | {"loss_mask": torch.zeros_like(sample["loss_mask"])}
+        return ghost
 
     def _loader(self, topology: Topology, consumed_samples: int) -> torch.utils.data.DataLoader:
         return torch.utils.data.DataLoader(

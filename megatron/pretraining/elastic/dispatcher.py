@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from moc.elastic.dispatch import Capacities, Exchange, exchange
 
+
 @dataclass(frozen=True)
 class Route:
     """What one rank sends and receives in a micro batch; lists are by rank of the exchange group.

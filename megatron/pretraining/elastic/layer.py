@@ -1,8 +1,8 @@
 """The mixture-of-experts layer of elastic training: a worker's slots hold any experts, and experts have any replicas.
 
-megatron-core's layer gives each expert-parallel rank the same number of consecutive experts.  Here it is built as if its
-worker had no others, with one expert per slot; what knows all experts is put in its place: the router, the dispatcher,
-and the description of experts in checkpoints.
+megatron-core's layer gives each expert-parallel rank the same number of consecutive experts.  Here it is built as if
+its worker had no others, with one expert per slot; what knows all experts is put in its place: the router, the
+dispatcher, and the description of experts in checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -27,7 +26,7 @@ from megatron.pretraining.elastic.dispatcher import ElasticDispatcher
 from megatron.pretraining.elastic.groups import exchange_group
 from moc.elastic.dispatch import Capacities
 
-_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_ROUTER_DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class ElasticExperts(SequentialMLP):
@@ -41,13 +40,18 @@ class ElasticExperts(SequentialMLP):
     slots: tuple[int | None, ...] = ()
     holders: tuple[tuple[int, ...], ...] = ()
 
-    def held(self) -> Iterator[tuple[int, MLP]]:
+    def held(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """Yields the experts here, in ascending order, with their modules."""
-        yield from sorted((e, mlp) for e, mlp in zip(self.slots, self.local_experts, strict=True) if e is not None)
+        there = {e: mlp for e, mlp in zip(self.slots, self.local_experts, strict=True) if e is not None}
+        yield from sorted(there.items())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Describes the experts by their numbers in the whole model; copies are numbered in the order of holders."""
-        apart, rank, described = (metadata or {}).get("singleton_local_shards", False), dist.get_rank(exchange_group()), {}
+        apart, rank, described = (
+            (metadata or {}).get("singleton_local_shards", False),
+            dist.get_rank(exchange_group()),
+            {},
+        )
         for slot, expert in enumerate(self.slots):
             if expert is None:
                 continue
@@ -55,7 +59,8 @@ class ElasticExperts(SequentialMLP):
             whole = f"{prefix}experts.{expert}." if apart else f"{prefix}experts."
             if not apart:
                 offsets = (*sharded_offsets, (len(sharded_offsets), expert, len(self.holders)))
-            tensors = self.local_experts[slot].sharded_state_dict(local, offsets, metadata)
+            mlp: Any = self.local_experts[slot]
+            tensors = mlp.sharded_state_dict(local, offsets, metadata)
             for tensor in tensors.values():
                 tensor.key = tensor.key.replace(local, whole, 1)
                 tensor.replica_id = (*tensor.replica_id[:2], self.holders[expert].index(rank))
@@ -75,7 +80,8 @@ class ElasticLayer(MoELayer):
     token_dispatcher: ElasticDispatcher
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules, slots: int):
-        groups, experts, router = get_default_pg_collection(), submodules.experts, submodules.router
+        groups, router = get_default_pg_collection(), submodules.router
+        experts: Any = submodules.experts  # a ModuleSpec
         inside = copy.copy(config)
         inside.num_moe_experts, inside.moe_token_dispatcher_type = slots, "alltoall"
         submodules = dataclasses.replace(
@@ -119,8 +125,9 @@ class ElasticLayer(MoELayer):
 
 def with_slots(spec: TransformerBlockSubmodules, slots: int) -> TransformerBlockSubmodules:
     """The layer specification with elastic layers in place of megatron-core's, in place."""
-    for layer in spec.layer_specs:
-        parts: Any = layer.submodules
+    layers: Any = spec.layer_specs
+    for layer in layers:
+        parts = layer.submodules
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
             parts.mlp = _bound(parts.mlp.submodules, slots)
     return spec

@@ -88,7 +88,9 @@ class Rebalancer(VoteParticipant):
 
     def __init__(self, config: Config, engine: MegatronEngine, replicas: Replicas, vocab_size: int):
         self._config, self._world, self._engine, self._replicas = config, engine.world, engine, replicas
-        self._tally = engine.router_tally(sorted(layer for plan in replicas.plans.values() for layer in plan.tables), with_probabilities=False)
+        self._tally = engine.router_tally(
+            sorted(layer for plan in replicas.plans.values() for layer in plan.tables), with_probabilities=False
+        )
         self._share = expert_share(config, vocab_size)
         self._interval = config.elastic.elastic_rebalance_interval
         self._loads: dict[int, list[int]] = {}
@@ -176,12 +178,13 @@ class Rebalancer(VoteParticipant):
 
     def _speed(self) -> float:
         """Seconds per byte between workers, measured once; the slowest worker counts."""
-        if self._second_per_byte is None:
+        speed = self._second_per_byte
+        if speed is None:
             group, size = exchange_group(), dist.get_world_size(exchange_group())
             packed = torch.zeros(size * _PROBE, dtype=torch.uint8, device=self._world.device)
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)  # the first one opens connections
             begun = time.perf_counter()
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)
             torch.cuda.synchronize() if self._world.device.type == "cuda" else None
-            self._second_per_byte = max(gather((time.perf_counter() - begun) / (2 * size * _PROBE)))
-        return self._second_per_byte
+            speed = self._second_per_byte = max(gather((time.perf_counter() - begun) / (2 * size * _PROBE)))
+        return speed

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.mlp import MLP
 
 from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
@@ -150,12 +149,12 @@ class Replicas:
         dist.all_to_all_single(arrived, outgoing, *sizes, group=group)
         return dict(zip(experts, arrived.view(len(experts), size), strict=True))
 
-    def _packed(self, mlp: MLP) -> torch.Tensor:
+    def _packed(self, mlp: torch.nn.Module) -> torch.Tensor:
         """Master weights, moments and counts of updates of an expert, as bytes."""
         return torch.cat([tensor.view(torch.uint8) for tensor in (*self._tensors(mlp), self._steps(mlp))])
 
     @torch.no_grad()
-    def _unpack(self, mlp: MLP, state: torch.Tensor) -> None:
+    def _unpack(self, mlp: torch.nn.Module, state: torch.Tensor) -> None:
         tensors, steps = self._tensors(mlp), self._steps(mlp)
         parts = state.split([tensor.nbytes for tensor in (*tensors, steps)])
         for tensor, part in zip((*tensors, steps), parts, strict=True):
@@ -166,11 +165,11 @@ class Replicas:
             if "step" in owned.counter:
                 write_step(owned.counter, step)
 
-    def _tensors(self, mlp: MLP) -> list[torch.Tensor]:
+    def _tensors(self, mlp: torch.nn.Module) -> list[torch.Tensor]:
         slots = [self._slices[parameter].slots for parameter in mlp.parameters()]
         return [of_parameter[name] for of_parameter in slots for name in sorted(of_parameter)]
 
-    def _steps(self, mlp: MLP) -> torch.Tensor:
+    def _steps(self, mlp: torch.nn.Module) -> torch.Tensor:
         counters = [self._slices[parameter].counter for parameter in mlp.parameters()]
         device = next(mlp.parameters()).device
         return torch.tensor([int(counter.get("step", 0)) for counter in counters], dtype=torch.int64, device=device)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.pretraining.config import ConfigError, check_world, num_microbatches
-from tests.unit.pretraining.flags import BASE, DENSE, PP2, parse, refusal, without
+from tests.unit.pretraining.flags import DENSE, PP2, parse, refusal, without
 
 ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-token-dispatcher-type alltoall"
@@ -77,5 +77,6 @@ def test_batches_need_not_divide():
 
 
 def test_experts_are_whole():
-    assert parse(f"{ELASTIC} --tensor-model-parallel-size 2 --sequence-parallel", BASE).parallel.expert_tensor_parallel_size == 1
+    split = parse(f"{ELASTIC} --tensor-model-parallel-size 2 --sequence-parallel")
+    assert split.parallel.expert_tensor_parallel_size == 1
     assert parse("", without("--num-experts")).parallel.expert_tensor_parallel_size == 1

@@ -54,7 +54,9 @@ def test_every_token_reaches_a_holder_of_its_expert_and_comes_back(dispatcher, w
 
 def swapped(sent, sizes, received):
     """An all-to-all."""
-    parts = [[one[sum(size[:to]) : sum(size[: to + 1])] for to in range(len(sent))] for one, size in zip(sent, sizes, strict=True)]
-    arrived = [[token for of in parts for token in of[rank]] for rank in range(len(sent))]
+    ranks = range(len(sent))
+    ends = [numpy.cumsum([0, *size]) for size in sizes]
+    parts = [[one[end[to] : end[to + 1]] for to in ranks] for one, end in zip(sent, ends, strict=True)]
+    arrived = [[token for of in parts for token in of[rank]] for rank in ranks]
     assert [len(one) for one in arrived] == [sum(one) for one in received]
     return arrived
