@@ -221,14 +221,14 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    if parts.replicas is not None:
-        parts.replicas.settle(parts.remains.trained)
+    under_way = parts.replicas is not None and parts.replicas.settle(parts.remains.trained)
     engine = MegatronEngine(config, stepper, parts.streams["train"], parts.vocab_size, parts.replicas)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
     if parts.replicas is not None:
         parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.vocab_size)
-        parts.rebalancer.restore(session.moving)  # where experts were when the snapshot was taken
+        if not under_way:
+            parts.rebalancer.restore(session.moving)  # to where experts were when the snapshot was taken
     stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.session, parts.checkpoints = session, checkpoints

@@ -127,7 +127,7 @@ def with_slots(spec: TransformerBlockSubmodules, slots: int) -> TransformerBlock
     """The layer specification with elastic layers in place of megatron-core's, in place."""
     layers: Any = spec.layer_specs
     for layer in layers:
-        parts = layer.submodules
+        parts: Any = layer.submodules
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
             parts.mlp = _bound(parts.mlp.submodules, slots)
     return spec

@@ -87,17 +87,21 @@ class Replicas:
             reach("rebalancing")
             self._landing = landing
             dist.all_reduce(torch.zeros(1, device=_device(self.layers[layer])), group=exchange_group())  # landed
+            reach("landed")
             self._land(landing)
             taken += sum(state.nbytes for state in landing.arrived.values())
         self.plans = dict(plans)
         count_once(self.layers.values(), self._optimizer)
         return taken
 
-    def settle(self, trained: bool) -> None:
+    def settle(self, trained: bool) -> bool:
         """Agrees on the plans after a loss; a collective call of all workers.
 
         A layer whose move has landed on one worker lands on all.  Workers that have not ``trained`` take over the plans
         of the others, not the state.
+
+        Returns:
+            Whether any worker has trained, so that these are plans of a run under way.
         """
         mine, waiting = self.plans.get(self._stage), self._landing
         told = gather((self._stage, trained, mine and mine.to_json(), waiting and waiting.plan.to_json()))
@@ -113,6 +117,7 @@ class Replicas:
         if self.layers:
             adopt(self.layers.values(), self.plans[self._stage], self._dispatch)
         count_once(self.layers.values(), self._optimizer)
+        return any(has for _, has, _, _ in told)
 
     def bytes_moved(self, plans: Plans) -> int:
         """The most bytes of state that one worker of this stage sends and receives on the way to other plans."""
