@@ -23,11 +23,14 @@ REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
     "moetion-fig4": moetion.figure_4,
     "moetion-fig7": moetion.figure_7,
     "moetion-fig9": moetion.figure_9,
-    "lazarus-fig8": lazarus.figure_8,
+    "lazarus-fig4": lazarus.figure_4,
 }
 """By the name that the command takes."""
 
-OF_LOADS: dict[str, Callable[[moetion.Loads], Reproduction]] = {"moetion-fig11": moetion.figure_11}
+OF_LOADS: dict[str, Callable[[moetion.Loads], Reproduction]] = {
+    "moetion-fig11": moetion.figure_11,
+    "lazarus-fig8": lazarus.figure_8,
+}
 """Those that need recorded loads of experts."""
 
 

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -134,3 +137,8 @@ def test_h_is_the_smallest_that_levels_and_f_covers_the_losses_that_were_seen():
     assert choose.least([], 16, 10, 6) == 2
     assert choose.least([1] * 150 + [2] * 50, 16, 10, 6) == 3
     assert choose.least([9], 16, 10, 6) == 3  # no more fit
+
+
+def test_planning_needs_no_torch():
+    program = "import sys; from moc.elastic import batches, boxes, plan, survival; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3]).returncode == 0

@@ -15,6 +15,7 @@ from benchmarks.papers.reproduction import Reproduction, Row
 from moc.simulate.cluster import CLUSTERS
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.policy_costs import PolicyCosts
+from tests.unit.policy.routing import RECORDED
 
 A100 = CLUSTERS["a100-moevement-fitted"]
 
@@ -53,38 +54,17 @@ def test_the_oracle_s_interval_is_the_best():
     assert young / 1.2 < interval < 1.2 * young
 
 
-def test_replicas_follow_the_load_and_no_expert_has_fewer_than_the_threshold():
-    assert lazarus.allocate([1, 1, 2, 4], 16, 2) == [2, 2, 4, 8]
-    assert lazarus.allocate([1, 1, 100], 12, 2) == [2, 2, 8]
-
-
-def test_maximum_rank_overlap_fills_the_nodes_and_beats_the_others():
-    replicas = lazarus.allocate([1.0] * 10 + [4.0] * 6, 60, 2)
-    nodes = lazarus.maximum_rank_overlap(replicas)
-    assert len(nodes) == 10 and all(len(node) <= 6 for node in nodes)
-    assert set().union(*nodes) == set(range(16))
-    plans = (list(lazarus._places(nodes)), lazarus.spread(replicas), lazarus.compact(replicas))
-    for lost in (1, 2, 3, 4):
-        best, *others = (lazarus.survives(plan, lost) for plan in plans)
-        assert best >= max(others) and (best == 1) == (lost < min(replicas))
-
-
-def test_survival_by_hand():
-    # Of the 45 pairs of nodes, only 0 and 1 take an expert with them.
-    assert lazarus.survives([frozenset({0, 1}), frozenset({2, 3, 4})], 2) == 1 - 1 / 45
-    assert lazarus.survives([frozenset({0})], 1) == 0.9
-    assert [set(place) for place in lazarus.spread([2, 9])] == [{0, 1}, set(range(10)) - {1}]
-    assert [set(place) for place in lazarus.compact([2, 9])] == [{0}, {0, 1}]
+def test_figure_4_of_lazarus():
+    assert [(row.paper, row.ours) for row in lazarus.figure_4().rows] == [(50, 50), (70, 70)]
 
 
 def test_figure_8_of_lazarus():
-    rows = {row.label: row for row in lazarus.figure_8().rows}
-    assert abs(rows["GPT-L, step 200, 4 lost, spread"].error) < 1
-    ordered, mapped = (row for label, row in rows.items() if row.paper == 41)
-    assert ordered.ours > 41 > mapped.ours > rows["GPT-L, step 200, 4 lost, spread"].ours
-    assert all(row.ours == 0 for label, row in rows.items() if label.startswith("GPT-L") and "compact" in label)
-    one, two = (row.ours for label, row in rows.items() if label.startswith("GPT-S"))
-    assert 100 > one > two > 0
+    if not RECORDED.exists():
+        pytest.skip("the recorded loads are not at hand")
+    rows = {row.label: row.ours for row in lazarus.figure_8(moetion.read_loads(RECORDED)).rows}
+    aligned, mapped, ours, spread = (share for label, share in rows.items() if "4 lost" in label and share)
+    assert min(aligned, ours) >= 60 and mapped <= 14 and spread == pytest.approx(11.9, abs=0.01)
+    assert all(share == 0 for label, share in rows.items() if label.startswith("GPT-L") and "compact" in label)
 
 
 def test_figure_13_of_moc():
@@ -170,7 +150,7 @@ def test_the_common_law_has_a_headline_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "name", ["moc-fig10", "moc-fig13", "moc-fig15", "moetion-fig4", "moetion-fig7", "moetion-fig9", "lazarus-fig8"]
+    "name", ["moc-fig10", "moc-fig13", "moc-fig15", "moetion-fig4", "moetion-fig7", "moetion-fig9", "lazarus-fig4"]
 )
 def test_every_headline_names_its_law_and_its_constants(name):
     first, *_, last = REPRODUCTIONS[name]().summary()
