@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.pretraining.config.derive import installed
-from megatron.pretraining.config.elastic import check_elastic
+from megatron.pretraining.config.elastic_together import check_elastic
 from megatron.pretraining.config.flag import dashed, refuse, refuse_remainder
 from megatron.pretraining.config.groups import FlagGroups
 from moc.policy import POLICIES, JobShape
