@@ -35,7 +35,7 @@ RECOVERY = {
 }
 ELASTIC = {
     "rebalancing": "experts move: what this worker is to hold anew of a layer has arrived, and no slot is filled",
-    "landed": "experts move: all workers have what they are to hold of a layer, and this one is about to fill its slots",
+    "landed": "experts move: all workers have what they will hold of a layer, and this one is about to fill its slots",
 }
 POINTS = STEP | SNAPSHOT | RECOVERY | ELASTIC
 """What happens at each point, by name."""

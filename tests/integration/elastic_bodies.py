@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 from megatron.pretraining import loop
 from megatron.pretraining.elastic import placing
@@ -15,7 +16,7 @@ from tests.integration import bodies
 
 
 def train(flags: dict, vacant: bool = False) -> dict:
-    """As ``bodies.train``; any other plan pays.  With ``vacant``, the first rank lacks one expert that others have.
+    """As ``bodies.train``; any other plan pays.  With ``vacant``, some slots are.
 
     Returns:
         Also ``moved``, the bytes that arrived here in each rebalancing; ``state``, the digest of each fragment of an
@@ -46,17 +47,16 @@ def train(flags: dict, vacant: bool = False) -> dict:
 
 
 def with_gaps(plan):
-    """A way of planning that leaves a slot of the first rank empty, another one with every plan."""
-    made = []
+    """A way of planning that leaves a slot of the first rank of each stage empty, in every other plan."""
+    made: Counter[tuple[int, ...]] = Counter()
 
     def planned(*args):
         found = plan(*args)
-        made.append(found)
-        for layer, table in found.tables.items():
+        made[tuple(found.tables)] += 1
+        for layer, table in found.tables.items() if made[tuple(found.tables)] % 2 else ():
             spare = [e for e in found.experts_of(layer, 0) if len(found.holders(layer, e)) > 1]
-            gone = spare[len(made) % len(spare)]
             rows = table.copy()
-            rows[0] = [*(e for e in table[0] if e != gone), EMPTY][: table.shape[1]]
+            rows[0] = [*(expert for expert in table[0] if expert != spare[0]), EMPTY]
             found = dataclasses.replace(found, tables={**found.tables, layer: rows})
         return found
 

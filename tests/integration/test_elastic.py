@@ -5,7 +5,7 @@ import pytest
 from tests.integration.launched import Launched
 from tests.integration.test_layouts import CLOSE, assert_alike
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import FLAGS, LAYOUTS, Trained, known, train
+from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, Trained, known, train
 from tests.shared import ALL
 from tests.worlds import run_world
 
@@ -49,6 +49,27 @@ def test_as_with_expert_parallelism(layout, plain, more, end, data):
     found = elastic(layout, flags | dict(exit_interval=end))
     assert_alike(found, known(plain, flags | dict(exit_interval=end)))
     assert_replicas_alike(found)
+
+
+OPTIONS = {  # name: flags
+    "GPT-2 like": dict(
+        swiglu=False, add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=2
+    ),
+    "shared experts": dict(moe_shared_expert_intermediate_size=64),
+    "expert bias": EXPERT_BIAS,
+    "z-loss, dropped tokens": dict(moe_z_loss_coeff=0.01, moe_expert_capacity_factor=0.8),
+    "Algorithm 1": dict(elastic_dispatch="even"),
+    "hottest everywhere": dict(elastic_everywhere="1"),
+    "SGD": dict(optimizer="sgd", lr=0.1, use_distributed_optimizer=False),
+    "tied embeddings": dict(untie_embeddings_and_output_weights=False),
+}
+
+
+@pytest.mark.parametrize("option", [*OPTIONS][: None if ALL else 1])
+def test_options(option, data):
+    flags = data | PLAIN | dict(train_iters=4) | OPTIONS[option]
+    plain = {name: value for name, value in flags.items() if not name.startswith("elastic")}
+    assert_alike(elastic("DP2", flags | dict(elastic_rebalance_interval=2)), known("1", plain))
 
 
 @pytest.mark.parametrize("layout", ["DP4", *ALL * ["PP2xDP2", "TP2xDP2"]])

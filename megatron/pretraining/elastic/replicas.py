@@ -86,7 +86,9 @@ class Replicas:
             landing = Landing(layer, mixed, self._exchanged(layer, before, after))
             reach("rebalancing")
             self._landing = landing
-            dist.all_reduce(torch.zeros(1, device=_device(self.layers[layer])), group=exchange_group())  # landed
+            landed = torch.zeros(1, device=_device(self.layers[layer]))
+            dist.all_reduce(landed, group=exchange_group())
+            landed.item()  # on a device, the host waits here
             reach("landed")
             self._land(landing)
             taken += sum(state.nbytes for state in landing.arrived.values())

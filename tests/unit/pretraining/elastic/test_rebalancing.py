@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moc.elastic.plan import Plan
 from tests.unit.pretraining.flags import PP2, parse
 
-FLAGS = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
+FLAGS = "--elastic --elastic-slots 5 --calculate-per-token-loss --global-batch-size 12"
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,30 @@ def test_what_pays(elastic):
 
 
 def test_hashes_tell_plans_apart(elastic):
-    flags = FLAGS.replace("--elastic-slots 4", "--elastic-slots 6")
+    flags = FLAGS.replace("--elastic-slots 5", "--elastic-slots 6")
     one, same, other = (plans_for(elastic, 4, load, flags) for load in ([1] * 8, [1] * 8, [900] + [1] * 7))
     assert elastic[1].hash_of(one) == elastic[1].hash_of(same) != elastic[1].hash_of(other)
+
+
+def settled(elastic, monkeypatch, mine, waiting, told, trained=True):
+    """The plan of a worker after a loss, given what all have told, and what it has landed."""
+    module, landed = elastic[2], []
+    replicas = object.__new__(module.Replicas)
+    replicas.layers, replicas.plans, replicas._stage, replicas._landing = {}, {0: mine}, 0, waiting
+    replicas._optimizer, replicas._dispatch, replicas._land = None, "level", landed.append
+    monkeypatch.setattr(module, "gather", lambda own: [own, *told])
+    monkeypatch.setattr(module, "count_once", lambda *_: None)
+    replicas.settle(trained)
+    return replicas.plans[0], landed
+
+
+def test_what_has_landed_on_one_worker_lands_on_all(elastic, monkeypatch):
+    before, after, later = (plans_for(elastic, 4, load)[0] for load in ([1] * 8, [900, *[1] * 7], [*[1] * 7, 900]))
+    old, new = (0, True, before.to_json(), None), (0, True, after.to_json(), None)
+    ahead = (0, True, after.to_json(), later.to_json())
+    waiting = elastic[2].Landing(0, after, {})
+    assert settled(elastic, monkeypatch, before, waiting, [new, ahead]) == (after, [waiting])
+    assert settled(elastic, monkeypatch, before, waiting, [old, old]) == (before, [])
+    assert settled(elastic, monkeypatch, after, None, [(*old[:3], after.to_json())]) == (after, [])
+    fresh = settled(elastic, monkeypatch, before, None, [new, new], trained=False)
+    assert fresh == (after, [])  # a replacement takes over the plan
