@@ -122,7 +122,10 @@ def test_a_run_goes_on_with_experts_where_they_were(data, tmp_path):
 
 @pytest.mark.recovery
 def test_workers_that_die_while_experts_move(data, tmp_path):
-    """Before a layer's experts have landed, and after it, while others fill their slots and begin the next layer."""
+    """Before a layer's experts have landed, and after it, while others fill their slots and begin the next layer.
+
+    No iteration is lost, and no checkpoint is read: other holders have all experts.
+    """
     flags = data | PLAIN | REPLICATED | dict(train_iters=14, elastic_rebalance_interval=4)
     snapshots = dict(ckpt_policy="full", snapshot_interval=2, ckpt_dir=str(tmp_path / "snapshots"))
     faults = ["kill rank=1 iteration=4 point=rebalancing", "kill rank=2 iteration=8 point=landed"]
@@ -130,6 +133,7 @@ def test_workers_that_die_while_experts_move(data, tmp_path):
     with Launched("DP4", flags | ELASTIC | snapshots | dict(inject=faults), tmp_path / "job", program=program) as job:
         assert job.wait(240) == 0, job.console[-4000:]
     assert sorted(event["rank"] for event in job.events("inject")) == [1, 2], job.console[-4000:]
+    assert [(event["tier"], event["iteration"]) for event in job.events("resume")] == [("live", 4), ("live", 8)]
     assert job.events("rebalance")
     found = {iteration: (loss, norm) for iteration, loss, norm in job.records()}
     straight = known("EP4", data | PLAIN | dict(exit_interval=30))
