@@ -135,12 +135,12 @@ Seconds = dict[str, dict[str, dict[int, list[float]]]]
 """Of each iteration, by clock, case and ratio."""
 
 
-def measure(rounds: int, iterations: int) -> Seconds:
+def measure(ratios: list[int], rounds: int, iterations: int) -> Seconds:
     """Measures all cases, which take turns."""
     pairs = {case: Pair(case) for case in CASES}
     seconds: Seconds = {clock: {case: {} for case in CASES} for clock in CLOCKS}
     try:
-        for ratio in range(1, MOST + 1):
+        for ratio in ratios:
             cases = [case for case in CASES if case != "padded" or ratio == MOST]
             for case in cases:
                 pairs[case].ask(ratio=ratio, iterations=3, move=True)
@@ -166,7 +166,7 @@ def speed_of(seconds: dict[str, dict[int, list[float]]]) -> dict[str, dict[int, 
 
 def shown(clock: str, speed: dict[str, dict[int, float]]):
     """A table of speeds."""
-    rows = [[f"{k}:1", *(f"{speed[c][k]:.3f}" if k in speed[c] else "" for c in CASES)] for k in range(1, MOST + 1)]
+    rows = [[f"{k}:1", *(f"{speed[c][k]:.3f}" if k in speed[c] else "" for c in CASES)] for k in speed["ep"]]
     return table(f"Speed by that of expert parallelism at 1:1, {clock} time", ["tokens", *CASES], rows)
 
 
@@ -175,13 +175,15 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="turns of each case (default: 4)")
     parser.add_argument("--iterations", type=int, default=3, help="iterations in a turn (default: 3)")
+    parser.add_argument("--ratios", type=int, nargs="*", default=[2, 3], help=f"beside 1 and {MOST} (default: 2 3)")
     parser.add_argument("--worker", choices=sorted(CASES), help="for the workers that it starts")
     own = parser.parse_args()
     if own.worker:
         work(own.worker)
         return
     before = machine(load=True)
-    seconds = measure(own.rounds, own.iterations)
+    ratios = sorted({1, MOST, *own.ratios})
+    seconds = measure(ratios, own.rounds, own.iterations)
     speeds = {clock: speed_of(found) for clock, found in seconds.items()}
     show(70, [(shown(clock, speed), ()) for clock, speed in speeds.items()])
     speed = speeds["wall"]
