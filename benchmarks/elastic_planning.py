@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import numpy
 
@@ -79,7 +80,7 @@ def on_trace(tokens: numpy.ndarray, experts: int, every: int) -> dict:
     for number in range(0, len(loads) - OLD, every):
         one = plan(range(NODES), by_layer(loads[number]), Settings(SLOTS, LEAST))
         for name, rows in (("fresh", loads[number]), ("old", loads[number + OLD])):
-            work[name].append(numpy.mean([choose.imbalance(row, one.tables[layer]) for layer, row in enumerate(rows)]))
+            work[name].append(fmean(choose.imbalance(row, one.tables[layer]) for layer, row in enumerate(rows)))
         work["algorithm_1"].append(unlevelled(loads[number]))
         least = min(int(one.held_by_nodes(layer).sum(axis=1).min()) for layer in range(LAYERS))
         rarest["trace" if number < held_back else "held_back"].append(least)

@@ -49,8 +49,8 @@ def everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: in
 def imbalance(loads: Sequence[int], table: numpy.ndarray) -> float:
     """Work of the busiest node by that of the mean, if the dispatcher levels it."""
     tokens = numpy.asarray(loads, numpy.int64)
-    loads = work(tokens, holders(table, len(tokens)))
-    return float(loads.max() / loads.mean()) if tokens.any() else 1.0
+    done = work(tokens, holders(table, len(tokens)))
+    return float(done.max() / done.mean()) if tokens.any() else 1.0
 
 
 def least(losses: Sequence[int], experts: int, nodes: int, slots: int, share: float = 0.99) -> int:

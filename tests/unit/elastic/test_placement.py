@@ -9,7 +9,7 @@ import pytest
 
 from moc.elastic.allocation import allocate_distinct, ascending, least_replicas
 from moc.elastic.placement import EMPTY, compact, cyclic, distinct, holders, overlapped, place, representatives
-from moc.elastic.survival import survived
+from moc.elastic.survival import score, survived
 
 
 @functools.cache
@@ -118,3 +118,11 @@ def test_each_expert_has_its_replicas_and_the_hottest_are_everywhere(everywhere)
 def test_spread_and_compact():
     assert cyclic([2, 9], 10, 6)[:, :2].tolist() == [[0, 1]] + [[0, EMPTY]] + [[1, EMPTY]] * 8
     assert [set(row) - {EMPTY} for row in compact([2, 9], 10, 6)[:2].tolist()] == [{0, 1}, {1}]
+
+
+def test_only_as_many_groups_are_spread_as_must_be_on_more_nodes_than_can_be_listed():
+    replicas = [9] * 8  # three groups of 3 on 24 nodes, where 27 are needed
+    placed, all_spread = (score(holders(table, 8)) for table in (place(replicas, 24, 3), cyclic(replicas, 24, 3)))
+    mro = score(holders(overlapped(replicas, 24, 3), 8))
+    assert placed[0] == all_spread[0] == 9 > mro[0]  # of the smallest set of holders
+    assert placed > all_spread
