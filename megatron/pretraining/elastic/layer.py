@@ -129,7 +129,8 @@ def with_slots(spec: TransformerBlockSubmodules, slots: int) -> TransformerBlock
     for layer in layers:
         parts: Any = layer.submodules
         if isinstance(parts.mlp, ModuleSpec) and parts.mlp.module is MoELayer:
-            parts.mlp = _bound(parts.mlp.submodules, slots)
+            inside: Any = parts.mlp.submodules
+            parts.mlp = _bound(inside, slots)
     return spec
 
 
