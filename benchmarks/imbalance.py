@@ -5,7 +5,7 @@ on one worker, which is the case that elastic replicas are for (Lazarus, section
 Routers are made to choose like that; all else is training as it is.  The jobs live side by side and take turns, a few
 iterations each, so that whatever else the machine does meets all alike:
 
-    elastic   --elastic --elastic-slots 6, with a plan for the load
+    elastic   --elastic --elastic-slots 5, with a plan for the load
     ep        --expert-model-parallel-size 2, tokens sent without padding
     padded    the same with every expert's input padded to the largest expert's, so that no token is dropped
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, show, table, write_json
 
-EXPERTS, SLOTS, TOPK, WORKERS = 8, 6, 2, 2
+EXPERTS, SLOTS, TOPK, WORKERS = 8, 5, 2, 2
 FLAGS = (
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 2048 --num-attention-heads 4 --seq-length 256 "
     f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-token-dispatcher-type alltoall --disable-bias-linear "
